@@ -552,15 +552,52 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 def test_packaged_drafters_save_steps_and_change_nothing(
     plain: list[int], method: str, name: str | None, settings: dict[str, Any], at_least: float
 ) -> None:
-    drafter = {"method": method, "model": name and f"demo/{name}", **settings}
-    with LLM(
+    with started(method, name, **settings) as llm:
+        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
+        assert llm.stats()["tokens_per_target_step"] > at_least
+        invariants(llm)
+
+
+def started(method: str, name: str | None, **settings: Any) -> LLM:
+    return LLM(
         model="demo",
         max_num_seqs=2,
         max_num_batched_tokens=32,
         max_model_len=160,
-        speculative_config=drafter,
+        speculative_config={"method": method, "model": name and f"demo/{name}", **settings},
         use_tqdm=False,
-    ) as llm:
-        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
-        assert llm.stats()["tokens_per_target_step"] > at_least
-        invariants(llm)
+    )
+
+
+def right(llm: LLM) -> tuple[float, list[list[int]]]:
+    """How many drafts of a step are right in the mean, and the texts."""
+    found = llm.generate([PROMPT, *acceptance.NOVELS[:5]], GREEDY, use_tqdm=False)
+    accepted, steps = (
+        sum(getattr(output.metrics, name) for output in found)
+        for name in ("num_accepted_tokens", "num_drafts")
+    )
+    return accepted / steps, [output.outputs[0].token_ids for output in found]
+
+
+def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_the_model() -> None:
+    with started("eagle3", "eagle3", num_speculative_tokens=4) as llm:
+        eagle, texts = right(llm)
+    with started("mtp", None, num_speculative_tokens=4) as llm:
+        mtp, same = right(llm)
+        assert mtp >= eagle > 1 and same == texts
+        weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
+        stored = load_file(DEMO / "model.safetensors")
+        for name, tensor in stored.items():
+            np.testing.assert_array_equal(tensor, weights[name])
+        assert weights.keys() == stored.keys()
+        own = [name for name in weights if name.startswith("model.layers.4.")]
+        assert len(own) == 13
+        llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
+        assert right(llm) == (0, texts), "a head of zeros is never right"
+        llm.update_parameters(weights, check_finite=True)
+        assert right(llm) == (mtp, texts)
+        for name in own:
+            del weights[name]
+        with pytest.raises(CheckpointError, match=r"needs the tensors model\.layers\.4\.\*"):
+            llm.update_parameters(weights)
+        assert right(llm) == (mtp, texts)
