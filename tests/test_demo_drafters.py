@@ -585,7 +585,7 @@ def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_t
         eagle, texts = right(llm)
     with started("mtp", None, num_speculative_tokens=4) as llm:
         mtp, same = right(llm)
-        assert mtp >= eagle > 1 and same == texts
+        assert mtp >= eagle > 0.5 and same == texts
         weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
         stored = load_file(DEMO / "model.safetensors")
         for name, tensor in stored.items():
@@ -594,7 +594,8 @@ def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_t
         own = [name for name in weights if name.startswith("model.layers.4.")]
         assert len(own) == 13
         llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
-        assert right(llm) == (0, texts), "a head of zeros is never right"
+        none, same = right(llm)
+        assert none < 0.1 and same == texts, "a head of zeros drafts ends of texts alone"
         llm.update_parameters(weights, check_finite=True)
         assert right(llm) == (mtp, texts)
         for name in own:
