@@ -14,10 +14,9 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.packing import pack_weights, unpacked_weights
+from jaxpage.device import make_mesh, pack_weights, unpacked_weights
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import joined
+from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
@@ -81,7 +80,8 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> d
     """
     drafting = spec.described.drafting.with_weights_of(files)
     mesh = make_mesh(spec.layout.tensor_parallel_size)
-    weights = {"target": load_model(files, spec, mesh)}
+    _, packed = step_model(files, spec)
+    weights = {"target": load_model(files, spec, mesh, packed)}
     if drafting.plan_in_model:
         weights["drafter"] = drafting.load(spec.layout.dtype, mesh.put, progress=False)
         pack_weights(weights["drafter"], drafting.packed(spec))

@@ -23,8 +23,6 @@ from jaxpage.models.drafter import output_alone
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
 
-TABLES = ("tokens", "head")  # They are the model's.
-
 
 def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """Returns the spec of the head's one layer.
@@ -33,7 +31,7 @@ def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """
     kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
     return replace(
-        spec, kv=kv, rope_by_layer=(), delta=None, sparse_layers=(spec.experts is not None,)
+        spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
     )
 
 
