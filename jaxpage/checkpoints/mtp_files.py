@@ -68,7 +68,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         UnsupportedError: Heads of this family, of this number or in this layout are not read.
     """
     spec = target.spec
-    names = getattr(spec, "mtp_names", None)
+    names = getattr(spec, "draft_heads", None)
     if not isinstance(spec, RotaryDecoderSpec) or names is None:
         raise UnsupportedError(
             f"{WHAT} needs a model with MTP heads, and config.json in {target.directory} counts "

@@ -132,5 +132,5 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "mtp_names": read_numbered_names(fields),
+        "draft_heads": read_numbered_names(fields),
     }

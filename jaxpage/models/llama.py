@@ -40,5 +40,5 @@ class Spec(RotaryDecoderSpec):
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
                 attention_bias=fields.flag("attention_bias", False),
                 mlp_bias=fields.flag("mlp_bias", False),
-                mtp_names=read_numbered_names(fields),
+                draft_heads=read_numbered_names(fields),
             )

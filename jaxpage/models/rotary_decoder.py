@@ -125,13 +125,8 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
-    mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
+    draft_heads: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
-
-    @property
-    def idle_tensors(self) -> tuple[str, ...]:
-        """Returns globs over names of tensors that the checkpoint may have for others to read."""
-        return self.mtp_names.globs if self.mtp_names else ()
 
     @property
     def num_layers(self) -> int:
@@ -292,14 +287,12 @@ def make_attention(
         dtype: The type of the parameters.
     """
     if spec.latent is not None:
-        heads = spec.num_query_heads
-        rope = spec.rope
         return make_latent_attention(
             spec.latent,
             layer_index,
             width=spec.model_width,
-            num_heads=heads,
-            rope=rope,
+            num_heads=spec.num_query_heads,
+            rope=spec.rope,
             name=name,
             dtype=dtype,
         )
