@@ -231,7 +231,7 @@ class AsyncDriver(Driver):
         """Yields the vectors of prompts, computed between steps, all with the same weights."""
         weights = await asyncio.wrap_future(self.weights())
         for request in requests:
-            order = self.embed(embedder, weights, request.token_ids, pooling)
+            order = self.embed(embedder, weights["target"], request.token_ids, pooling)
             yield await asyncio.wrap_future(order)
 
     async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:

@@ -320,7 +320,7 @@ class LLM(DrivenModel):
         """
         requests = self._prepare_embedding(prompts, pooling)
         driver = self._driver
-        weights = driver.wait(driver.weights())
+        weights = driver.wait(driver.weights())["target"]
         bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
         orders = (
             driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar

@@ -21,6 +21,7 @@ from jaxpage.checkpoints import (
     HUB_FILES,
     MEDUSA_FILES,
     EagleMethod,
+    LoadPlan,
     MedusaFiles,
     ModelFiles,
     load_eagle,
@@ -58,14 +59,9 @@ from jaxpage.models import (
 )
 from jaxpage.models import Path as LayerPath
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation import (
-    METHODS,
-    NUM_RECYCLED,
-    Choices,
-    DrafterKind,
-    assumed_accuracies,
-    choices_of,
-)
+from jaxpage.settings.speculative_methods import METHODS, DrafterKind
+from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.speculation import NUM_RECYCLED, Choices, assumed_accuracies, choices_of
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec
@@ -84,6 +80,18 @@ class DrafterFiles(Protocol):
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
         """Returns the KV caches of its own layers, which follow the target's in every block."""
+        ...
+
+    @property
+    def plan_in_model(self) -> LoadPlan | None:
+        """Returns the tensors of the model's checkpoint that fill its weights, if any do."""
+        ...
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the values of `StepPlan.draft_depth` to choose from.
+
+        There are none if the drafter costs so little that it always runs.
+        """
         ...
 
     def num_bytes(self, dtype: str) -> int:
@@ -110,6 +118,11 @@ class HeadFiles:
     files: MedusaFiles
     choices: Choices
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the one depth: the heads draft for all places at once."""
+        return (MOST_DRAFTS,)
 
     @property
     def num_candidates(self) -> int:
@@ -143,6 +156,11 @@ class NoFiles:
     """Makes drafts of the target's own most likely tokens; there are no files."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns no depths, since the most likely tokens are always taken."""
+        return ()
 
     def num_bytes(self, dtype: str) -> int:
         """Returns 0, since there are no weights."""
@@ -171,6 +189,7 @@ class ModelDrafterFiles:
         module: Makes the module, a `models.drafter.Drafter`, for a dtype.
         num_bytes: Gives the bytes of its weights in a dtype.
         load: Loads its parameters.
+        plan_in_model: The tensors that fill them, if they are in the model's checkpoint.
     """
 
     kv: KVSpec
@@ -178,11 +197,16 @@ class ModelDrafterFiles:
     module: Callable[[DTypeLike], nnx.Module]
     num_bytes: Callable[[str], int]
     load: Callable[..., dict[str, Any]]
+    plan_in_model: LoadPlan | None = None
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
         """Returns the KV cache of its own layers."""
         return (self.kv,)
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns how many places ahead it can draft."""
+        return range(1, 1 + tree_shape(menu).num_levels)
 
     def divided(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
         """Returns the module whose graph `models.drafter.join` takes.
@@ -286,7 +310,9 @@ def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFile
     files = open_mtp(target)
     load = functools.partial(load_mtp, files)
     kv = layer_spec(files.spec).kv
-    return ModelDrafterFiles(kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load)
+    return ModelDrafterFiles(
+        kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load, files.plan
+    )
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:

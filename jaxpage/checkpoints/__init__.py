@@ -20,6 +20,7 @@ To read and load it:
     open_model              reads all of a local model but its weights
     ModelFiles              holds a checkpoint that fits
     with_weights_of         gives the same model with the weights of another directory
+    LoadPlan                says which tensors of a checkpoint fill which parameters
     load_weights            loads all weights
     load_shards             loads the weights of a model that is divided among devices
     insert                  puts a value into a nested dict of weights
@@ -67,6 +68,7 @@ from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, EagleMethod, load_eagle, open_eagle
 from jaxpage.checkpoints.embedding_files import read_embedding_files
 from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
+from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.in_memory import (
     ModelConfig,
@@ -109,6 +111,7 @@ __all__ = [
     "AdapterVersion",
     "EagleMethod",
     "Fetchable",
+    "LoadPlan",
     "MedusaFiles",
     "ModelConfig",
     "ModelDescription",

@@ -244,8 +244,8 @@ class Driver:
             replacement.withdraw()
 
     def weights(self) -> Answer[Any]:
-        """Asks for the weights of the model as they are on the device."""
-        return self.call(lambda engine: engine.runner.parameters["target"])
+        """Asks for the weights of the model and of its drafter as they are on the device."""
+        return self.call(lambda engine: engine.runner.parameters)
 
     def embed(
         self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: Pooling

@@ -5,7 +5,7 @@ It owns the parameters, the pages and the host's pages, and never sees a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,13 +124,16 @@ class Runner:
         """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
-    def replace_parameters(self, target: Any) -> None:
+    def replace_parameters(self, others: Mapping[str, Any]) -> None:
         """Takes other weights of the same shapes and types, from the next step on.
 
-        Adapters stay.
+        Adapters stay, and so do weights that are not given.
+
+        Args:
+            others: The model's weights under "target", those of its drafter under "drafter".
         """
-        _add_missing(target, self._parameters["target"])
-        self._parameters = {**self._parameters, "target": target}
+        _add_missing(others["target"], self._parameters["target"])
+        self._parameters = {**self._parameters, **others}
 
     def write_adapter(
         self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None

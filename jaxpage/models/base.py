@@ -216,7 +216,7 @@ def other_names(family: Family, name: str) -> tuple[str, ...]:
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
-    heads = getattr(spec, "mtp_names", None)
+    heads = getattr(spec, "draft_heads", None)
     own = () if heads is None else heads.globs
     return (*family.ignored, *own, *getattr(spec, "idle_tensors", ()))
 

@@ -14,14 +14,13 @@ from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import read_latent
-from jaxpage.models.mtp_names import MtpNames, numbered_names
+from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-MAX_DRAFT_LAYERS = 64
 ALIASES = {
     "n_routed_experts": "num_local_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
@@ -133,15 +132,5 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "mtp_names": _mtp_names(fields),
+        "draft_heads": read_numbered_names(fields),
     }
-
-
-def _mtp_names(fields: Fields) -> MtpNames | None:
-    """Returns the names of MTP heads; None if the config counts none."""
-    field = "num_nextn_predict_layers"
-    count = fields.integer(field, 0, least=0)
-    if count > MAX_DRAFT_LAYERS:
-        fields.note(WrongField(f"{field} = {count} is above {MAX_DRAFT_LAYERS}"), **{field: 0})
-        count = 0
-    return numbered_names("model", fields.integer("num_hidden_layers"), count, field)

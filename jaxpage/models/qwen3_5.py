@@ -79,7 +79,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "form": BlockForm(kind="rms+1"),
         "recurrent": delta,
         "attention_gated": True,
-        "mtp_names": _mtp_names(
+        "draft_heads": _mtp_names(
             fields, "num_nextn_predict_layers" if grouped else "mtp_num_hidden_layers"
         ),
     }
