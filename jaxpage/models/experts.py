@@ -141,8 +141,19 @@ def make_experts(
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        form = (names.only_stacked, modules, bias, dtype, names.in_rows_too)
-        return ExpertLinear(ExpertLinearSpec(*sizes, input_axis, output_axis, name, *form))
+        return ExpertLinear(
+            ExpertLinearSpec(
+                *sizes,
+                input_axis,
+                output_axis,
+                name,
+                transposed=names.only_stacked,
+                modules=modules,
+                bias=bias,
+                dtype=dtype,
+                in_rows_too=names.in_rows_too,
+            )
+        )
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     gate_up = stacked(
