@@ -91,7 +91,8 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
         if cases:
             family = load_family(config_json(cases[0]))
-        specs = [family.Spec.from_config(config_json(case)) for case in cases]
+        configs = [config_json(case) for case in cases]
+        specs = [load_family(config).Spec.from_config(config) for config in configs]
         described.append((f"`{architecture}`", what, ", ".join(cases), _refused(cases)))
         used.append(
             (
