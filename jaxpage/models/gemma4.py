@@ -146,7 +146,12 @@ def _heads_by_layer(
 def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions."""
     longest = fields.integer("max_position_embeddings", 131_072)
-    given = fields.get("rope_parameters", None) or ROPES
+    given = fields.get("rope_parameters", None)
+    scaling = fields.get("rope_scaling", given)  # It replaces the other one in transformers too.
+    if given is not None and scaling != given:
+        text = "rope_scaling and rope_parameters contradict each other"
+        fields.note(WrongField(text), rope_parameters=None, rope_scaling=None)
+    given = scaling or ROPES
     ropes = {}
     for kind, (_, width) in heads.items():
         of_kind = given.get(kind) if isinstance(given, dict) else None
