@@ -43,8 +43,10 @@ class CacheGroup:
 def state_window(state: StateSpec, block_size: int) -> int:
     """Returns how many positions a token of a recurrent layer needs, its own included.
 
-    See `device.recurrence`.
+    See `device.recurrence`. A convolution alone needs what it reaches back to.
     """
+    if state.shape is None:
+        return 1 + state.lookback
     return block_size + max(1, state.lookback)
 
 

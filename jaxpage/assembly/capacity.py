@@ -27,7 +27,7 @@ from jaxpage.device import (
 from jaxpage.errors import CapacityError
 from jaxpage.memory import window_blocks
 from jaxpage.models import ModelSpec
-from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import gib
 

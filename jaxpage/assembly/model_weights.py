@@ -64,7 +64,8 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
     Raises:
         CheckpointError: The weights do not fit the model, or are not finite.
     """
-    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    _, packed = step_model(files, spec)
+    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size), packed)
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
     return weights

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.assembly import choose_dtype, refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model, resolve_model
 from jaxpage.device import (
     DeviceSpec,

@@ -25,7 +25,7 @@ from jaxpage.bench.kv_dtype import (
     table,
     text_tokens,
 )
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import open_model, resolve_model

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jaxpage.assembly import Hooks, refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model

@@ -87,7 +87,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
             "%s takes hidden states that enter layers %s of %d",
             directory,
             spec.aux_layers,
-            target.spec.kv.num_layers,
+            target.spec.kv.num_decoder_layers,
         )
     return EagleFiles(spec, plan, token_map)
 
@@ -166,7 +166,9 @@ def _spec(
         fc_bias="fc.bias" in stored,
         own_tokens=own["tokens"],
         own_head=own["head"],
-        aux_layers=config.aux_layers(target.spec.kv.num_layers) if method == "eagle3" else (),
+        aux_layers=config.aux_layers(target.spec.kv.num_decoder_layers)
+        if method == "eagle3"
+        else (),
     )
     if method == "eagle":
         return spec

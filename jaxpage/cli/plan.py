@@ -278,8 +278,11 @@ def _kept_text(kv: KVSpec) -> str:
     kept = f"{kv.num_layers - len(states)} layers, {heads}"
     if not states:
         return kept
-    shape = " x ".join(map(str, states[0].shape))
-    return f"{kept}; {len(states)} layers, a state of {shape} after each block and {states[0].input_width} numbers of each token"
+    state = states[0]
+    of_block = ""
+    if state.shape is not None:
+        of_block = f"a state of {' x '.join(map(str, state.shape))} after each block and "
+    return f"{kept}; {len(states)} layers, {of_block}{state.input_width} numbers of each token"
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:

@@ -37,8 +37,9 @@ class StatePages(NamedTuple):
     """Holds one recurrent layer's blocks; see `device.recurrence`."""
 
     inputs: jax.Array  # [P, S, E], the inputs of tokens
-    state: jax.Array  # [P, ...] in float32, after the last computed token of a block
-    num_seen: jax.Array  # [P] in int32: the tokens of its sequence that the state has seen
+    # [P, ...] in float32, after the last computed token of a block; None for a convolution alone.
+    state: jax.Array | None
+    num_seen: jax.Array | None  # [P] in int32: the tokens of its sequence that the state has seen
 
 
 KVPages = tuple[LayerPages | StatePages, ...]
@@ -75,8 +76,10 @@ def page_shapes(
     for layer, count in enumerate(of_layers):
         if (state := kv.state_of(layer)) is not None:
             inputs = jax.ShapeDtypeStruct((count, block_size, state.input_width), dtype)
-            states = jax.ShapeDtypeStruct((count, *state.shape), jnp.float32)
-            num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
+            states = num_seen = None
+            if state.shape is not None:
+                states = jax.ShapeDtypeStruct((count, *state.shape), jnp.float32)
+                num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
             shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
             continue
         num_kv_heads, head_width = kv.heads_of(layer)

@@ -45,6 +45,7 @@ class ExpertLinearSpec:
             equal part of the outputs. Empty if all checkpoints stack them.
         bias: True if there are biases, in the tensor `{name}_bias` [E, out].
         dtype: The type of the parameters.
+        aliases: Other names of the tensor that has the weights of all experts.
         in_rows_too: True if that tensor may also have the weights as [out, in].
     """
 
@@ -58,6 +59,7 @@ class ExpertLinearSpec:
     modules: tuple[tuple[str, ...], ...]
     bias: bool
     dtype: DTypeLike
+    aliases: tuple[str, ...] = ()
     in_rows_too: bool = False
 
     @property
@@ -106,7 +108,11 @@ class ExpertLinear(nnx.Module):
             apart = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
-            stacked = [tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)]
+            stacked = [
+                tensor(
+                    spec.name, *spec.stacked_shape, transpose=spec.transposed, aliases=spec.aliases
+                )
+            ]
             if spec.in_rows_too:
                 stacked.append(tensor(spec.name, spec.num_experts, spec.num_out, spec.num_in))
             return [*apart, *stacked]

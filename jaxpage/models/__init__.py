@@ -84,20 +84,7 @@ if TYPE_CHECKING:
         other_names,
     )
     from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
-    from jaxpage.models.draft_model import DraftModel
-    from jaxpage.models.drafter import Drafter, join
-    from jaxpage.models.eagle import Eagle3Spec, EagleSpec
-    from jaxpage.models.fields import text_part
-    from jaxpage.models.lora import LoRASpec, LoRATarget, adapter_weights, lora_targets
-    from jaxpage.models.medusa import MedusaHeads, MedusaSpec
-    from jaxpage.models.mtp import MtpHead, layer_spec
-    from jaxpage.models.mtp_names import MtpNames
-    from jaxpage.models.multimodal import leaves_tying_open
-    from jaxpage.models.packing import Packing, pack_modules
-    from jaxpage.models.registry import ENTRY_POINTS, FAMILIES, load_family, register_model
-    from jaxpage.models.replacing import Path, Rule, replace_modules
-    from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
-    from jaxpage.models.sharding import (
+    from jaxpage.models.dividing import (
         LOGICAL_SHARDS,
         Divisions,
         Place,
@@ -109,6 +96,19 @@ if TYPE_CHECKING:
         sharded_weights,
         with_sharding,
     )
+    from jaxpage.models.draft_model import DraftModel
+    from jaxpage.models.drafter import Drafter, join
+    from jaxpage.models.eagle import Eagle3Spec, EagleSpec
+    from jaxpage.models.fields import text_part
+    from jaxpage.models.lora_layers import LoRASpec, LoRATarget, adapter_weights, lora_targets
+    from jaxpage.models.medusa import MedusaHeads, MedusaSpec
+    from jaxpage.models.mtp import MtpHead, layer_spec
+    from jaxpage.models.mtp_names import MtpNames
+    from jaxpage.models.multimodal import leaves_tying_open
+    from jaxpage.models.packing import Packing, pack_modules
+    from jaxpage.models.registry import ENTRY_POINTS, FAMILIES, load_family, register_model
+    from jaxpage.models.replacing import Path, Rule, replace_modules
+    from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
     from jaxpage.models.weights import FLOATS, Weight, num_bytes, weights_of
 
 __all__ = [
@@ -190,10 +190,10 @@ _HOMES = {
     "Eagle3Spec": "jaxpage.models.eagle",
     "EagleSpec": "jaxpage.models.eagle",
     "text_part": "jaxpage.models.fields",
-    "LoRASpec": "jaxpage.models.lora",
-    "LoRATarget": "jaxpage.models.lora",
-    "adapter_weights": "jaxpage.models.lora",
-    "lora_targets": "jaxpage.models.lora",
+    "LoRASpec": "jaxpage.models.lora_layers",
+    "LoRATarget": "jaxpage.models.lora_layers",
+    "adapter_weights": "jaxpage.models.lora_layers",
+    "lora_targets": "jaxpage.models.lora_layers",
     "MedusaHeads": "jaxpage.models.medusa",
     "MedusaSpec": "jaxpage.models.medusa",
     "MtpHead": "jaxpage.models.mtp",
@@ -211,16 +211,16 @@ _HOMES = {
     "replace_modules": "jaxpage.models.replacing",
     "RotaryDecoderSpec": "jaxpage.models.rotary_decoder",
     "ignored": "jaxpage.models.rotary_decoder",
-    "Divisions": "jaxpage.models.sharding",
-    "LOGICAL_SHARDS": "jaxpage.models.sharding",
-    "Place": "jaxpage.models.sharding",
-    "ShardedWeight": "jaxpage.models.sharding",
-    "entry_at": "jaxpage.models.sharding",
-    "joined": "jaxpage.models.sharding",
-    "kv_of_shard": "jaxpage.models.sharding",
-    "make_sharding": "jaxpage.models.sharding",
-    "sharded_weights": "jaxpage.models.sharding",
-    "with_sharding": "jaxpage.models.sharding",
+    "Divisions": "jaxpage.models.dividing",
+    "LOGICAL_SHARDS": "jaxpage.models.dividing",
+    "Place": "jaxpage.models.dividing",
+    "ShardedWeight": "jaxpage.models.dividing",
+    "entry_at": "jaxpage.models.dividing",
+    "joined": "jaxpage.models.dividing",
+    "kv_of_shard": "jaxpage.models.dividing",
+    "make_sharding": "jaxpage.models.dividing",
+    "sharded_weights": "jaxpage.models.dividing",
+    "with_sharding": "jaxpage.models.dividing",
     "FLOATS": "jaxpage.models.weights",
     "Weight": "jaxpage.models.weights",
     "num_bytes": "jaxpage.models.weights",

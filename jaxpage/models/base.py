@@ -33,6 +33,8 @@ class KVSpec:
             kept apart (latents); None if values are kept, as wide as keys.
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
+        decoder_layers: The number of layers of the decoder, where some have two of these layers
+            (Falcon-H1) or none (Nemotron-H); None if it is `num_layers`.
         heads: For each layer, its number of key/value heads and their width, in a model whose
             layers differ in them; empty if all have `num_kv_heads` of `head_width`.
     """
@@ -43,7 +45,13 @@ class KVSpec:
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
+    decoder_layers: int | None = None
     heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Returns the number of layers of the decoder."""
+        return self.decoder_layers or self.num_layers
 
     def state_of(self, layer: int) -> StateSpec | None:
         """Returns the state of a layer; None if it keeps keys and values."""
@@ -143,7 +151,7 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
+    prefix: str | tuple[str, ...]  # the prefix of names in the checkpoint; see `other_names`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 
@@ -192,10 +200,14 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
 def other_names(family: Family, name: str) -> tuple[str, ...]:
     """Returns the other names that a tensor, or a module, may have in a checkpoint of the family.
 
-    Files that were saved from the headless model lack the prefix. A family may have `older_names`:
-    beginnings of names, each with those that older files have in its place.
+    Files that were saved from the headless model lack the prefix. Several prefixes are those that
+    files may have, the modules' first. A family may have `older_names`: beginnings of names, each
+    with those that older files have in its place.
     """
-    found = [name.removeprefix(family.prefix)] if name.startswith(family.prefix) else []
+    prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
+    own, *others = prefixes
+    stem = name.removeprefix(own)
+    found = [stem, *(other + stem for other in others)] if name.startswith(own) else []
     for begin, others in getattr(family, "older_names", ()):
         if name.startswith(begin):
             found += [other + name.removeprefix(begin) for other in others]

@@ -32,7 +32,7 @@ def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """
     kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
     return replace(
-        spec, kv=kv, rope_by_layer=(), delta=None, sparse_layers=(spec.experts is not None,)
+        spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
     )
 
 

@@ -132,7 +132,7 @@ class TextFamily:
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str
+    prefix: str | tuple[str, ...]
     ignored: tuple[str, ...]
     others: tuple[str, ...]
     OVERFLOWS_FLOAT16: bool

@@ -77,7 +77,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "rope": (rope, longest),
         "norm_heads": True,
         "form": BlockForm(kind="rms+1"),
-        "delta": delta,
+        "recurrent": delta,
         "attention_gated": True,
         "mtp_names": _mtp_names(
             fields, "num_nextn_predict_layers" if grouped else "mtp_num_hidden_layers"

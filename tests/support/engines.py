@@ -54,6 +54,23 @@ QWEN3_5 = {
     },
 }
 
+GRANITE_4 = {
+    **{
+        **LLAMA,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layers_block_type": ["mamba", "mamba", "attention"],
+    },
+    **{"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
+    **{"num_local_experts": 4, "shared_intermediate_size": 32, "intermediate_size": 32},
+    "attention_multiplier": 0.25,
+}
+
+LFM2 = {
+    **{**LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"},
+    **{"num_hidden_layers": 3, "full_attn_idxs": [2], "conv_L_cache": 4},
+}
+
 # The geometries of the tests. Engines of a model share what is compiled for one, also those with
 # fewer blocks (see `make_llm`) or with 16 tokens, whose shapes are among those of 64. Other numbers
 # are shapes of their own: a test needs a reason for them.

@@ -146,7 +146,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "*",
     ): "each command imports what it needs: checking a configuration needs no jax",
     (
-        "jaxpage/cli/generating.py",
+        "jaxpage/cli/generate.py",
         "jaxpage.checkpoints",
     ): "wrong flags and an empty prompt are refused before jax is imported",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",

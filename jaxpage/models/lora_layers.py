@@ -12,8 +12,8 @@ from flax import nnx
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model, other_names
+from jaxpage.models.dividing import ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.weights import Weight
 
 

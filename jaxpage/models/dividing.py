@@ -87,7 +87,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         state
         and replace(
             state,
-            shape=(state.shape[0] // count, *state.shape[1:]),
+            shape=state.shape and (state.shape[0] // count, *state.shape[1:]),
             input_width=state.input_width // count,
         )
         for state in kv.states
