@@ -287,14 +287,12 @@ def make_attention(
         dtype: The type of the parameters.
     """
     if spec.latent is not None:
-        heads = spec.num_query_heads
-        rope = spec.rope
         return make_latent_attention(
             spec.latent,
             layer_index,
             width=spec.model_width,
-            num_heads=heads,
-            rope=rope,
+            num_heads=spec.num_query_heads,
+            rope=spec.rope,
             name=name,
             dtype=dtype,
         )
