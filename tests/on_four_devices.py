@@ -26,7 +26,7 @@ from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
-from tests.support.hf_models import MODELS, make_model, save_model  # noqa: E402
+from tests.support.hf_models import MODELS, config_json, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.mtp import save_with_head  # noqa: E402
@@ -98,7 +98,13 @@ SWEPT = {
     },
 }
 INDIVISIBLE = (
-    *("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short"),
+    *(
+        "gemma4-keys-are-values",
+        "opt-350m-form",
+        "qwen3-moe-mixed",
+        "qwen2-moe-shared",
+        "qwen3-5-short",
+    ),
     *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
     *(
         "nemotron-h-mixed",
@@ -109,7 +115,9 @@ INDIVISIBLE = (
         "falcon-h1-plain",
     ),
 )
-DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
+DIVISIBLE = [
+    name for name in MODELS if name not in INDIVISIBLE and "text_config" not in config_json(name)
+]
 
 
 def test_there_are_four_devices():

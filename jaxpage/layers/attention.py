@@ -131,17 +131,16 @@ class Attention(nnx.Module):
         Norms over all heads together must have been applied already.
         """
         if self.limit is not None:
-            q, k, v = (
-                None if part is None else jnp.clip(part, -self.limit, self.limit)
-                for part in (q, k, v)
-            )
+            q = jnp.clip(q, -self.limit, self.limit)
+            k = None if k is None else jnp.clip(k, -self.limit, self.limit)
+            v = None if v is None else jnp.clip(v, -self.limit, self.limit)
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
-        q_TNH, k_TKH, v_TKH = (
-            None if part is None else part.reshape(part.shape[0], -1, self.head_width)
-            for part in (q, k, v)
-        )
+        heads = (len(q), -1, self.head_width)
+        q_TNH = q.reshape(heads)
+        k_TKH = None if k is None else k.reshape(heads)
+        v_TKH = None if v is None else v.reshape(heads)
         if not self.norm_together:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.value_norm is not None and v_TKH is not None:

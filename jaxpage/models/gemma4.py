@@ -41,7 +41,8 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 OVERFLOWS_FLOAT16 = True
-ROPES = {
+NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
+ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
         "rope_type": "proportional",
@@ -143,32 +144,44 @@ def _heads_by_layer(
 
 
 def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Rope], int]:
-    """Returns the rotation of each type of layer, and the number of positions.
-
-    A proportional rotation turns the first pairs of a head, with the frequencies of the whole head.
-    """
+    """Returns the rotation of each type of layer, and the number of positions."""
     longest = fields.integer("max_position_embeddings", 131_072)
-    given = fields.get("rope_parameters", None) or ROPES
+    given = fields.get("rope_parameters", None)
+    scaling = fields.get("rope_scaling", given)  # It replaces the other one in transformers too.
+    if given is not None and scaling != given:
+        text = "rope_scaling and rope_parameters contradict each other"
+        fields.note(WrongField(text), rope_parameters=None, rope_scaling=None)
+    given = scaling or ROPES
     ropes = {}
     for kind, (_, width) in heads.items():
-        rope = given.get(kind) if isinstance(given, dict) else None
-        if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
-            text = f"rope_parameters must have an object with rope_theta for {kind}, not {rope!r}"
-            fields.note(WrongField(text), rope_parameters=None)
-            rope = ROPES[kind]
-        name = rope.get("rope_type", "default")
-        share = rope.get("partial_rotary_factor", 1.0) if name == "proportional" else 1.0
-        unknown = {*rope} - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
-        if name not in ("default", "proportional") or unknown:
-            text = f"rope_parameters of {kind}: only default and proportional are supported, not"
-            fields.note(RefusedField(f"{text} {rope!r}"), rope_parameters=None)
-        turned = int(share * width // 2)
-        factor = rope.get("factor", 1.0) if name == "proportional" else 1.0
-        powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(width)
-        frequencies = np.float32(1) / np.float32(rope["rope_theta"]) ** powers / np.float32(factor)
-        rest = (0.0,) * (width // 2 - turned)
-        ropes[kind] = Rope((*map(float, frequencies), *rest))
+        of_kind = given.get(kind) if isinstance(given, dict) else None
+        ropes[kind] = _rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
     return ropes, longest
+
+
+def _rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) -> Rope:
+    """Returns the rotation of one type of layer.
+
+    A proportional one turns the first pairs of a head, with the frequencies of the whole head.
+    """
+    numbers = {**NUMBERS, **{name: value for name, value in given.items() if value is not None}}
+    rope_type = numbers.pop("rope_type", "default")
+    theta, share, factor = (numbers[name] for name in NUMBERS)
+    about = f"rope_parameters of {kind}: {dict(given)!r}"
+    if rope_type not in ("default", "proportional") or numbers.keys() != NUMBERS.keys():
+        text = f"{about} is not supported: only default and proportional are"
+        fields.note(RefusedField(text), rope_parameters=None)
+        theta = share = factor = 1.0
+    elif not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers.values()):
+        text = f"{about} must have a positive rope_theta, and no other numbers below zero"
+        fields.note(WrongField(text), rope_parameters=None)
+        theta = share = factor = 1.0
+    if rope_type == "default":
+        share = factor = 1.0
+    turned = int(min(share, 1.0) * head_width // 2)
+    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_width)
+    frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
+    return Rope((*map(float, frequencies), *(0.0,) * (head_width // 2 - turned)))
 
 
 def _places(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:

@@ -137,8 +137,18 @@ class Gemma4Experts(nnx.Module):
         inner = experts.width
 
         def stacked(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
-            form = (f"{name}.experts.{part}", False, (), False, dtype)
-            return ExpertLinear(ExpertLinearSpec(count, *sizes, *axes, *form))
+            return ExpertLinear(
+                ExpertLinearSpec(
+                    count,
+                    *sizes,
+                    *axes,
+                    name=f"{name}.experts.{part}",
+                    transposed=False,
+                    modules=(),
+                    bias=False,
+                    dtype=dtype,
+                )
+            )
 
         both: Axis = (("ffn", inner), ("ffn", inner))
         self.experts = Experts(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import Family, ModelFactory, ModelSpec
+from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
 from jaxpage.models.experts import ExpertNames
 from jaxpage.models.fields import text_part, without_axes
 
@@ -121,7 +121,7 @@ class TextSpecs:
         return changed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TextFamily:
     """Is the family of the text models in checkpoints of one architecture; see `Family`.
 
@@ -130,7 +130,7 @@ class TextFamily:
         older_names: See `models.base.other_names`.
     """
 
-    Spec: TextSpecs
+    Spec: SpecFactory
     Model: ModelFactory
     prefix: str | tuple[str, ...]
     ignored: tuple[str, ...]

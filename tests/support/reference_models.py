@@ -22,7 +22,7 @@ from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
-from jaxpage.models.registry import FAMILIES
+from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.model_configs import MODELS, config_json
 from tests.support.refused_configs import REFUSED
@@ -89,7 +89,10 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         family = families[name]
         what = (family.__doc__ or "").strip().splitlines()[0]
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
-        specs = [family.Spec.from_config(config_json(case)) for case in cases]
+        if cases:
+            family = load_family(config_json(cases[0]))
+        configs = [config_json(case) for case in cases]
+        specs = [load_family(config).Spec.from_config(config) for config in configs]
         described.append((f"`{architecture}`", what, ", ".join(cases), _refused(cases)))
         used.append(
             (
