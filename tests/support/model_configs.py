@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from jaxpage.models.registry import FAMILIES
+from tests.support.model_forms import SIZES, forms_of_registry
 
 _DIMENSIONS = {
     "vocab_size": 131,
@@ -64,7 +65,7 @@ _VISION = {
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
-# name: (model type, what config.json says beyond _DIMENSIONS or the entry of _SHARED)
+# name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
@@ -543,13 +544,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
-_GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {
-    "opt": _OPT,
-    "gpt2": _GPT2,
-    "falcon": {"vocab_size": 131, **_OPT},
-}
+MODELS |= forms_of_registry(MODELS)
+
 _ARCHITECTURES = {
     **{module: architecture for architecture, module in FAMILIES.items()},
     # Families whose model type is not the name of their module.
@@ -566,7 +562,7 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     """
     family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    shared = _SHARED.get(family, _DIMENSIONS)
+    shared = SIZES.get(family, _DIMENSIONS)
     if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
         text = {**shared, **tokens, **fields, **overrides}
         return {
