@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
@@ -17,9 +18,7 @@ from jaxpage.models.rotary_decoder import (
     head_width_or_quotient,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]

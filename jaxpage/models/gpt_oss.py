@@ -11,14 +11,13 @@ from typing import Any
 from jaxpage.layers.experts import ClampedSwiGLU
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
