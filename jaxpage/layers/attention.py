@@ -35,6 +35,7 @@ class Attention(nnx.Module):
         query_norm: The norm of queries; None if there is none.
         key_norm: The norm of keys; None if there is none.
         norm_together: True if the norms are over all heads together, not over each head.
+        turned_first: True if queries and keys are turned before the norms (HunYuan).
         logit_softcap: See `AttentionOptions`.
         query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
             (Llama 4, Ministral 3).
@@ -60,6 +61,7 @@ class Attention(nnx.Module):
         query_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
         key_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
         norm_together: bool = False,
+        turned_first: bool = False,
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
@@ -73,6 +75,7 @@ class Attention(nnx.Module):
         self.query_norm = query_norm
         self.key_norm = key_norm
         self.norm_together = norm_together
+        self.turned_first = turned_first
         self.logit_softcap = logit_softcap
         self.query_growth = query_growth
         self.sinks = sinks
@@ -131,12 +134,14 @@ class Attention(nnx.Module):
         q_TNH, k_TKH, v_TKH = (
             part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v)
         )
-        if not self.norm_together:
+        if not self.norm_together and not self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.rope is not None:
             angles = context.angles(self.rope)
             q_TNH = angles.rotate(q_TNH)
             k_TKH = angles.rotate(k_TKH)
+        if self.turned_first:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.query_growth is not None:
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(
@@ -165,7 +170,15 @@ class Attention(nnx.Module):
 
 
 def query_key_value(
-    num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike
+    num_in: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    name: str,
+    fused: str | None = None,
+    is_grouped: bool = False,
+    bias: bool,
+    dtype: DTypeLike,
 ) -> Linear:
     """Returns one product for Llama's `q_proj`, `k_proj` and `v_proj`, or for Phi-3's `qkv_proj`.
 
@@ -174,15 +187,23 @@ def query_key_value(
         num_queries: The rows of the queries: heads times head width.
         num_keys: The rows of the keys, and of the values.
         name: The module of the checkpoint that has these modules.
+        fused: The product in files of a family whose products are never apart.
+        is_grouped: True if that product is one part; see `Attention.num_groups`.
         bias: True if the products have biases.
         dtype: The type of the weights.
     """
+    if is_grouped:
+        part = Part(num_queries + 2 * num_keys, "kv_heads", f"{name}.{fused}")
+        return linear(num_in, part, input_axis="embed", bias=bias, dtype=dtype)
+    each = (("q_proj", num_queries, "heads"), ("k_proj", num_keys, "kv_heads"))
+    parts = [
+        Part(rows, axis, None if fused else f"{name}.{module}")
+        for module, rows, axis in (*each, ("v_proj", num_keys, "kv_heads"))
+    ]
     return linear(
         num_in,
-        Part(num_queries, "heads", f"{name}.q_proj"),
-        Part(num_keys, "kv_heads", f"{name}.k_proj"),
-        Part(num_keys, "kv_heads", f"{name}.v_proj"),
-        fused=f"{name}.qkv_proj",
+        *parts,
+        fused=f"{name}.{fused or 'qkv_proj'}",
         input_axis="embed",
         bias=bias,
         dtype=dtype,

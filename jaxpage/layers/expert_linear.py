@@ -45,6 +45,7 @@ class ExpertLinearSpec:
             equal part of the outputs. Empty if all checkpoints stack them.
         bias: True if there are biases, in the tensor `{name}_bias` [E, out].
         dtype: The type of the parameters.
+        aliases: Other names of the tensor `name`.
     """
 
     num_experts: int
@@ -57,6 +58,7 @@ class ExpertLinearSpec:
     modules: tuple[tuple[str, ...], ...]
     bias: bool
     dtype: DTypeLike
+    aliases: tuple[str, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -104,7 +106,13 @@ class ExpertLinear(nnx.Module):
             apart = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
-            return [*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)]
+            stacked = tensor(
+                spec.name,
+                *spec.stacked_shape,
+                transpose=spec.transposed,
+                aliases=spec.aliases,
+            )
+            return [*apart, stacked]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),

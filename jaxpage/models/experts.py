@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.parameter import Axis, Stored, tensor
+from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import REQUIRED, Fields
@@ -32,7 +32,13 @@ class ExpertNames:
         down: The product for the output, in an expert.
         router: The router, in the mixture.
         shared: The expert of all tokens, in the mixture, and the weight of its gate or None.
-        only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
+        correction: The corrections of ratings, in the mixture.
+        corrections_in_row: True if the corrections are [1, E], not [E].
+        in_memory: The mixture, where transformers keeps it in memory and saves it so on request,
+            with the names of its router and of the corrections there.
+        only_stacked: The names of the tensors for gates and ups, and for the output, if no file has
+            the experts apart.
+        transposed: True if those tensors are [in, out].
     """
 
     module: str = "mlp"
@@ -41,7 +47,11 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
-    only_stacked: bool = False
+    correction: str = "gate.e_score_correction_bias"
+    corrections_in_row: bool = False
+    in_memory: tuple[str, str, str] = ("mlp", "gate", "gate.e_score_correction_bias")
+    only_stacked: tuple[str, str] | None = None
+    transposed: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
@@ -124,41 +134,57 @@ def make_experts(
         dtype: The type of the parameters.
     """
     published = f"{layer}.{names.module}"
-    in_memory = f"{layer}.mlp"
+    module, router, correction = names.in_memory
+    in_memory = f"{layer}.{module}"
     inner = spec.width
     count = spec.routing.num_experts
 
-    def stacked(
-        part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
-    ) -> ExpertLinear:
-        apart = [] if names.only_stacked else range(count)
+    def stacked(place: int, num_out: int, num_in: int, axes: tuple[Axis, str]) -> ExpertLinear:
+        """Returns the product for gates and ups (0), or that for the output (1)."""
+        parts = ((names.gate, names.up), (names.down,))[place]
+        apart = range(0 if names.only_stacked else count)
         modules = tuple(
             tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
         )
-        name = f"{in_memory}.experts.{part}"
+        name = f"{in_memory}.experts.{('gate_up_proj', 'down_proj')[place]}"
+        aliases: tuple[str, ...] = ()
+        if names.only_stacked and (first := f"{published}.{names.only_stacked[place]}") != name:
+            name, aliases = first, (name,)
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        return ExpertLinear(
-            ExpertLinearSpec(
-                *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype
-            )
-        )
+        form = (input_axis, output_axis, name, names.transposed, modules, bias, dtype, aliases)
+        return ExpertLinear(ExpertLinearSpec(*sizes, *form))
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stacked(
-        "gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up)
-    )
-    down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
+    gate_up = stacked(0, 2 * inner, model_width, (both, "embed"))
+    down = stacked(1, model_width, inner, ("embed", "ffn"))
     experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
-    router = f"{published}.{names.router}"
-    aliases = (f"{in_memory}.{names.router}.weight",) if published != in_memory else ()
     rated = Router(
         spec.routing,
         model_width,
-        weight=tensor(f"{router}.weight", count, model_width, aliases=aliases),
-        bias=tensor(f"{router}.bias", count),
-        correction=tensor(f"{router}.e_score_correction_bias", count, stored=Stored(FLOATS)),
+        weight=_either(f"{published}.{names.router}", f"{in_memory}.{router}", count, model_width),
+        bias=tensor(f"{published}.{names.router}.bias", count),
+        correction=_corrections(
+            f"{published}.{names.correction}",
+            f"{in_memory}.{correction}",
+            (1, count) if names.corrections_in_row else (count,),
+        ),
         dtype=dtype,
     )
     return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)
+
+
+def _either(published: str, in_memory: str, *shape: int) -> Source:
+    """Returns the source of a module's weight, which has one of two names."""
+    aliases = () if published == in_memory else (f"{in_memory}.weight",)
+    return tensor(f"{published}.weight", *shape, aliases=aliases)
+
+
+def _corrections(published: str, in_memory: str, stored_shape: tuple[int, ...]) -> Source:
+    """Returns the source of corrections [E], whose tensor has one of two names."""
+    aliases = () if published == in_memory else (in_memory,)
+    shape = stored_shape[-1:]
+    stored = Stored(FLOATS, lambda array: array.reshape(shape))
+    piece = Piece(published, stored_shape, shape, (0,), aliases=aliases, stored=stored)
+    return Source(shape, (piece,))

@@ -186,6 +186,14 @@ class Fields(ConfigFields):
             return self._instead(error, name, default)
         return value
 
+    def only(self, **values: Any) -> None:
+        """Refuses fields that are neither absent, nor null, nor have these values."""
+        for name, value in values.items():
+            given = self.get(name, None)
+            if given is not None and given != value:
+                error = RefusedField(f"{name} = {given!r} is not supported")
+                self.note(error, **{name: None})
+
     def divided(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.
 

@@ -23,7 +23,12 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-NAMES = ExpertNames(router="router", only_stacked=True)
+NAMES = ExpertNames(
+    router="router",
+    in_memory=("mlp", "router", ""),
+    only_stacked=("experts.gate_up_proj", "experts.down_proj"),
+    transposed=True,
+)
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,

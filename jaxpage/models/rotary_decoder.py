@@ -18,16 +18,17 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
-from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, stack, tensor
-from jaxpage.layers.rope import Rope
+from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import WrongField
+from jaxpage.models.decoder_names import LLAMA_NAMES, DecoderNames
 from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
@@ -46,13 +47,15 @@ class BlockForm:
     Attributes:
         norms: The names of the norms in the checkpoint: before attention, after it, before the
             feed-forward half, after it; None for a norm that does not exist.
-        kind: "rms" for RMS norms; "rms+1" for those whose stored scale is less 1; "layer" for a
-            LayerNorm with scale and bias, "layer-bias" for one with a scale alone, "plain" for one
-            with neither.
+        kind: "rms" for RMS norms; "layer" for a LayerNorm with scale and bias, "layer-bias" for one
+            with a scale alone, "plain" for one with neither; "rms+1" and "layer+1" for those whose
+            stored scale is less 1.
         together: True if norms of queries and keys are over all heads together (see `norm_heads`).
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
             `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
-        parallel: True if both halves take the output of the norm before attention.
+        turned_first: True if queries and keys are turned before their norms.
+        parallel: True if both halves take the layer's input, after the norm before attention where
+            the feed-forward half has no norm before it.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -64,18 +67,26 @@ class BlockForm:
     kind: str = "rms"
     together: bool = False
     head_scales: str = "shared"
+    turned_first: bool = False
     parallel: bool = False
 
     def norm(
         self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
     ) -> Norm:
         """Returns a norm of this kind."""
-        if self.kind in ("layer", "layer-bias", "plain"):
-            affine, bias = self.kind != "plain", self.kind == "layer"
+        offset = 1.0 if self.kind.endswith("+1") else 0.0
+        if not self.kind.startswith("rms"):
+            affine = self.kind != "plain"
             return LayerNorm(
-                width, name=name, epsilon=epsilon, affine=affine, bias=bias, dtype=dtype
+                width,
+                name=name,
+                epsilon=epsilon,
+                axis=axis,
+                affine=affine,
+                bias=affine and self.kind != "layer-bias",
+                offset=offset,
+                dtype=dtype,
             )
-        offset = 1.0 if self.kind == "rms+1" else 0.0
         return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
 
@@ -98,6 +109,7 @@ class RotaryDecoderSpec:
     mlp_bias: bool = False
     # The names of the two products of a feed-forward half without gates; None for one with gates.
     plain_mlp: tuple[str, str] | None = None
+    xielu: bool = False  # True if that half has a learned activation function
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
     form: BlockForm = BlockForm()
@@ -118,12 +130,15 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
+    names: DecoderNames = LLAMA_NAMES  # the names of its modules
+    head_bias: bool = False  # True if logits have biases
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
-        return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
+        rope = self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
+        return None if rope == NO_ROTATION else rope
 
     @classmethod
     def _from_fields(
@@ -138,6 +153,8 @@ class RotaryDecoderSpec:
         states: tuple[StateSpec | None, ...] = (),
         attention_bias: bool = False,
         attention_input_bias: bool = False,
+        attention_output_bias: bool = False,
+        feed_forward_width: int | None = None,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
         activation: tuple[str, str] = ("hidden_act", "silu"),
@@ -156,6 +173,8 @@ class RotaryDecoderSpec:
             states: See `KVSpec`.
             attention_bias: True if all four products of attention have biases.
             attention_input_bias: True if the products for queries, keys and values have biases.
+            attention_output_bias: True if the product for the output has a bias.
+            feed_forward_width: The width of a feed-forward layer; None to read `intermediate_size`.
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
             epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
@@ -174,7 +193,7 @@ class RotaryDecoderSpec:
         return cls(
             vocab_size=fields.integer("vocab_size"),
             model_width=fields.integer("hidden_size"),
-            feed_forward_width=fields.integer("intermediate_size"),
+            feed_forward_width=feed_forward_width or fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(
@@ -190,7 +209,7 @@ class RotaryDecoderSpec:
             activation=fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
-            attention_output_bias=attention_bias,
+            attention_output_bias=attention_bias or attention_output_bias,
             **knobs,
         )
 
@@ -247,6 +266,9 @@ def make_attention(
     head = spec.kv.head_width
     queries = spec.num_query_heads * head
     keys = spec.kv.num_kv_heads * head
+    # With one head the fused product is as others are: all queries, the key, the value.
+    is_grouped = spec.names.fused is not None and spec.kv.num_kv_heads > 1
+    query_name, key_name = spec.names.head_norms
 
     def norm(part: str, num_rows: int, axis: str) -> Norm | HeadNorm | None:
         if not spec.norm_heads:
@@ -266,12 +288,14 @@ def make_attention(
             queries * (2 if spec.attention_gated else 1),
             keys,
             name=name,
+            fused=spec.names.fused,
+            is_grouped=is_grouped,
             bias=spec.attention_input_bias,
             dtype=dtype,
         ),
         linear(
             queries,
-            Part(width, "embed", f"{name}.o_proj"),
+            Part(width, "embed", f"{name}.{spec.names.output}"),
             input_axis="heads",
             bias=spec.attention_output_bias,
             dtype=dtype,
@@ -280,9 +304,11 @@ def make_attention(
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
-        query_norm=norm("q_norm", queries, "heads"),
-        key_norm=norm("k_norm", keys, "kv_heads"),
+        query_norm=norm(query_name, queries, "heads"),
+        key_norm=norm(key_name, keys, "kv_heads"),
         norm_together=spec.form.together,
+        turned_first=spec.form.turned_first,
+        num_groups=spec.kv.num_kv_heads if is_grouped else None,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
         limit=spec.attention_limit,
@@ -304,7 +330,7 @@ def make_mixer(
 ) -> Attention | LatentAttention | GatedDeltaNet:
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
     if spec.delta is None or spec.kv.state_of(layer_index) is None:
-        return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+        return make_attention(spec, layer_index, name=f"{name}.{spec.names.attention}", dtype=dtype)
     width = spec.model_width
     epsilon = spec.norm_epsilon
     return make_delta_net(
@@ -340,7 +366,8 @@ def make_mlp(
     if spec.plain_mlp is not None:
         part = Part(inner, "ffn", f"{name}.{up_name}")
         up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
-        return MLP(up, down, activation=spec.activation)
+        activation = XIELU(name=f"{name}.act_fn", dtype=dtype) if spec.xielu else spec.activation
+        return MLP(up, down, activation=activation)
     gate_up = linear(
         width,
         Part(inner, "ffn", f"{name}.gate_proj"),
@@ -358,7 +385,7 @@ def make_feed_forward(
 ) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts = spec.experts
-    module = f"{name}.mlp"
+    module = f"{name}.{spec.names.mlp}".removesuffix(".")
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
@@ -425,7 +452,10 @@ class DecoderLayer(nnx.Module):
         normed_TD = _normed(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = x_TD + self._scaled(_normed(self.behind_attention, attended_TD))
-        fed_TD = self.mlp(normed_TD if self.parallel else _normed(self.mlp_norm, added_TD))
+        entering_TD = normed_TD if self.mlp_norm is None and self.parallel else added_TD
+        if self.mlp_norm is not None:
+            entering_TD = self.mlp_norm(x_TD if self.parallel else added_TD)
+        fed_TD = self.mlp(entering_TD)
         return added_TD + self._scaled(_normed(self.behind_mlp, fed_TD)), layer_pages
 
     def _scaled(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -441,19 +471,33 @@ class RotaryDecoder(nnx.Module):
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
+        names = spec.names
         self.tokens, self.head = token_tables(
             spec.vocab_size,
             width,
-            name=f"{spec.name}.embed_tokens",
+            name=f"{spec.name}.{names.tokens}",
+            heads=names.heads,
             tied=spec.tie_word_embeddings,
+            bias=spec.head_bias,
             dtype=dtype,
         )
+        self.positions = (
+            None
+            if names.positions is None
+            else Embedding(
+                spec.max_position_embeddings,
+                width,
+                name=f"{spec.name}.{names.positions}",
+                axis=None,
+                dtype=dtype,
+            )
+        )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
+            DecoderLayer(spec, index, name=f"{spec.name}.{names.layers}.{index}", dtype=dtype)
             for index in range(spec.kv.num_layers)
         )
         self.norm = spec.form.norm(
-            width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
+            width, name=f"{spec.name}.{names.norm}", epsilon=spec.norm_epsilon, dtype=dtype
         )
         self.embedding_scale = spec.embedding_scale
         self.logit_scale = spec.logit_scale
@@ -463,10 +507,17 @@ class RotaryDecoder(nnx.Module):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
+        hidden_TD = self.embedded(token_ids_T, context.positions_T)
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+
+    def embedded(
+        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
+    ) -> Float[Array, "T D"]:
+        """Returns the input of the first layer."""
         hidden_TD = self.tokens(token_ids_T)
         if self.embedding_scale != 1.0:
             hidden_TD = hidden_TD * self.embedding_scale
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+        return hidden_TD if self.positions is None else hidden_TD + self.positions(positions_T)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits in float32."""
