@@ -58,7 +58,7 @@ FORMS: dict[str, dict[str, Fields]] = {
         },
     },
     "hunyuan_v1_dense": {
-        "norms": {},
+        "norms": {"head_dim": 12},
         "alpha": {
             "head_dim": 16,
             "attention_bias": True,
@@ -71,7 +71,9 @@ FORMS: dict[str, dict[str, Fields]] = {
             "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
         }
     },
-    "minimax_m2": {"norms": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6}},
+    "minimax_m2": {
+        "norms": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
+    },
     "granitemoe": {
         "factors": {
             **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
