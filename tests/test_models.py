@@ -303,6 +303,10 @@ def _rope(name: str, **changes: Any) -> dict[str, Any]:
     return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
 
 
+def _form(name: str, **changes: Any) -> dict[str, Any]:
+    return {"form": dataclasses.replace(read_spec(name)[1].form, **changes)}
+
+
 def _routed(name: str, **changes: Any) -> Any:
     experts = read_spec(name)[1].experts
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
@@ -409,6 +413,41 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
+    "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
+    "norms before the rotation": (
+        "hunyuan-v1-dense-norms",
+        lambda: {"spec": _form("hunyuan-v1-dense-norms", turned_first=False)},
+    ),
+    "norm of the second half after the first": (
+        "gpt-neox-parallel",
+        lambda: {"spec": _form("gpt-neox-parallel", parallel=False)},
+    ),
+    "heads of one product shifted": (
+        "gpt-neox-parallel",
+        lambda: {"state": roll("query_key_value.weight", 0)},
+    ),
+    "scales stored less 1": (
+        "nemotron-plain",
+        lambda: {"spec": _form("nemotron-plain", kind="layer")},
+    ),
+    "curvatures swapped": ("apertus-learned", lambda: {"state": swap("alpha_p", "alpha_n")}),
+    "corrections of softmax scores forgotten": (
+        "ernie4-5-moe-shared",
+        lambda: {"state": zero("e_score_correction_bias")},
+    ),
+    "experts of another distance": (
+        "phimoe-biases",
+        lambda: {"spec": {"experts": _routed("phimoe-biases", jitter=0.01)}},
+    ),
+    "positions of other tokens": ("gpt-neo-plain", lambda: {"state": roll("wpe.weight", 0)}),
+    "layers without positions turned": (
+        "exaone4-windows",
+        lambda: {"spec": {"rope_by_layer": ()}},
+    ),
+    "alpha forgotten": (
+        "hunyuan-v1-dense-alpha",
+        lambda: {"spec": {"rope": read_spec("hunyuan-v1-dense-alpha", rope_scaling=None)[1].rope}},
+    ),
     "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
 }
 

@@ -61,6 +61,7 @@ def corrected_experts(
     groups: tuple[int, int],
     factor: float,
     normalized: bool = True,
+    shared: Any = 1,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections.
 
@@ -80,7 +81,7 @@ def corrected_experts(
             "groups": read_groups(fields, named_count, best=2, default=groups, per_token=per_token),
             "factor": fields.number("routed_scaling_factor", factor),
         },
-        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", 1),
+        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", shared),
     )
 
 

@@ -51,6 +51,7 @@ class Spec(RotaryDecoderSpec):
                     groups=(1, 1),
                     factor=1.0,
                     normalized=False,
+                    shared=REQUIRED,
                 ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=first_dense(fields, 0),

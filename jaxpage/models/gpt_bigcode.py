@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.gptj import ALIASES, inner_width
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
 )

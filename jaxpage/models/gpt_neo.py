@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.gptj import inner_width
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
 )

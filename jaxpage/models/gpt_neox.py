@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
 )
@@ -43,7 +43,7 @@ class Spec(RotaryDecoderSpec):
             theta = fields.number("rotary_emb_base", 10_000.0)
             share = fields.number("rotary_pct", 0.25)
             # transformers passes these over, in favour of rotary_emb_base and rotary_pct.
-            fields.only(rope_theta=theta, partial_rotary_factor=share)
+            fields.only(rope_theta=theta, partial_rotary_factor=share, head_dim=head_width)
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),

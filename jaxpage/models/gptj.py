@@ -11,11 +11,11 @@ from typing import Any
 
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
 )

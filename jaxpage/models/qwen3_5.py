@@ -10,13 +10,13 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models import rotary_decoder
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.mtp_names import MtpNames, named_apart
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     key_value_heads,

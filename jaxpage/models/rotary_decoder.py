@@ -23,10 +23,11 @@ from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
-from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import Source, parameter, stack, tensor
+from jaxpage.layers.norms import HeadNorm
+from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.block_form import BlockForm, Norm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import LLAMA_NAMES, DecoderNames
 from jaxpage.models.delta_config import make_delta_net
@@ -37,57 +38,6 @@ from jaxpage.models.mtp_names import MtpNames
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
-Norm = RMSNorm | LayerNorm
-
-
-@dataclass(frozen=True)
-class BlockForm:
-    """Describes the norms of a layer, and the order of its halves.
-
-    Attributes:
-        norms: The names of the norms in the checkpoint: before attention, after it, before the
-            feed-forward half, after it; None for a norm that does not exist.
-        kind: "rms" for RMS norms; "layer" for a LayerNorm with scale and bias, "layer-bias" for one
-            with a scale alone, "plain" for one with neither; "rms+1" and "layer+1" for those whose
-            stored scale is less 1.
-        together: True if norms of queries and keys are over all heads together (see `norm_heads`).
-        head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
-            `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
-        turned_first: True if queries and keys are turned before their norms.
-        parallel: True if both halves take the layer's input, after the norm before attention where
-            the feed-forward half has no norm before it.
-    """
-
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm",
-        None,
-        "post_attention_layernorm",
-        None,
-    )
-    kind: str = "rms"
-    together: bool = False
-    head_scales: str = "shared"
-    turned_first: bool = False
-    parallel: bool = False
-
-    def norm(
-        self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
-    ) -> Norm:
-        """Returns a norm of this kind."""
-        offset = 1.0 if self.kind.endswith("+1") else 0.0
-        if not self.kind.startswith("rms"):
-            affine = self.kind != "plain"
-            return LayerNorm(
-                width,
-                name=name,
-                epsilon=epsilon,
-                axis=axis,
-                affine=affine,
-                bias=affine and self.kind != "layer-bias",
-                offset=offset,
-                dtype=dtype,
-            )
-        return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,18 +218,13 @@ def make_attention(
     keys = spec.kv.num_kv_heads * head
     # With one head the fused product is as others are: all queries, the key, the value.
     is_grouped = spec.names.fused is not None and spec.kv.num_kv_heads > 1
-    query_name, key_name = spec.names.head_norms
+    query_name, key_name = (f"{name}.{norm}" for norm in spec.names.head_norms)
 
-    def norm(part: str, num_rows: int, axis: str) -> Norm | HeadNorm | None:
+    def head_norm(num_rows: int, axis: str, *, name: str) -> Norm | HeadNorm | None:
         if not spec.norm_heads:
             return None
-        if spec.form.head_scales != "shared":
-            source = _head_scales(f"{name}.{part}", num_rows // head, head, spec.form.head_scales)
-            return HeadNorm(source, axis=axis, epsilon=spec.norm_epsilon, dtype=dtype)
-        over = (num_rows, axis) if spec.form.together else (head, None)
-        return spec.form.norm(
-            over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype
-        )
+        epsilon = spec.norm_epsilon
+        return spec.form.head_norm(num_rows, head, axis, name=name, epsilon=epsilon, dtype=dtype)
 
     return Attention(
         layer_index,
@@ -304,8 +249,8 @@ def make_attention(
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
-        query_norm=norm(query_name, queries, "heads"),
-        key_norm=norm(key_name, keys, "kv_heads"),
+        query_norm=head_norm(queries, "heads", name=query_name),
+        key_norm=head_norm(keys, "kv_heads", name=key_name),
         norm_together=spec.form.together,
         turned_first=spec.form.turned_first,
         num_groups=spec.kv.num_kv_heads if is_grouped else None,
@@ -315,14 +260,6 @@ def make_attention(
         sinks=_sinks(spec, name, dtype),
         gated=spec.attention_gated,
     )
-
-
-def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Source:
-    """Returns the scales of a `HeadNorm`; see `BlockForm.head_scales`."""
-    if kind == "stacked":
-        return tensor(f"{name}.weight", num_heads, head_width)
-    norms = f"{name.removesuffix('_norm')}_layernorm.norms"
-    return stack([tensor(f"{norms}.{head}.weight", head_width) for head in range(num_heads)])
 
 
 def make_mixer(

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     prefix,
