@@ -79,6 +79,9 @@ class BlockForm:
         return self.norm(width, name=name, epsilon=epsilon, axis=over, dtype=dtype)
 
 
+LLAMA_FORM = BlockForm()
+
+
 def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Source:
     """Returns the scales of a `HeadNorm`; see `BlockForm.head_scales`."""
     if kind == "stacked":

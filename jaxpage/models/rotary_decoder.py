@@ -27,7 +27,7 @@ from jaxpage.layers.norms import HeadNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
-from jaxpage.models.block_form import BlockForm, Norm
+from jaxpage.models.block_form import LLAMA_FORM, BlockForm, Norm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import LLAMA_NAMES, DecoderNames
 from jaxpage.models.delta_config import make_delta_net
@@ -62,7 +62,7 @@ class RotaryDecoderSpec:
     xielu: bool = False  # True if that half has a learned activation function
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
-    form: BlockForm = BlockForm()
+    form: BlockForm = LLAMA_FORM
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
     attention_scale: float | None = None  # None for head_width ** -0.5
     attention_softcap: float | None = None
