@@ -444,6 +444,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "exaone4-windows",
         lambda: {"spec": {"rope_by_layer": ()}},
     ),
+    "parts of one product shifted": (
+        "codegen-plain",
+        lambda: {"state": roll("qkv_proj.weight", 0)},
+    ),
     "alpha forgotten": (
         "hunyuan-v1-dense-alpha",
         lambda: {"spec": {"rope": read_spec("hunyuan-v1-dense-alpha", rope_scaling=None)[1].rope}},
@@ -569,7 +573,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         for field in (
             "rms_norm_eps",
             "sliding_window",
-            "head_dim",
+            # Helium's default is not the width that its products have.
+            *("head_dim",) * (not name.startswith("helium")),
             "max_position_embeddings",
             "n_positions",
             *ropes,

@@ -117,12 +117,17 @@ class Fields(ConfigFields):
         """Returns the name of a field, and its alias if it has one."""
         return [name, self.aliases[name]] if name in self.aliases else [name]
 
+    def _in_file(self, name: str) -> str:
+        """Returns the name that the file has for a field."""
+        return next((own for own in self._names(name) if own in self.config), name)
+
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         """Returns an integer that is at least `least`."""
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        error = WrongField(f"{name} must be an integer >= {least}, not {value!r}")
+        own = self._in_file(name)
+        error = WrongField(f"{own} must be an integer >= {least}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
 

@@ -41,7 +41,14 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "gptj", ALIASES) as fields:
+        return cls._read(config, "gptj", NAMES)
+
+    @classmethod
+    def _read(
+        cls, config: Mapping[str, Any], model_type: str, names: DecoderNames
+    ) -> RotaryDecoderSpec:
+        """Returns the spec of a family of this model type, whose modules have these names."""
+        with Fields(config, model_type, ALIASES) as fields:
             head_width = fields.divided("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             return cls._from_fields(
@@ -58,7 +65,7 @@ class Spec(RotaryDecoderSpec):
                 activation=("activation_function", "gelu_new"),
                 form=FORM,
                 name="transformer",
-                names=NAMES,
+                names=names,
             )
 
 

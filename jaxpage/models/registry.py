@@ -67,6 +67,7 @@ FAMILIES = {
     "GPTNeoForCausalLM": "gpt_neo",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GPTJForCausalLM": "gptj",
+    "CodeGenForCausalLM": "codegen",
     "XGLMForCausalLM": "xglm",
 }
 

@@ -26,7 +26,6 @@ ALIASES = {
     "hidden_size": "d_model",
     "num_attention_heads": "attention_heads",
     "num_hidden_layers": "num_layers",
-    "intermediate_size": "ffn_dim",
 }
 NAMES = DecoderNames(norm="layer_norm", output="out_proj", mlp="")
 FORM = BlockForm(norms=("self_attn_layer_norm", None, "final_layer_norm", None), kind="layer")
@@ -47,6 +46,7 @@ class Spec(RotaryDecoderSpec):
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_width=fields.divided("hidden_size", "num_attention_heads"),
                 max_position_embeddings=longest,
+                feed_forward_width=fields.integer("ffn_dim"),
                 rope=(NO_ROTATION, longest),
                 attention_bias=True,
                 mlp_bias=True,
