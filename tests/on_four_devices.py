@@ -229,7 +229,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
             np.testing.assert_array_equal(held[name], array, err_msg=name)
         (kernel,) = llm._engine.runner.parameters["target"]["layers"][0]["mlp"]["shards"].values()
         shapes = [shard.data.shape for shard in kernel["down"]["kernel"].addressable_shards]
-        assert shapes == [(64, 40)] * 4, "a device has its part of the weights"
+        assert shapes == [(4, 40, 16, 1)] * 4, "a device has its part of the weights, in panels"
         page = llm._engine.runner._pages[0].k_pages
         assert [shard.data.shape[2] for shard in page.addressable_shards] == [1] * 4, (
             "and of the pages"

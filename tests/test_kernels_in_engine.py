@@ -152,9 +152,9 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
 def test_kernels_are_interpreted_on_cpu_only():
-    few_rows = not load().reason
+    in_cpp = not load().reason
     assert [choose_backend(name, CPU) for name in ("auto", "scan")] == [
-        Backend("auto", few_rows=few_rows),
+        Backend("auto", in_cpp=in_cpp),
         Backend("scan"),
     ]
     for name in INTERPRETABLE_BACKENDS:

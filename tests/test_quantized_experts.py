@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinearSpec
@@ -231,7 +231,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
 
     @jax.jit
     def run(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with TraceScope(make_product_kernels(Backend("reference" if on_gpu else "auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("reference" if on_gpu else "auto"))).opened():
             return nnx.merge(graph, parameters)(x_TD)
 
     arguments = shapes, jax.ShapeDtypeStruct((16, 64), "float32")

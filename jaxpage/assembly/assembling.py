@@ -79,7 +79,12 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
-        compiled.parameters, new_pages, compiled.executables, host_pages, compiled.adapters
+        compiled.parameters,
+        new_pages,
+        compiled.executables,
+        host_pages,
+        compiled.adapters,
+        compiled.packed,
     )
     engine = Engine(
         scheduler=_scheduler(spec),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
@@ -13,11 +15,14 @@ from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
 from jaxpage.device.executables import Executables
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.packing import Packings, pack_weights
 from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import stored_executables
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import abstract_model
+from jaxpage.models.base import abstract, abstract_model, make_model
 from jaxpage.models.lora import adapter_weights
+from jaxpage.models.packing import Packing
+from jaxpage.models.replacing import Path
 from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
 
 
@@ -27,12 +32,14 @@ class Compiled:
 
     Attributes:
         parameters: The weights of the model and of its drafter.
+        packed: Which of them are in panels.
         adapters: A and B of every layer that takes LoRA adapters.
         pages: The shapes of the KV pages of all layers.
         executables: The table of compiled steps.
     """
 
     parameters: dict[str, Any]
+    packed: Packings
     adapters: Sequence[ShardedWeight]
     pages: KVPages
     executables: Executables
@@ -56,6 +63,9 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
         "target": load_model(files, spec, mesh, adapters, progress=hooks.progress),
         "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=hooks.progress),
     }
+    drafter_packed = drafting.packed(spec)
+    pack_weights(parameters["drafter"], drafter_packed)
+    packed = _below("target", step_model(files, spec)[1]) | _below("drafter", drafter_packed)
     hooks.phase(PHASES[4])
     options = _step_options(spec, files, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
@@ -74,7 +84,11 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
-    return Compiled(parameters, adapters, pages, executables)
+    return Compiled(parameters, packed, adapters, pages, executables)
+
+
+def _below(key: str, packed: Packings) -> dict[Path, Packing]:
+    return {(key, *path): size for path, size in packed.items()}
 
 
 def load_model(
@@ -85,7 +99,9 @@ def load_model(
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Loads each weight onto its device, and adds LoRA adapters that are zero.
+    """Loads each weight onto its device, in panels where the kernels multiply by such.
+
+    LoRA adapters that are zero are added.
 
     Args:
         files: The model's files.
@@ -106,7 +122,16 @@ def load_model(
     arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
     for (place, _), zeros in zip(places, arrays, strict=True):
         insert(weights, place.path, zeros)
+    pack_weights(weights, step_model(files, spec)[1])
     return weights
+
+
+def step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packings]:
+    """Returns the model that the steps compute, and which of its weights are in panels."""
+    lora = spec.described.lora
+    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
+    model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
+    return model, spec.packed(model)
 
 
 def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
@@ -123,10 +148,8 @@ def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepO
     kernels = spec.described.kernels
     drafter = spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
-    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
-    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
-        graph,
+        abstract(step_model(files, spec)[0])[0],
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,

@@ -9,6 +9,7 @@ import jax
 from jaxpage.assembly.drafting import Drafting
 from jaxpage.device import gpu_memory
 from jaxpage.device.backends import Backend, has_bfloat16
+from jaxpage.device.packing import takes
 from jaxpage.device.sizing import available_bytes
 from jaxpage.models.base import ModelSpec
 from jaxpage.models.lora import LoRASpec
@@ -24,12 +25,15 @@ class DeviceSpec:
         available_bytes: The memory that the engine may use.
         notice: A warning if that memory is not what the settings ask for, else empty.
         has_bfloat16: True if the device computes in bfloat16.
+        keeps_bfloat16: True if dtype "auto" keeps a checkpoint in bfloat16: on a CPU without the
+            kernels in C++, XLA is slow in it.
     """
 
     name: str
     available_bytes: int
     notice: str = ""
     has_bfloat16: bool = True
+    keeps_bfloat16: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -56,7 +60,11 @@ def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1)
         num_devices if device.platform == "cpu" else 1
     )
     return DeviceSpec(
-        f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device)
+        f"{device.platform} ({device.device_kind})",
+        available,
+        notice,
+        has_bfloat16(device),
+        device.platform != "cpu" or takes("bfloat16"),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from jaxpage.checkpoints import (
     resolve_tokenizer,
 )
 from jaxpage.device.backends import choose_backend
-from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
 from jaxpage.device.executables import use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.mesh import DeviceMesh, make_mesh
@@ -110,9 +108,10 @@ def opened_files(config: EngineConfig) -> ModelFiles:
 def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
     """Returns the dtype of a model.
 
-    "auto" follows the checkpoint. On CPU it is float32, unless the checkpoint is in bfloat16 and
-    that is faster there. On a GPU without bfloat16 it is float16, with a warning. For a family
-    whose numbers overflow float16, bfloat16 or float32 takes its place.
+    "auto" follows the checkpoint. On CPU it is float32 for a checkpoint in float16, and for one in
+    bfloat16 without the kernels for CPUs, since XLA is slow in it. On a GPU without bfloat16 it is
+    float16, with a warning. For a family whose numbers overflow float16, bfloat16 or float32 takes
+    its place.
 
     Args:
         asked: The dtype in the settings.
@@ -141,7 +140,7 @@ def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) ->
     if stored == "bfloat16" and not device.has_bfloat16:
         logger.warning("%s: dtype 'auto' is %s", lacking, instead)
         return instead
-    if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
+    if device.is_cpu and not (stored == "bfloat16" and device.keeps_bfloat16):
         return "float32"
     return stored
 
@@ -158,19 +157,12 @@ def choose_kv_cache_dtype(asked: str, spec: ModelSpec, quantization: Scheme | No
 
 
 def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
-    """Returns the reason for the dtype that "auto" gives, if it depends on the machine."""
+    """Returns the reason for the dtype that "auto" gives, if it is not the checkpoint's."""
     if asked != "auto" or not device.is_cpu or stored == "float32":
         return ""
     if stored != "bfloat16":
         return f"the checkpoint is in {stored}"
-    products = cpu_products()
-    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    hint = (
-        ""
-        if products.prefer_bfloat16 or sys.version_info >= (3, 12)
-        else "; with Python 3.12 a newer JAX is faster"
-    )
-    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
+    return "" if device.keeps_bfloat16 else "without the kernels for CPUs, bfloat16 is slow"
 
 
 def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:

@@ -21,6 +21,7 @@ from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.packing import Packings
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -92,6 +93,10 @@ class Drafting:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of the drafter's weights the engine has in panels."""
+        return self.drafter.packed(spec) if self.drafter else {}
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike

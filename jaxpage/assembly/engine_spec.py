@@ -13,6 +13,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxpage.assembly.capacity import notices, plan_memory
 from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
@@ -32,6 +33,8 @@ from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
+from jaxpage.models.packing import Packing
+from jaxpage.models.replacing import Path
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
@@ -77,6 +80,15 @@ class EngineSpec:
     def layout(self) -> ModelLayout:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
+
+    def packed(self, module: nnx.Module) -> dict[Path, Packing]:
+        """Puts layers with weights in panels into a module, where the kernels multiply by such.
+
+        Returns:
+            What `pack_modules` returns.
+        """
+        kernels = self.described.kernels
+        return {} if kernels is None else kernels.pack_modules(module)
 
     @property
     def vocab_size(self) -> int:

@@ -24,10 +24,11 @@ from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.embedder import packed_chunk
 from jaxpage.device.mesh import make_mesh
+from jaxpage.device.packing import pack_weights
 from jaxpage.device.step_inputs import TableShape, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.errors import UsageError
-from jaxpage.models.base import abstract_model
+from jaxpage.models.base import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
@@ -63,13 +64,10 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
-    parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
     columns: dict[str, dict[str, float]] = {}
     for kv_cache_dtype in KV_CACHE_DTYPES:
         page_dtype = kv_pages.page_dtype(kv_cache_dtype, dtype)
-        logits_TV = position_logits(
-            config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype
-        )
+        logits_TV = position_logits(config, files, token_ids, dtype=dtype, page_dtype=page_dtype)
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
         block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(
@@ -167,10 +165,9 @@ def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: Model
 def position_logits(
     config: EngineConfig,
     files: ModelFiles,
-    parameters: Any,
     token_ids: Sequence[int],
     *,
-    dtype: DTypeLike,
+    dtype: str,
     page_dtype: DTypeLike,
 ) -> Logits:
     """Returns the logits [T, V] after each token of one sequence, over pages of `page_dtype`.
@@ -178,11 +175,14 @@ def position_logits(
     The engine's own step computes them.
     """
     width = -(-len(token_ids) // config.block_size)
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
     context = len(token_ids)
     backend = choose_backend(config.attention_backend, jax.devices()[0])
+    model = make_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
+    packings = backend.pack_modules(model)
+    parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
+    pack_weights(parameters, packings)
     options = StepOptions(
-        graph,
+        abstract(model)[0],
         files.spec.vocab_size,
         context,
         TableShape(1, width),

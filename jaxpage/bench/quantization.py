@@ -28,7 +28,7 @@ from jaxpage.bench.kv_dtype import (
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import load_weights, open_model, resolve_model
+from jaxpage.checkpoints import open_model, resolve_model
 from jaxpage.device.kv_pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay import open_engine
@@ -62,11 +62,9 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
     for quantization in tqdm(_quantizations(files.directory), desc="Measuring", unit="model"):
         asked = config.replace(quantization=quantization, dtype=dtype, enable_prefix_caching=False)
         files = open_model(files.directory, quantization)
-        parameters = load_weights(files.plan, dtype, jax.device_put)
         logits_TV = position_logits(
-            asked, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
+            asked, files, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
         )
-        del parameters
         exact_TV = logits_TV if exact_TV is None else exact_TV
         found = differences(exact_TV, logits_TV, token_ids)
         columns[quantization or dtype] = {

@@ -67,7 +67,6 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
     yield from _part("tensor parallel", _tensor_parallel)
     yield from _part("several hosts", _several_hosts)
     yield from _part("host memory", _host_memory)
-    yield from _part("CPU products", _cpu_products)
     yield from _part("CPU kernels", _cpu_kernels)
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
@@ -169,21 +168,10 @@ def _host_memory() -> Iterator[str]:
     yield f"{_gib(memory.available)} free of {_gib(memory.total)}, {os.cpu_count()} cores"
 
 
-def _cpu_products() -> Iterator[str]:
-    from jaxpage.device.cpu_products import cpu_products
-
-    found = cpu_products()
-    yield found.described() + (
-        "" if found.library else ": slow for a few rows; a newer jax may have a library for them"
-    )
-
-
 def _cpu_kernels() -> Iterator[str]:
     from jaxpage.device.backends import cpu_kernels
-    from jaxpage.device.few_rows import described
 
     yield cpu_kernels()
-    yield described()
 
 
 def _compile_cache() -> Iterator[str]:

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rounded_product, few_rows_product
 from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.packing import multiply_packed, packed_rows
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from jaxpage.layers.trace_scope import ProductKernels
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
@@ -30,7 +30,9 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
+from pallas_kernels.cpu import rows
 
+ROW_KERNELS = RowKernels(rows.takes, rows.gate, rows.rms_norm, rows.rotate)
 logger = logging.getLogger(__name__)
 
 
@@ -78,11 +80,11 @@ def make_attend(
     return attend
 
 
-def make_product_kernels(backend: Backend) -> ProductKernels:
-    """Returns the kernels for products with weights.
+def make_layer_kernels(backend: Backend) -> LayerKernels:
+    """Returns the kernels of layers.
 
-    They multiply by weights of few bits, look up rows in a table of such weights, multiply few
-    rows, and multiply rows by the weights of their experts.
+    They multiply by weights of few bits or in panels, look up rows in a table of such weights, and
+    multiply rows by the weights of their experts.
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
@@ -101,10 +103,11 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
     has_groups = has_grouped_product(
         jax.default_backend(), backend=backend.name, interpret=backend.interpret
     )
-    return ProductKernels(
+    return LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        few_rows_product if backend.few_rows else None,
-        few_rounded_product if backend.few_rows else None,
+        multiply_packed,
+        packed_rows,
         by_group if has_groups else None,
+        ROW_KERNELS if backend.in_cpp else None,
     )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
-from jaxpage.device.attention import make_attend, make_product_kernels
+from jaxpage.device.attention import make_attend, make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
@@ -133,7 +133,7 @@ def _step(
         parameters["target"], pages, inputs, processor_inputs, bucket, options
     )
     if options.drafter is not None:
-        with TraceScope(make_product_kernels(options.attention_backend)).opened():
+        with TraceScope(make_layer_kernels(options.attention_backend)).opened():
             draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
         output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
@@ -258,7 +258,7 @@ def _multi_step(
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
     """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
-    kernels = make_product_kernels(options.attention_backend)
+    kernels = make_layer_kernels(options.attention_backend)
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
 

@@ -26,8 +26,8 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
-from jaxpage.device.cpu_products import processor_lines
 from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.processor import processor_lines
 from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.packing import Packings
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models.replacing import Path
@@ -37,6 +38,7 @@ class Runner:
         executables: Executables,
         host_pages: Sequence[HostPages],
         adapters: Sequence[ShardedWeight] = (),
+        packed: Packings | None = None,
     ):
         """Makes the pages.
 
@@ -46,9 +48,11 @@ class Runner:
             executables: The table of executables.
             host_pages: The host's pages of each cache group.
             adapters: The LoRA weights A and B of every layer that takes adapters.
+            packed: The weights that are in panels.
         """
         self.executables = executables
         self._parameters = parameters
+        self.packed = packed or {}
         self._new_pages = new_pages
         self._pages = new_pages()
         self._host_pages = host_pages

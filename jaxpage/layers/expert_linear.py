@@ -24,7 +24,7 @@ from jaxpage.layers.parameter import (
     tensor,
 )
 from jaxpage.layers.product import product, product_by_group
-from jaxpage.layers.weight_kinds import Grouped, StoredWeight
+from jaxpage.layers.weight_kinds import Grouped, PackedCodes, StoredWeight
 
 MXFP4_GROUP = 32  # inputs that share a scale
 
@@ -146,6 +146,9 @@ class MXFP4ExpertLinear(ExpertLinear):
     byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with the exponents.
     """
 
+    in_panels = False
+    block_rows = 1
+
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
         leading = (spec.num_experts, spec.num_out)
@@ -172,7 +175,9 @@ class MXFP4ExpertLinear(ExpertLinear):
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> StoredWeight:
         """Returns the quantised weight of one expert, or for `...` of all."""
-        return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
+        codes = Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
+        spec = self.spec
+        return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
 
 def _powers_of_two(exponents: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.layers.trace_scope import row_kernels
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -77,6 +78,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
+        if (kernels := row_kernels(x.dtype)) is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            normed = kernels.rms_norm(rows, self.scale[...], self.epsilon, self.offset)
+            return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
