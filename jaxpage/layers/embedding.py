@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
+from jaxpage.layers.weight_kinds import StoredWeight
 
 
 class Embedding(nnx.Module):
@@ -51,6 +52,11 @@ class Embedding(nnx.Module):
             self.bias = parameter((num_rows,), axes=(axis,), dtype=dtype, sources=[source])
 
     @property
+    def weight(self) -> StoredWeight:
+        """Returns the table as it is stored."""
+        return self.table[...]
+
+    @property
     def num_rows(self) -> int:
         """Returns the number of rows."""
         return self.table.get_value().shape[0]
@@ -64,7 +70,7 @@ class Embedding(nnx.Module):
 
         An untied head is such a table too: checkpoints store it in this order.
         """
-        logits_BV = product(hidden_BD, self.table[...], result=jnp.float32)
+        logits_BV = product(hidden_BD, self.weight, result=jnp.float32)
         return (
             logits_BV
             if self.bias is None
