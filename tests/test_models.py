@@ -606,10 +606,11 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
                 theirs, "num_key_value_heads", theirs.num_attention_heads
             )
         assert ours.kv.head_width == width, name
-        window = getattr(theirs, "sliding_window", None)
-        types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
+        window = getattr(theirs, "sliding_window", getattr(theirs, "window_size", None))
+        types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
+        types = types or ["sliding_attention"] * ours.kv.num_layers
         assert ours.kv.sliding_windows == tuple(
-            window if kind == "sliding_attention" else None for kind in types
+            window if kind in ("sliding_attention", "local") else None for kind in types
         )
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
             parameters = parameters.get("full_attention", parameters)
