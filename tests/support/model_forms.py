@@ -30,14 +30,14 @@ SIZES: dict[str, Fields] = {
         **{"attention_heads": 4, "max_position_embeddings": 128},
     },
 }
-_CORRECTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # What config.json says beyond the sizes, by the module of a family and the name of the form.
 FORMS: dict[str, dict[str, Fields]] = {
     "glm4_moe": {
         "norms": {**_CORRECTED, "use_qk_norm": True, "num_hidden_layers": 3},
         "groups": {
-            **{**_CORRECTED, "n_group": 3, "topk_group": 2, "attention_bias": True},
+            **{**_CORRECTED, "n_group": 4, "topk_group": 2, "attention_bias": True},
             **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 0, "n_shared_experts": 2},
         },
     },
@@ -50,7 +50,7 @@ FORMS: dict[str, dict[str, Fields]] = {
     "ernie4_5": {"interleaved": {"head_dim": 16}, "biases": {"head_dim": 12, "use_bias": True}},
     "ernie4_5_moe": {
         "shared": {
-            **{"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24},
+            **{"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24},
             **{"num_hidden_layers": 3, "tie_word_embeddings": False},
         },
         "biases": {
@@ -68,12 +68,12 @@ FORMS: dict[str, dict[str, Fields]] = {
     },
     "hunyuan_v1_moe": {
         "shared": {
-            **{"num_experts": 6, "moe_topk": 2, "head_dim": 16},
+            **{"num_experts": 8, "moe_topk": 2, "head_dim": 16},
             "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
         }
     },
     "minimax_m2": {
-        "norms": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
+        "norms": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
     },
     "granitemoe": {
         "factors": {
@@ -87,7 +87,7 @@ FORMS: dict[str, dict[str, Fields]] = {
     },
     "phimoe": {
         "biases": {
-            **{"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True},
+            **{"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True},
             **{"router_jitter_noise": 0.2, "sliding_window": 7},
         },
         "longrope": {
