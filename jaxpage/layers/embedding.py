@@ -102,11 +102,9 @@ def token_tables(
         dtype: The type of the parameters.
     """
     biases = f"{heads[0]}.bias" if bias else None
+    sizes = (vocab_size, width)
     if tied:
-        aliases = heads
-        return Embedding(
-            vocab_size, width, name=name, aliases=aliases, bias=biases, dtype=dtype
-        ), None
-    tokens = Embedding(vocab_size, width, name=name, dtype=dtype)
-    head = Embedding(vocab_size, width, name=heads[0], aliases=heads[1:], bias=biases, dtype=dtype)
+        return Embedding(*sizes, name=name, aliases=heads, bias=biases, dtype=dtype), None
+    tokens = Embedding(*sizes, name=name, dtype=dtype)
+    head = Embedding(*sizes, name=heads[0], aliases=heads[1:], bias=biases, dtype=dtype)
     return tokens, head

@@ -180,8 +180,8 @@ def _each_among_close(
     for _ in range(count):
         best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
-        is_close_TE = (best_T1 - logits_TE) / scale_TE <= 2 * jitter
-        odds_TE = jnp.where(is_close_TE, jnp.exp(left_TE - best_T1), 0.0)
+        is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
+        odds_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))
         experts.append(expert_T1)
         weights.append(1 / _total(odds_TE))
         is_chosen_TE = jnp.arange(logits_TE.shape[1])[None, :] == expert_T1
