@@ -25,6 +25,7 @@ SIZES: dict[str, Fields] = {
         **{"max_position_embeddings": 128, "window_size": 7},
         "attention_types": [[["global", "local"], 1]],
     },
+    "gpt_neox": {**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4},
     "xglm": {
         **{"vocab_size": 131, "d_model": 64, "ffn_dim": 80, "num_layers": 2},
         **{"attention_heads": 4, "max_position_embeddings": 128},
