@@ -35,7 +35,7 @@ class Spec(RotaryDecoderSpec):
         """Returns the spec of a config.json."""
         given = config.get("rope_parameters") or config.get("rope_scaling")
         xielu = config.get("hidden_act", "xielu") == "xielu"
-        changed = {} if given else {"rope_parameters": ROPE}
+        changed: dict[str, Any] = {} if given else {"rope_parameters": ROPE}
         changed |= {"hidden_act": "silu"} if xielu else {}
         with Fields({**config, **changed}, "apertus") as fields:
             head_width = head_width_or_quotient(fields)

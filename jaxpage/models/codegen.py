@@ -53,6 +53,7 @@ class Model(RotaryDecoder):
         super().__init__(spec, dtype=dtype)
         for layer in self.layers:
             whole = layer.attention
+            assert isinstance(whole, Attention)
             layer.attention = AttentionInParts(
                 whole.layer_index,
                 whole.query_key_value,

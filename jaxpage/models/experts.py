@@ -153,8 +153,10 @@ def make_experts(
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        form = (input_axis, output_axis, name, names.transposed, modules, bias, dtype, aliases)
-        return ExpertLinear(ExpertLinearSpec(*sizes, *form))
+        spec_of_all = ExpertLinearSpec(
+            *sizes, input_axis, output_axis, name, names.transposed, modules, bias, dtype, aliases
+        )
+        return ExpertLinear(spec_of_all)
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     gate_up = stacked(0, 2 * inner, model_width, (both, "embed"))
