@@ -27,7 +27,7 @@ from jaxpage.checkpoints import (
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
-from jaxpage.models.base import abstract, make_model
+from jaxpage.models import abstract, make_model
 
 # A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]
@@ -192,10 +192,16 @@ def dense_recur(num_rows: int) -> Recur:
         lookback = recurrence.state.lookback
         x_RCE = x_TE.reshape(num_rows, -1, x_TE.shape[1])
         padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))
+        update = recurrence.update
+        if update is None or recurrence.state.shape is None:
+            length = x_RCE.shape[1]
+            inputs = [padded[:, place : place + length] for place in range(1 + lookback)]
+            inputs_TWE = jnp.stack(inputs, axis=2).reshape(len(x_TE), 1 + lookback, -1)
+            return recurrence.prepare(inputs_TWE), layer_pages
 
         def token(states: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
             inputs_RWE = jax.lax.dynamic_slice_in_dim(padded, place, 1 + lookback, axis=1)
-            return recurrence.update(states, recurrence.prepare(inputs_RWE))
+            return update(states, recurrence.prepare(inputs_RWE))
 
         states = jnp.zeros((num_rows, *recurrence.state.shape))
         _, out_CRO = jax.lax.scan(token, states, jnp.arange(x_RCE.shape[1]))

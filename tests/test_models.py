@@ -312,6 +312,10 @@ def _routed(name: str, **changes: Any) -> Any:
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
 
 
+def _mamba(name: str, **changes: Any) -> Any:
+    return dataclasses.replace(read_spec(name)[1].recurrent, **changes)
+
+
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "query and key products swapped": (
         "llama-tied-bias",
@@ -386,6 +390,36 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "qwen3-next-mixed",
         lambda: {"state": roll("in_proj_ba.weight", 0)},
     ),
+    "skips of other heads": ("granitemoehybrid-mixed", lambda: {"state": roll("mamba.D", 0)}),
+    "bias of the convolution dropped": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": zero("conv1d.bias")},
+    ),
+    "outputs of other experts": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": roll("experts.down_proj", 0)},
+    ),
+    "ups for gates": (
+        "granitemoehybrid-dense",
+        lambda: {"state": roll("shared_mlp.input_linear.weight", 0)},
+    ),
+    "time steps without limits": (
+        "granitemoehybrid-dense",
+        lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
+    ),
+    "factors of other parts": (
+        "falcon-h1-factors",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-factors", factors=(1.0,) * 5)}},
+    ),
+    "gates before the norm": (
+        "falcon-h1-first",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-first", norm="gated")}},
+    ),
+    "gates after the convolution before it": (
+        "lfm2-mixed",
+        lambda: {"state": roll("conv.in_proj.weight", 0)},
+    ),
+    "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": (
         "opt-norm-first",
@@ -566,6 +600,8 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
+        if name.startswith("mamba2"):  # It has neither attention nor a longest sequence.
+            continue
         config = config_json(name)
         ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * (
             "growth" not in name
@@ -609,9 +645,12 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         window = getattr(theirs, "sliding_window", getattr(theirs, "window_size", None))
         types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
         types = types or ["sliding_attention"] * ours.kv.num_layers
-        assert ours.kv.sliding_windows == tuple(
-            window if kind in ("sliding_attention", "local") else None for kind in types
-        )
+        windows = [window if kind in ("sliding_attention", "local") else None for kind in types]
+        assert ours.kv.num_decoder_layers == len(windows)
+        if ours.kv.decoder_layers is None:
+            assert ours.kv.sliding_windows == tuple(windows)
+        else:
+            assert {*ours.kv.sliding_windows} == {*windows}
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
             parameters = parameters.get("full_attention", parameters)
             theta, factor = parameters["rope_theta"], parameters.get("factor", 1.0)  # of YaRN

@@ -24,8 +24,8 @@ from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.models.base import abstract_model
-from jaxpage.models.sharding import Divisions, sharded_weights, with_sharding
-from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.models.dividing import Divisions, sharded_weights, with_sharding
+from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.shape_costs import ShapeCost

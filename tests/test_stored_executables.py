@@ -19,7 +19,6 @@ from jaxpage.device.stored_executables import StoredExecutables
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-NONSENSE = '{"a": {"library": "", "seconds": {"float32": [1, NaN], "bfloat16": [1, -1]}}}'
 PROGRAM = """
 import json, sys
 import jax

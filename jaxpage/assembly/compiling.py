@@ -12,18 +12,27 @@ from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device.executables import Executables
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.packing import Packings, pack_weights
-from jaxpage.device.steps import StepOptions
-from jaxpage.device.stored_executables import stored_executables
+from jaxpage.device import (
+    DeviceMesh,
+    Executables,
+    KVPages,
+    Packings,
+    StepOptions,
+    open_stored_executables,
+    pack_weights,
+)
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import abstract, abstract_model, make_model
-from jaxpage.models.lora import adapter_weights
-from jaxpage.models.packing import Packing
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models import (
+    Packing,
+    Path,
+    ShardedWeight,
+    abstract,
+    abstract_model,
+    adapter_weights,
+    make_model,
+    sharded_weights,
+    with_sharding,
+)
 
 
 @dataclass(frozen=True)
@@ -59,15 +68,15 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     adapters = (
         adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
     )
+    model, packed = step_model(files, spec)
     parameters = {
-        "target": load_model(files, spec, mesh, adapters, progress=hooks.progress),
+        "target": load_model(files, spec, mesh, packed, adapters, progress=hooks.progress),
         "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=hooks.progress),
     }
     drafter_packed = drafting.packed(spec)
     pack_weights(parameters["drafter"], drafter_packed)
-    packed = _below("target", step_model(files, spec)[1]) | _below("drafter", drafter_packed)
     hooks.phase(PHASES[4])
-    options = _step_options(spec, files, by_row=mesh.first.platform == "cpu")
+    options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
     try:
         executables = Executables(
@@ -77,14 +86,15 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             options,
             mesh=mesh,
             target_only=drafting.may_be_off,
-            stored=stored_executables(mesh),
+            stored=open_stored_executables(mesh),
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
-    return Compiled(parameters, packed, adapters, pages, executables)
+    all_packed = _below("target", packed) | _below("drafter", drafter_packed)
+    return Compiled(parameters, all_packed, adapters, pages, executables)
 
 
 def _below(key: str, packed: Packings) -> dict[Path, Packing]:
@@ -95,6 +105,7 @@ def load_model(
     files: ModelFiles,
     spec: EngineSpec,
     mesh: DeviceMesh,
+    packed: Packings,
     adapters: Sequence[ShardedWeight] = (),
     *,
     progress: bool = False,
@@ -107,6 +118,7 @@ def load_model(
         files: The model's files.
         spec: The engine's specification.
         mesh: The devices.
+        packed: Which of the weights go into panels; see `step_model`.
         adapters: The LoRA weights A and B of every layer that takes adapters.
         progress: True shows a bar.
     """
@@ -122,7 +134,7 @@ def load_model(
     arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
     for (place, _), zeros in zip(places, arrays, strict=True):
         insert(weights, place.path, zeros)
-    pack_weights(weights, step_model(files, spec)[1])
+    pack_weights(weights, packed)
     return weights
 
 
@@ -143,13 +155,13 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
     )
 
 
-def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepOptions:
+def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepOptions:
     lora = spec.described.lora
     kernels = spec.described.kernels
     drafter = spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
     return StepOptions(
-        abstract(step_model(files, spec)[0])[0],
+        abstract(model)[0],
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,

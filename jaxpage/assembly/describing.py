@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
@@ -20,15 +20,18 @@ from jaxpage.checkpoints import (
     resolve_model,
     resolve_tokenizer,
 )
-from jaxpage.device.backends import choose_backend
-from jaxpage.device.executables import use_compile_cache
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.mesh import DeviceMesh, make_mesh
-from jaxpage.device.stored_executables import compile_cache_directory
+from jaxpage.device import (
+    DeviceMesh,
+    DeviceSpec,
+    choose_backend,
+    compile_cache_directory,
+    make_mesh,
+    open_devices,
+    use_compile_cache,
+)
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec
-from jaxpage.models.lora import LoRASpec, lora_targets
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
+from jaxpage.models.quantization import Scheme
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ def describe(
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     drafting = open_drafting(config.speculative_config, files)
-    device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
+    device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
     described = Described(

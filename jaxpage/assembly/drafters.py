@@ -34,19 +34,29 @@ from jaxpage.checkpoints import (
     open_mtp,
     resolve_model,
 )
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
-from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
-from jaxpage.device.packing import Packings
+from jaxpage.device import (
+    BucketMenu,
+    Choice,
+    DeviceDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    Packings,
+    TopIdsDrafter,
+    TreeShape,
+)
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
-from jaxpage.models.base import KVSpec, abstract
-from jaxpage.models.draft_model import DraftModel
-from jaxpage.models.medusa import MedusaHeads
-from jaxpage.models.mtp import MtpHead, layer_spec
-from jaxpage.models.replacing import Path as LayerPath
-from jaxpage.models.replacing import replace_modules
+from jaxpage.models import (
+    DraftModel,
+    KVSpec,
+    MedusaHeads,
+    MtpHead,
+    abstract,
+    layer_spec,
+    replace_modules,
+)
+from jaxpage.models import Path as LayerPath
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import (
     METHODS,

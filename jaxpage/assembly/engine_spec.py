@@ -15,27 +15,32 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpage.assembly.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.assembly.capacity import notices, plan_memory
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.checkpoints import ModelFiles
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import attention_sets, prefers_mixed_steps
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
-from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
-from jaxpage.device.executables import check_graphs
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.sizing import MemoryPlan
-from jaxpage.device.step_inputs import TableShape
+from jaxpage.device import (
+    BucketMenu,
+    DeviceMesh,
+    DeviceSpec,
+    KVPages,
+    Packings,
+    TableShape,
+    attention_sets,
+    check_graphs,
+    divided_shapes,
+    make_menu,
+    page_dtype,
+    page_shapes,
+)
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.packing import Packing
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
+from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits
@@ -81,7 +86,7 @@ class EngineSpec:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
 
-    def packed(self, module: nnx.Module) -> dict[Path, Packing]:
+    def packed(self, module: nnx.Module) -> Packings:
         """Puts layers with weights in panels into a module, where the kernels multiply by such.
 
         Returns:
@@ -98,7 +103,7 @@ class EngineSpec:
     @property
     def page_dtype(self) -> jnp.dtype:
         """Returns the type of the numbers in the KV pages."""
-        return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
+        return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
@@ -130,7 +135,7 @@ class EngineSpec:
         """Returns the shapes of the pages of the model's layers, in one of its shards."""
         kv = self.described.model.kv
         num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
-        return kv_pages.page_shapes(
+        return page_shapes(
             kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype
         )
 
@@ -140,7 +145,7 @@ class EngineSpec:
         A model that is divided has the pages of each layer once for each shard of a device. Each
         device has all pages of a drafter.
         """
-        pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        pages = divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
         if not (drafting := self.described.drafting).kvs:
             return pages
         num_blocks = [
@@ -303,14 +308,14 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         kvs,
         longest=config.max_model_len or longest,
         block_size=config.block_size,
-        dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
+        dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
     memory = plan_memory(
         described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps
     )
     if memory.num_host_blocks or config.prefix_cache_directory:
-        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
+        menu = menu.swapping(memory.block_bytes)
     return EngineSpec(described, sharding, groups, menu, limits, memory)
 
 
@@ -339,7 +344,7 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     """
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, device.platform)
+    return device.prefers_mixed_steps(config.attention_backend)
 
 
 def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:

@@ -12,10 +12,9 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.packing import unpacked_weights
+from jaxpage.device import make_mesh, unpacked_weights
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import joined
+from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
@@ -65,7 +64,8 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
     Raises:
         CheckpointError: The weights do not fit the model, or are not finite.
     """
-    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    _, packed = step_model(files, spec)
+    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size), packed)
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
     return weights

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device.packing import packed_product
+from jaxpage.device import packed_product
 from jaxpage.layers.product import product
 
 WIDTH = 4096  # the width of the arrays that are read

@@ -23,16 +23,14 @@ from tqdm import tqdm
 from jaxpage.assembly import Hooks, refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
-from jaxpage.device.kv_pages import bytes_per_layer
+from jaxpage.device import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
-from jaxpage.models.base import Family, ModelSpec, model_weights
-from jaxpage.models.replacing import Rule
-from jaxpage.models.weights import Weight, num_bytes
+from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned

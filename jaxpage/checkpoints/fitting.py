@@ -29,10 +29,9 @@ from jaxpage.checkpoints.safetensors_files import (
     read_tensors,
 )
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-from jaxpage.models.quantization.scheme_choice import METHODS, SIZES
-from jaxpage.models.quantization.stacked import refused_experts
-from jaxpage.models.weights import FLOATS, Piece, Source, Weight
+from jaxpage.layers.parameter import Piece, Source
+from jaxpage.models import FLOATS, Weight
+from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, refused_experts
 
 COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.
 CODES = ("I8", "U8", "I32", "F8_E4M3")  # The types that quantised weights are stored in.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpage.checkpoints.eagle_files import TABLES
 from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit_stored
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
@@ -20,12 +21,8 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.mtp import TABLES, MtpHead
-from jaxpage.models.mtp_names import MtpNames
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.replacing import replace_modules
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec
-from jaxpage.models.weights import weights_of
+from jaxpage.models import MtpHead, MtpNames, RotaryDecoderSpec, replace_modules, weights_of
+from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
 

@@ -17,13 +17,16 @@ from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec, ignored_tensors, model_weights
-from jaxpage.models.config_fields import FieldError
-from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.quantization.scheme_choice import FIELDS, quantization_of, without_quantization
-from jaxpage.models.registry import load_family
-from jaxpage.models.replacing import Rule
+from jaxpage.models import (
+    Family,
+    FieldError,
+    ModelSpec,
+    Rule,
+    ignored_tensors,
+    load_family,
+    model_weights,
+)
+from jaxpage.models.quantization import FIELDS, GGUF, Scheme, quantization_of, without_quantization
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _tensor_parallel() -> Iterator[str]:
 
 
 def _several_hosts() -> Iterator[str]:
-    from jaxpage.device.mesh import find_job
+    from jaxpage.serving import find_job
 
     job = find_job(DETECTION_SECONDS)
     if job is None:
@@ -169,13 +169,13 @@ def _host_memory() -> Iterator[str]:
 
 
 def _cpu_kernels() -> Iterator[str]:
-    from jaxpage.device.backends import cpu_kernels
+    from jaxpage.device import cpu_kernels
 
     yield cpu_kernels()
 
 
 def _compile_cache() -> Iterator[str]:
-    from jaxpage.device.stored_executables import compile_cache_directory
+    from jaxpage.device import compile_cache_directory
 
     directory = compile_cache_directory()
     if not directory.is_dir():
@@ -243,14 +243,14 @@ def _chat_form(model: str) -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    from jaxpage.models.registry import FAMILIES
+    from jaxpage.models import FAMILIES
 
     yield ", ".join(FAMILIES)
 
 
 def families_of_packages() -> Iterator[str]:
     """Yields the model families that other installed packages add."""
-    from jaxpage.models.registry import ENTRY_POINTS
+    from jaxpage.models import ENTRY_POINTS
 
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
     described = [
@@ -261,11 +261,9 @@ def families_of_packages() -> Iterator[str]:
 
 
 def _quantizations() -> Iterator[str]:
-    from jaxpage.models.quantization.gguf import FORMATS
-    from jaxpage.models.quantization.on_load import SCHEMES
-    from jaxpage.models.quantization.scheme_choice import METHODS
+    from jaxpage.models.quantization import GGUF_FORMATS, METHODS, SCHEMES
 
-    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
+    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(GGUF_FORMATS)}"
 
 
 def _gib(num_bytes: int) -> str:

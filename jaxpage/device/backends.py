@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
+from jaxpage.device.packing import Packings
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.packing import Packing, pack_modules
-from jaxpage.models.replacing import Path
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
+from jaxpage.models import pack_modules
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
 from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
@@ -36,11 +36,11 @@ class Backend(NamedTuple):
         """Returns the keyword arguments of every operation of `pallas_kernels`."""
         return {"backend": self.name, "interpret": self.interpret}
 
-    def pack_modules(self, module: nnx.Module) -> dict[Path, Packing]:
+    def pack_modules(self, module: nnx.Module) -> Packings:
         """Puts layers with weights in panels into a module, where kernels multiply by such.
 
         Returns:
-            What `models.packing.pack_modules` returns.
+            What `models.pack_modules` returns.
         """
         if not self.in_cpp:
             return {}
@@ -180,24 +180,6 @@ def _attention_set(
     return chosen
 
 
-def unaddressable_blocks(
-    name: str, platform: str, block_elements: int, dtype: DTypeLike
-) -> tuple[int, int]:
-    """Returns the numbers of blocks with which a kernel set cannot address a layer's keys.
-
-    Args:
-        name: The kernel set; of "auto", the one that is tried first.
-        platform: The platform of the device.
-        block_elements: The elements of one block in one layer's keys.
-        dtype: The type of the pages.
-
-    Returns:
-        The first such number, and the next number of blocks that it can address.
-    """
-    elements = candidates(name, platform)[0].unaddressable(dtype)
-    return -(-elements.start // block_elements), -(-elements.stop // block_elements)
-
-
 def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
     found = capability(device) or (0, 0)
@@ -212,12 +194,3 @@ def cpu_kernels() -> str:
     named = {DOT: "dot products", TILES: "tiles (AMX)"}
     used = [f"{named[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
     return library.instruction_set + "".join(f", {each}" for each in used)
-
-
-def prefers_mixed_steps(name: str, platform: str) -> bool:
-    """Returns whether a kernel set computes decodes and prompt chunks best in one step.
-
-    "auto" is here the kernel set that is tried first.
-    """
-    chosen = candidates(name, platform)[0]
-    return chosen.prefers_mixed_steps and chosen.runs_on(platform)

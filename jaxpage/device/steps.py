@@ -20,7 +20,7 @@ from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
-from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
+from jaxpage.device.sampler import draw, log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import (
     Flags,
@@ -36,6 +36,7 @@ from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
+from jaxpage.shapes import NUM_CANDIDATES
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little
 # (docs/lab-log.md).

@@ -45,7 +45,7 @@ class ExpertLinearSpec:
             equal part of the outputs. Empty if all checkpoints stack them.
         bias: True if there are biases, in the tensor `{name}_bias` [E, out].
         dtype: The type of the parameters.
-        aliases: Other names of the tensor `name`.
+        aliases: Other names of the tensor that has the weights of all experts.
     """
 
     num_experts: int
@@ -106,13 +106,10 @@ class ExpertLinear(nnx.Module):
             apart = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
-            stacked = tensor(
-                spec.name,
-                *spec.stacked_shape,
-                transpose=spec.transposed,
-                aliases=spec.aliases,
+            together = tensor(
+                spec.name, *spec.stacked_shape, transpose=spec.transposed, aliases=spec.aliases
             )
-            return [*apart, stacked]
+            return [*apart, together]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),

@@ -60,6 +60,7 @@ class RMSNorm(nnx.Module):
         scale: The scale, a parameter of the checkpoint's module.
         epsilon: The number that is added to the mean of squares.
         offset: The number that is added to the stored scale (Gemma stores it less 1).
+        groups: The number of equal parts of the width, each of which has a mean of its own.
     """
 
     def __init__(
@@ -70,21 +71,26 @@ class RMSNorm(nnx.Module):
         epsilon: float,
         axis: str | None = "embed",
         offset: float = 0.0,
+        groups: int = 1,
         dtype: DTypeLike,
     ):
         self.scale = _declare(f"{name}.weight", width, axis, dtype)
+        self.groups = groups
         self.epsilon = epsilon
         self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
-        if (kernels := row_kernels(x.dtype)) is not None:
+        kernels = row_kernels(x.dtype)
+        # The kernel takes one mean for a row, and a scale of the row's type.
+        if kernels is not None and self.groups == 1 and self.scale[...].dtype == x.dtype:
             rows = x.reshape(-1, x.shape[-1])
             normed = kernels.rms_norm(rows, self.scale[...], self.epsilon, self.offset)
             return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
-        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1] // self.groups)
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        normed = normed.reshape(-1, x.shape[-1])
         return (normed * _scale(self.scale, self.offset)).astype(x.dtype).reshape(x.shape)
 
 

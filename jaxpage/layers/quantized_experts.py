@@ -86,7 +86,13 @@ class QuantizedExpertLinear(ExpertLinear):
             shape,
             (
                 Piece(
-                    spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored
+                    spec.name,
+                    spec.stacked_shape,
+                    shape,
+                    (0, 0, 0),
+                    spec.transposed,
+                    aliases=spec.aliases,
+                    stored=stored,
                 ),
             ),
         )

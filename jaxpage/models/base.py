@@ -32,6 +32,8 @@ class KVSpec:
             kept apart (latents); None if values are kept, as wide as keys.
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
+        decoder_layers: The number of layers of the decoder, where some have two of these layers
+            (Falcon-H1) or none (Nemotron-H); None if it is `num_layers`.
     """
 
     num_layers: int
@@ -40,6 +42,12 @@ class KVSpec:
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
+    decoder_layers: int | None = None
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Returns the number of layers of the decoder."""
+        return self.decoder_layers or self.num_layers
 
     def state_of(self, layer: int) -> StateSpec | None:
         """Returns the state of a layer; None if it keeps keys and values."""
@@ -135,7 +143,7 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
+    prefix: str | tuple[str, ...]  # the prefix of names in the checkpoint; see `weights_of`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class DecoderNames:
     """Holds the names of a decoder's modules, which most families have from Llama.
 
-    The names of norms between the halves of a layer are in `BlockForm`.
+    The names of norms between the halves of a layer are in `BlockForm`, those of the feed-forward
+    half in `MLPNames`.
 
     Attributes:
         tokens: The token table, in the decoder.
@@ -22,7 +23,6 @@ class DecoderNames:
             key/value head its queries, its key and its value. None for three products.
         output: The product for the output, in the attention.
         head_norms: The norms of queries and of keys, in the attention.
-        mlp: The feed-forward half, in a layer; "" if its products are in the layer.
     """
 
     tokens: str = "embed_tokens"
@@ -34,7 +34,6 @@ class DecoderNames:
     fused: str | None = None
     output: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    mlp: str = "mlp"
 
 
-LLAMA_NAMES = DecoderNames()
+LLAMA_MODULES = DecoderNames()

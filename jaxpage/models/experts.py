@@ -31,14 +31,15 @@ class ExpertNames:
         up: The product for the ups, in an expert.
         down: The product for the output, in an expert.
         router: The router, in the mixture.
-        shared: The expert of all tokens, in the mixture, and the weight of its gate or None.
+        shared: The expert of all tokens, in the mixture, and the weight of its gate or None. The
+            expert is None if it has the names of a feed-forward half without experts.
         correction: The corrections of ratings, in the mixture.
         corrections_in_row: True if the corrections are [1, E], not [E].
         in_memory: The mixture, where transformers keeps it in memory and saves it so on request,
             with the names of its router and of the corrections there.
-        only_stacked: The names of the tensors for gates and ups, and for the output, if no file has
-            the experts apart.
-        transposed: True if those tensors are [in, out].
+        only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
+        together: The modules that have the gates and ups, and the downs, of all experts, in a
+            family that never has experts apart; empty for others.
     """
 
     module: str = "mlp"
@@ -46,12 +47,12 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
-    shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
+    shared: tuple[str | None, str | None] = ("shared_expert", "shared_expert_gate.weight")
     correction: str = "gate.e_score_correction_bias"
     corrections_in_row: bool = False
     in_memory: tuple[str, str, str] = ("mlp", "gate", "gate.e_score_correction_bias")
-    only_stacked: tuple[str, str] | None = None
-    transposed: bool = False
+    only_stacked: bool = False
+    together: tuple[str, ...] = ()
 
 
 PLAIN_NAMES = ExpertNames()
@@ -136,31 +137,32 @@ def make_experts(
     published = f"{layer}.{names.module}"
     module, router, correction = names.in_memory
     in_memory = f"{layer}.{module}"
+    together = dict(zip(("gate_up_proj", "down_proj"), names.together, strict=False))
     inner = spec.width
     count = spec.routing.num_experts
 
-    def stacked(place: int, num_out: int, num_in: int, axes: tuple[Axis, str]) -> ExpertLinear:
-        """Returns the product for gates and ups (0), or that for the output (1)."""
-        parts = ((names.gate, names.up), (names.down,))[place]
-        apart = range(0 if names.only_stacked else count)
+    def stacked(
+        part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
+    ) -> ExpertLinear:
+        apart = [] if names.only_stacked or names.together else range(count)
         modules = tuple(
             tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
         )
-        name = f"{in_memory}.experts.{('gate_up_proj', 'down_proj')[place]}"
-        aliases: tuple[str, ...] = ()
-        if names.only_stacked and (first := f"{published}.{names.only_stacked[place]}") != name:
-            name, aliases = first, (name,)
+        name = f"{in_memory}.experts.{part}"
+        aliases = (f"{published}.{together[part]}.weight",) if together else ()
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
         spec_of_all = ExpertLinearSpec(
-            *sizes, input_axis, output_axis, name, names.transposed, modules, bias, dtype, aliases
+            *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype, aliases
         )
         return ExpertLinear(spec_of_all)
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stacked(0, 2 * inner, model_width, (both, "embed"))
-    down = stacked(1, model_width, inner, ("embed", "ffn"))
+    gate_up = stacked(
+        "gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up)
+    )
+    down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
     rated = Router(
         spec.routing,

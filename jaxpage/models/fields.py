@@ -160,10 +160,19 @@ class Fields(ConfigFields):
         default: Sequence[str],
         *,
         kinds: Sequence[str] = ("full_attention", "sliding_attention"),
+        older: Mapping[str, str] | None = None,
     ) -> tuple[str, ...]:
-        """Returns `layer_types`: for each layer one of the kinds that this family has."""
+        """Returns `layer_types`: for each layer one of the kinds that this family has.
+
+        Args:
+            default: The kinds of the layers where the field is absent or null.
+            kinds: The kinds that this family has.
+            older: The names that kinds have in older files, with those of today.
+        """
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
+        if isinstance(types, list) and older:
+            types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
             text = f"layer_types must name each of the {len(default)} layers, not {types!r}"
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))

@@ -26,8 +26,7 @@ Model = RotaryDecoder
 NAMES = ExpertNames(
     router="router",
     in_memory=("mlp", "router", ""),
-    only_stacked=("experts.gate_up_proj", "experts.down_proj"),
-    transposed=True,
+    only_stacked=True,
 )
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},

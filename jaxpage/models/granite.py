@@ -1,7 +1,7 @@
 """Granite 3, dense (IBM, 2024), is Llama with factors.
 
-They multiply embeddings, scores of attention, residuals and logits.
-`GraniteMoeHybridForCausalLM` is not of this family.
+They multiply embeddings, scores of attention, residuals and logits. Granite 4 has them too
+(`granitemoehybrid.py`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "granite") as fields:
-            mlp_bias = fields.flag("mlp_bias", False)
-            return cls._from_fields(fields, mlp_bias=mlp_bias, **granite_knobs(fields))
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                attention_bias=fields.flag("attention_bias", False),
+                mlp_bias=fields.flag("mlp_bias", False),
+                **factors(fields),
+            )
 
 
-def granite_knobs(fields: Fields) -> dict[str, Any]:
-    """Returns arguments of `RotaryDecoderSpec._from_fields` that both families have."""
+def factors(fields: Fields) -> dict[str, Any]:
+    """Returns arguments of `RotaryDecoderSpec._from_fields`."""
     return {
-        "num_kv_heads": key_value_heads(fields, None),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 2048),
-        "attention_bias": fields.flag("attention_bias", False),
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "attention_scale": fields.number("attention_multiplier", 1.0),
         "residual_scale": fields.number("residual_multiplier", 1.0),

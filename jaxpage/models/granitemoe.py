@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.granite import granite_knobs
+from jaxpage.models.granite import factors
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
+    key_value_heads,
     prefix,
 )
 
@@ -22,7 +23,7 @@ NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
     in_memory=("block_sparse_moe", "router", ""),
-    only_stacked=("input_linear.weight", "output_linear.weight"),
+    together=("input_linear", "output_linear"),
 )
 
 
@@ -44,5 +45,8 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=NAMES,
                 sparse_layers=(True,) * fields.integer("num_hidden_layers"),
-                **granite_knobs(fields),
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                attention_bias=fields.flag("attention_bias", False),
+                **factors(fields),
             )

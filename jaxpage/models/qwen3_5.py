@@ -88,7 +88,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "rope": (rope, longest),
         "norm_heads": True,
         "form": BlockForm(kind="rms+1"),
-        "delta": delta,
+        "recurrent": delta,
         "attention_gated": True,
         "name": "model.language_model" if with_images else "model",
         "not_loaded": "images and videos (tensors model.visual.*)" if with_images else "",

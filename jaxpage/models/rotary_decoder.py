@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
-from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
@@ -29,12 +28,13 @@ from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.block_form import LLAMA_FORM, BlockForm, Norm
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.decoder_names import LLAMA_NAMES, DecoderNames
-from jaxpage.models.delta_config import make_delta_net
+from jaxpage.models.decoder_names import LLAMA_MODULES, DecoderNames
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
+from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.recurrent import RecurrentLayer, RecurrentSpec, make_recurrent
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
@@ -57,6 +57,7 @@ class RotaryDecoderSpec:
     attention_input_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    mlp_names: MLPNames = LLAMA_NAMES
     # The names of the two products of a feed-forward half without gates; None for one with gates.
     plain_mlp: tuple[str, str] | None = None
     xielu: bool = False  # True if that half has a learned activation function
@@ -69,7 +70,7 @@ class RotaryDecoderSpec:
     attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
     latent: LatentSpec | None = None  # latent attention, if the model has it
-    delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
+    recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
@@ -80,7 +81,7 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
-    names: DecoderNames = LLAMA_NAMES  # the names of its modules
+    names: DecoderNames = LLAMA_MODULES  # the names of its modules
     head_bias: bool = False  # True if logits have biases
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
@@ -104,10 +105,10 @@ class RotaryDecoderSpec:
         attention_bias: bool = False,
         attention_input_bias: bool = False,
         attention_output_bias: bool = False,
-        feed_forward_width: int | None = None,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
-        activation: tuple[str, str] = ("hidden_act", "silu"),
+        activation: tuple[str, str] | str = ("hidden_act", "silu"),
+        feed_forward_width: int | None = None,
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
@@ -128,7 +129,8 @@ class RotaryDecoderSpec:
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
             epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
-            activation: The field of the activation, and its default.
+            activation: The field of the activation, and its default; the activation itself if it
+                has no field.
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
         """
@@ -156,7 +158,9 @@ class RotaryDecoderSpec:
             ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
-            activation=fields.activation(*activation),
+            activation=activation
+            if isinstance(activation, str)
+            else fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
             attention_output_bias=attention_bias or attention_output_bias,
@@ -264,18 +268,16 @@ def make_attention(
 
 def make_mixer(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
-) -> Attention | LatentAttention | GatedDeltaNet:
+) -> Attention | LatentAttention | RecurrentLayer:
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
-    if spec.delta is None or spec.kv.state_of(layer_index) is None:
+    if spec.recurrent is None or spec.kv.state_of(layer_index) is None:
         return make_attention(spec, layer_index, name=f"{name}.{spec.names.attention}", dtype=dtype)
-    width = spec.model_width
-    epsilon = spec.norm_epsilon
-    return make_delta_net(
-        spec.delta,
+    return make_recurrent(
+        spec.recurrent,
         layer_index,
-        width=width,
-        epsilon=epsilon,
-        name=f"{name}.linear_attn",
+        width=spec.model_width,
+        epsilon=spec.norm_epsilon,
+        layer=name,
         dtype=dtype,
     )
 
@@ -296,25 +298,23 @@ def make_mlp(
     width = spec.model_width
     inner = inner_width or spec.feed_forward_width
     bias = spec.mlp_bias
-    up_name, down_name = spec.plain_mlp or ("up_proj", "down_proj")
-    down = linear(
-        inner, Part(width, "embed", f"{name}.{down_name}"), input_axis="ffn", bias=bias, dtype=dtype
-    )
-    if spec.plain_mlp is not None:
-        part = Part(inner, "ffn", f"{name}.{up_name}")
-        up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
-        activation = XIELU(name=f"{name}.act_fn", dtype=dtype) if spec.xielu else spec.activation
-        return MLP(up, down, activation=activation)
-    gate_up = linear(
-        width,
-        Part(inner, "ffn", f"{name}.gate_proj"),
-        Part(inner, "ffn", f"{name}.up_proj"),
-        fused=f"{name}.gate_up_proj",
-        input_axis="embed",
-        bias=bias,
-        dtype=dtype,
-    )
-    return GatedMLP(gate_up, down, activation=spec.activation)
+    if spec.plain_mlp is None:
+        return make_gated_mlp(
+            spec.mlp_names,
+            width,
+            inner,
+            module=name,
+            bias=bias,
+            activation=spec.activation,
+            dtype=dtype,
+        )
+    up_name, down_name = spec.plain_mlp
+    part = Part(inner, "ffn", f"{name}.{up_name}")
+    up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
+    part = Part(width, "embed", f"{name}.{down_name}")
+    down = linear(inner, part, input_axis="ffn", bias=bias, dtype=dtype)
+    activation = XIELU(name=f"{name}.act_fn", dtype=dtype) if spec.xielu else spec.activation
+    return MLP(up, down, activation=activation)
 
 
 def make_feed_forward(
@@ -322,14 +322,17 @@ def make_feed_forward(
 ) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts = spec.experts
-    module = f"{name}.{spec.names.mlp}".removesuffix(".")
+    module = f"{name}.{spec.mlp_names.module}".removesuffix(".")
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
     if experts.shared_width is not None:
         one, gate = spec.expert_names.shared
         expert = make_mlp(
-            spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype
+            spec,
+            name=f"{module}.{one}" if one else module,
+            inner_width=experts.shared_width,
+            dtype=dtype,
         )
         shared = expert, gate and f"{module}.{gate}"
     return make_experts(

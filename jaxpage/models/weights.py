@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.parameter import Axis, Piece, Source, sources_of, tensor
-
-__all__ = ["Piece", "Source", "Weight", "num_bytes", "tensor", "weights_of"]
+from jaxpage.layers.parameter import Axis, Source, sources_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -42,13 +40,14 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
+def weights_of(module: nnx.Module, prefix: str | tuple[str, ...] = "") -> list[Weight]:
     """Returns every parameter of a module that a checkpoint has.
 
     Args:
         module: The module.
         prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
-            files that were saved from the headless model lack it.
+            files that were saved from the headless model lack it. Several prefixes are those that
+            files may have, the modules' first.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -78,25 +77,18 @@ def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
-def add_missing(
-    parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]
-) -> None:
-    """Adds the parameters of another tree that these lack, each as `take` returns it.
-
-    No checkpoint has these parameters.
-    """
-    for key, other in others.items():
-        if key not in parameters:
-            parameters[key] = take(other)
-        elif isinstance(other, dict):
-            add_missing(parameters[key], other, take)
+def other_names(name: str, prefix: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that files may have in the place of one; see `weights_of`."""
+    own, *others = (prefix,) if isinstance(prefix, str) else prefix
+    if not own or not name.startswith(own):
+        return ()
+    stem = name.removeprefix(own)
+    return (stem, *(f"{other}{stem}" for other in others))
 
 
-def _also_without(prefix: str, source: Source) -> Source:
+def _also_without(prefix: str | tuple[str, ...], source: Source) -> Source:
     pieces = (
-        piece._replace(aliases=(piece.name.removeprefix(prefix), *piece.aliases))
-        if prefix and piece.name.startswith(prefix)
-        else piece
+        piece._replace(aliases=(*other_names(piece.name, prefix), *piece.aliases))
         for piece in source.pieces
     )
     return replace(source, pieces=tuple(pieces))

@@ -13,6 +13,7 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
+from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -27,7 +28,8 @@ ALIASES = {
     "num_attention_heads": "attention_heads",
     "num_hidden_layers": "num_layers",
 }
-NAMES = DecoderNames(norm="layer_norm", output="out_proj", mlp="")
+NAMES = DecoderNames(norm="layer_norm", output="out_proj")
+MLP_NAMES = MLPNames("")  # The products are in the layer itself.
 FORM = BlockForm(norms=("self_attn_layer_norm", None, "final_layer_norm", None), kind="layer")
 POSITION_OFFSET = 2  # The first positions are for padding, in the code that XGLM was trained with.
 
@@ -56,6 +58,7 @@ class Spec(RotaryDecoderSpec):
                 embedding_scale=width**0.5 if fields.flag("scale_embedding", True) else 1.0,
                 form=FORM,
                 names=NAMES,
+                mlp_names=MLP_NAMES,
                 tied=True,
             )
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import ModelFiles, load_shards
-from jaxpage.device.backends import cpu_kernels
-from jaxpage.device.packing import Packings, unpacked_weight
+from jaxpage.device import Packings, cpu_kernels, unpacked_weight
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader

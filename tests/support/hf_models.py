@@ -77,7 +77,10 @@ def randomise(
         ):
             if isinstance(extra, torch.nn.Parameter):
                 draw(extra, 0.5)
-        for number, mean in (("A_log", -1.0), ("dt_bias", 0.0), ("alpha_p", 0.5), ("alpha_n", 0.0)):
+        for number, mean in (
+            *(("A_log", -1.0), ("dt_bias", 0.0), ("D", 1.0)),
+            *(("alpha_p", 0.5), ("alpha_n", 0.0)),
+        ):
             if isinstance(parameter := getattr(module, number, None), torch.nn.Parameter):
                 draw(parameter, 1.0, mean)
         if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):

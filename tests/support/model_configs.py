@@ -51,6 +51,7 @@ _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2}
 _VISION = {
     **{
         "depth": 1,
@@ -233,6 +234,78 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
             "residual_multiplier": 0.6,
             "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid-mixed": (
+        "granitemoehybrid",
+        {
+            **{"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], **_MAMBA},
+            "hidden_size": 64,
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+            **{"residual_multiplier": 0.6, "position_embedding_type": "nope"},
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], **_MAMBA},
+            **{"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2},
+            **{"mamba_n_groups": 1, "time_step_limit": [0.1, 1.5], "tie_word_embeddings": True},
+            **{"num_local_experts": 0, "shared_intermediate_size": 72},
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1-factors": (
+        "falcon_h1",
+        {
+            **{"hidden_size": 64, "mamba_d_ssm": 96, "projectors_bias": True, **_MAMBA},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.7},
+            **{"mlp_multipliers": [0.8, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.7]},
+            **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.6},
+        },
+    ),
+    "falcon-h1-first": (
+        "falcon_h1",
+        {**{"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_proj_bias": True}, **_MAMBA},
+    ),
+    "falcon-h1-plain": ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 96, **_MAMBA}),
+    "nemotron-h-mixed": (
+        "nemotron_h",
+        {
+            **{"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "hidden_size": 64},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
+            **{"head_dim": 16, "use_bias": True, "mlp_bias": True, "time_step_min": 0.3},
+        },
+    ),
+    "mamba2-tied": (
+        "mamba2",
+        {
+            **{"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "hidden_size": 64},
+            **{"use_bias": True, "time_step_limit": [0.1, 1.5], "tie_word_embeddings": True},
+        },
+    ),
+    "bamba-mixed": (
+        "bamba",
+        {
+            **{"num_hidden_layers": 3, "attn_layer_indices": [1], "hidden_size": 64, **_MAMBA},
+            **{"mlp_bias": True, "attention_bias": True, "rope_theta": 500.0},
+        },
+    ),
+    "lfm2-mixed": (
+        "lfm2",
+        {
+            **{"num_hidden_layers": 3, "full_attn_idxs": [1], "conv_bias": True, "hidden_size": 64},
+            **{"block_multiple_of": 12, "block_ffn_dim_multiplier": 1.5, "block_ff_dim": 90},
+        },
+    ),
+    "lfm2-plain": (
+        "lfm2",
+        {
+            **{"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+            **{"conv_L_cache": 2, "tie_embedding": False, "rope_theta": 500.0},
         },
     ),
     "arcee-grouped": ("arcee", {}),

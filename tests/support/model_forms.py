@@ -19,6 +19,7 @@ _GPT = {**_GPT2, "n_embd": 64, "n_head": 4}
 _GPTJ = {**_GPT, "rotary_dim": 8}
 SIZES: dict[str, Fields] = {
     **{"opt": _LAYERS, "gpt2": _GPT2, "falcon": _LAYERS},
+    "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
     **{"gptj": _GPTJ, "codegen": _GPTJ, "gpt_bigcode": _GPT},
     "gpt_neo": {
         **{"vocab_size": 131, "hidden_size": 64, "num_layers": 2, "num_heads": 4},

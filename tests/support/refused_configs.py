@@ -141,6 +141,26 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         {"layer_types": ["sliding_attention"] * 3},
     ),
     (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
+    *(
+        (kind, f"granitemoehybrid-{name}", field, {field: value})
+        for kind, name, field, value in (
+            (UnsupportedError, "mixed", "position_embedding_type", "alibi"),
+            (UnsupportedError, "mixed", "layer_types", ["sliding_attention"] * 3),
+            (CheckpointError, "mixed", "mamba_n_heads", 7),
+            (CheckpointError, "mixed", "mamba_d_head", 5),
+            (CheckpointError, "mixed", "mamba_n_groups", 3),
+            (CheckpointError, "dense", "time_step_limit", [2.0, 1.0]),
+            (CheckpointError, "dense", "time_step_limit", None),
+        )
+    ),
+    (CheckpointError, "bamba-mixed", "attn_layer_indices", {"attn_layer_indices": 1}),
+    (CheckpointError, "falcon-h1-plain", "mamba_d_ssm", {"mamba_d_ssm": 0}),
+    (CheckpointError, "falcon-h1-plain", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4}),
+    (UnsupportedError, "nemotron-h-mixed", "moe", {"hybrid_override_pattern": "ME*"}),
+    (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
+    (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
+    (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
+    (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),

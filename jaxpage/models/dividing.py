@@ -80,7 +80,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         state
         and replace(
             state,
-            shape=(state.shape[0] // count, *state.shape[1:]),
+            shape=state.shape and (state.shape[0] // count, *state.shape[1:]),
             input_width=state.input_width // count,
         )
         for state in kv.states
@@ -313,7 +313,7 @@ def _refuse_heads(weight: Weight) -> None:
         )
 
 
-def at(tree: Mapping[Any, Any], path: Path) -> Any:
+def entry_at(tree: Mapping[Any, Any], path: Path) -> Any:
     """Returns the entry of a tree at that path."""
     return functools.reduce(lambda branch, key: branch[key], path, tree)
 
@@ -324,7 +324,7 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
     for sharded in weights:
         whole: Any = None
         for place in sharded.places:
-            array = np.asarray(at(parameters, place.path))
+            array = np.asarray(entry_at(parameters, place.path))
             if whole is None:
                 whole = (
                     array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)

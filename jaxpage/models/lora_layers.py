@@ -12,9 +12,9 @@ from flax import nnx
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model
+from jaxpage.models.dividing import ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
-from jaxpage.models.weights import Weight
+from jaxpage.models.weights import Weight, other_names
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,9 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
             targets[of.fused] = LoRATarget(path, range(len(of.parts)), 0, of.num_out, *whole)
 
     replace_modules(make_model(family, spec, "float32", None), note)
-    return {name.removeprefix(family.prefix): target for name, target in targets.items()} | targets
+    others = {
+        other: target
+        for name, target in targets.items()
+        for other in other_names(name, family.prefix)
+    }
+    return others | targets
