@@ -157,7 +157,7 @@ def _experts(family: Any, cases: list[str]) -> str:
         for path, module in _modules(family, spec)
         if isinstance(module, ExpertLinear)
     ]
-    if all(module.spec.transposed for _, module in experts):
+    if not any(module.spec.modules for _, module in experts):
         schemes = {
             "mxfp4 as of GPT-OSS": METHODS["mxfp4"](QuantizationFields({})),
             **schemes,
