@@ -140,18 +140,22 @@ class TrainableModel:
 def dense_attend(num_rows: int) -> Attend:
     """Returns attention over rows of equal length, without pages.
 
-    It computes the definition in float32, with all scores in memory.
+    It computes the definition in float32, with all scores in memory. In place of pages it returns
+    the keys and values, for layers that read those of another one.
     """
 
     def attend(
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: Any,
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, Any]:
+        if k_TKH is None:
+            k_TKH, v_TKH = layer_pages
+        assert k_TKH is not None
         sinks = options.sinks
         softcap = options.logit_softcap
         num_kv_heads, head_width = k_TKH.shape[1:]
@@ -178,7 +182,7 @@ def dense_attend(num_rows: int) -> Attend:
         weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         v = v[..., : options.value_width]
         out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
-        return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), layer_pages
+        return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), (k_TKH, v_TKH)
 
     return attend
 

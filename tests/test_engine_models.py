@@ -35,6 +35,7 @@ ONE_OF_EACH = (
     *(
         "gemma2-caps",
         "gemma3-types",
+        "gemma4-shared",
         "cohere2-parallel",
         "olmo3-windows",
         "glm4-interleaved",

@@ -73,7 +73,13 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
         there = (
             source
             for source in weight.sources
-            if all(state.keys() & set(piece.names) for piece in source.pieces)
+            if all(
+                any(
+                    name in state and state[name].shape == piece.stored_shape
+                    for name in piece.names
+                )
+                for piece in source.pieces
+            )
         )
         for piece in next(there).pieces:
             names = [name for name in piece.names if name in state]
@@ -218,7 +224,8 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
                 size for _, size in parts
             ) == size, weight
         alternatives = [
-            {name for piece in source.pieces for name in piece.names} for source in weight.sources
+            {(name, piece.stored_shape) for piece in source.pieces for name in piece.names}
+            for source in weight.sources
         ]
         assert sum(map(len, alternatives)) == len(set().union(*alternatives)), weight
     names = [
@@ -445,6 +452,20 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "stablelm-parallel",
         lambda: {"state": swap("norms.0.", "norms.1.")},
     ),
+    "pages of another layer": ("gemma4-shared", lambda: {"spec": {"places": (0, 1, 2, 0, 1)}}),
+    "inputs of other layers": (
+        "gemma4-shared",
+        lambda: {"state": roll("embed_tokens_per_layer.weight", 1)},
+    ),
+    "scalar of a layer dropped": ("gemma4-shared", lambda: {"state": zero("layer_scalar")}),
+    "factors of other experts": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("per_expert_scale", 0)},
+    ),
+    "scales of the router shifted": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("router.scale", 0)},
+    ),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
     "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
@@ -626,6 +647,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             .config_class(**fields)
             .get_text_config()
         )
+        if name.startswith("gemma4"):  # its layers differ, see test_config_defaults.py
+            continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
@@ -688,11 +711,9 @@ def test_the_fields_behind_a_wrong_one_are_read_too(case):
     problems = Problems(Path("somewhere"))
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None
-    first, second = problems.lines
-    assert (
-        says in first
-        and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
-    )
+    other = "config.json: tie_word_embeddings must be true or false, not 'yes'"
+    assert len(problems.lines) == 2 and other in problems.lines
+    assert any(says in line for line in problems.lines if line != other)
 
 
 def test_all_wrong_fields_of_a_config_are_told_at_once():
@@ -844,7 +865,7 @@ def test_a_missing_size_is_named():
 def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=", ".join(FAMILIES)):
         load_family({"architectures": ["NoSuchModel"]})
-    assert {MODELS[name][0].removesuffix("_text") for name in MODELS} == set(FAMILIES.values())
+    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILIES)
     config = config_json("gpt2-usual")
     config["hidden_size"] = config.pop("n_embd")
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]

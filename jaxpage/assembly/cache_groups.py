@@ -70,7 +70,7 @@ def cache_groups(
         for layer in page_shapes(kv, 1, block_size, dtype)
     ]
     elements = [
-        block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)
+        block_size * math.prod(kv.heads_of(layer)) for kv in kvs for layer in range(kv.num_layers)
     ]
     groups = []
     for kind in sorted(set(kinds), reverse=True):

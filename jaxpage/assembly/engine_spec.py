@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax.numpy as jnp
@@ -262,7 +263,12 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
     if not_loaded := getattr(files.spec, "not_loaded", ""):
-        yield f"{not_loaded} are not supported, and not loaded: this is the text model alone"
+        globs = getattr(files.family, "others", ())
+        count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
+        yield (
+            f"this is the text model alone: {not_loaded} are not supported, and the checkpoint's "
+            f"{count} tensors for them are not loaded"
+        )
     if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
         yield (
             f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "

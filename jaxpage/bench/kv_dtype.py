@@ -66,9 +66,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         logits_TV = position_logits(config, files, token_ids, dtype=dtype, page_dtype=held_dtype)
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = files.spec.kv.num_layers * bytes_per_layer(
-            files.spec.kv, config.block_size, held_dtype
-        )
+        block_bytes = sum(bytes_per_layer(files.spec.kv, config.block_size, held_dtype))
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / config.block_size,

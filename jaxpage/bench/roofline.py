@@ -75,14 +75,16 @@ def work_of(
         num_tokens: The query tokens of each row.
         context: The tokens of each row before these.
     """
-    positions = sum(
-        min(context + num_tokens, window or context + num_tokens)
-        for window in spec.kv.sliding_windows
+    longest = context + num_tokens
+    slots = bytes_per_layer(spec.kv, 1, page_dtype)
+    pages_bytes = num_rows * sum(
+        min(longest, window or longest) * slot
+        for window, slot in zip(spec.kv.sliding_windows, slots, strict=True)
     )
-    pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
     # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.
-    seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers
-    widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # keys, then values
+    seen = context + (num_tokens + 1) / 2
+    heads = [spec.kv.heads_of(layer)[1] for layer in range(spec.kv.num_layers)]
+    widths = sum(width + (spec.kv.value_width or width) for width in heads)  # keys, then values
     attention = 2 * spec.num_query_heads * widths * seen
     return Work(
         weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention)

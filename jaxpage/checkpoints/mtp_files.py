@@ -6,6 +6,7 @@ say that modules are quantised which are not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,14 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import MtpHead, MtpNames, RotaryDecoderSpec, replace_modules, weights_of
+from jaxpage.models import (
+    MtpHead,
+    MtpNames,
+    RotaryDecoderSpec,
+    other_names,
+    replace_modules,
+    weights_of,
+)
 from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
@@ -83,7 +91,8 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
     files = MtpFiles(spec, names, scheme, LoadPlan(target.directory, "safetensors"))
     with problems.collect():
-        weights = weights_of(files.make("float32"), target.family.prefix)
+        names_of = functools.partial(other_names, target.family)
+        weights = weights_of(files.make("float32"), names_of)
         plan = fit_stored(files.plan, stored, weights, names.shared, problems, scheme=files.scheme)
         files = replace(files, plan=plan)
     problems.raise_if_any()

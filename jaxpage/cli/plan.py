@@ -271,7 +271,11 @@ def _kept_text(kv: KVSpec) -> str:
     if kv.value_width is not None:
         return f"{kv.num_layers} layers, a latent of {kv.head_width} for all heads"
     states = [state for state in kv.states if state is not None]
-    kept = f"{kv.num_layers - len(states)} layers, {kv.num_kv_heads} heads of {kv.head_width}"
+    heads = " or ".join(
+        f"{count} heads of {width}"
+        for count, width in dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
+    )
+    kept = f"{kv.num_layers - len(states)} layers, {heads}"
     if not states:
         return kept
     state = states[0]

@@ -24,6 +24,7 @@ from pallas_kernels import (
     Arguments,
     AttentionOptions,
     QuantizedWeight,
+    attend_to_pages,
     grouped_product,
     has_grouped_product,
     numbers,
@@ -57,7 +58,7 @@ def make_attend(
     def attend(
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         options: AttentionOptions,
@@ -65,15 +66,18 @@ def make_attend(
     ) -> tuple[jax.Array, LayerPages]:
         group = layer_groups[layer_index]
         slots_T = inputs.slots_ZT[group]
+        options = dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ)
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=inputs.block_table_ZBM[group],
             context_len_B=inputs.context_len_B,
             query_start=inputs.query_start,
-            options=dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ),
+            options=options,
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
         )
+        if k_TKH is None:
+            return attend_to_pages(arguments, **backend.options), layer_pages
         out_TNH, pages = write_and_attend(k_TKH, v_TKH, slots_T, arguments, **backend.options)
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 

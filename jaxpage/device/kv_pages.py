@@ -50,9 +50,9 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the bytes of one block in the first layer, scales included."""
-    return bytes_of_pages(page_shapes(kv, 1, block_size, dtype)[:1])
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> tuple[int, ...]:
+    """Returns the bytes of one block in each layer, scales included."""
+    return tuple(bytes_of_pages((layer,)) for layer in page_shapes(kv, 1, block_size, dtype))
 
 
 def bytes_of_pages(pages: KVPages) -> int:
@@ -82,8 +82,9 @@ def page_shapes(
                 num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
             shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
             continue
-        slots = (count, block_size, kv.num_kv_heads)
-        page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
+        num_kv_heads, head_width = kv.heads_of(layer)
+        slots = (count, block_size, num_kv_heads)
+        page = jax.ShapeDtypeStruct((*slots, head_width), dtype)
         scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
         if kv.value_width is not None:
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]

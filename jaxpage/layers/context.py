@@ -30,7 +30,7 @@ class Attend(Protocol):
         self,
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         options: AttentionOptions,
@@ -43,7 +43,7 @@ class Attend(Protocol):
         Args:
             layer_index: The layer's place in its model, which decides its cache group.
             q_TNH: The queries.
-            k_TKH: The keys.
+            k_TKH: The keys; None where the layer before it with these pages has written them.
             v_TKH: The values; None where they are within the keys (`options.value_width`).
             layer_pages: The pages of this layer.
             options: The options, which the kernels get as they are. The step adds a tree mask to

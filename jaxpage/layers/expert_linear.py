@@ -46,6 +46,7 @@ class ExpertLinearSpec:
         bias: True if there are biases, in the tensor `{name}_bias` [E, out].
         dtype: The type of the parameters.
         aliases: Other names of the tensor that has the weights of all experts.
+        in_rows_too: True if that tensor may also have the weights as [out, in].
     """
 
     num_experts: int
@@ -59,6 +60,7 @@ class ExpertLinearSpec:
     bias: bool
     dtype: DTypeLike
     aliases: tuple[str, ...] = ()
+    in_rows_too: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -106,10 +108,14 @@ class ExpertLinear(nnx.Module):
             apart = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
-            together = tensor(
-                spec.name, *spec.stacked_shape, transpose=spec.transposed, aliases=spec.aliases
-            )
-            return [*apart, together]
+            stacked = [
+                tensor(
+                    spec.name, *spec.stacked_shape, transpose=spec.transposed, aliases=spec.aliases
+                )
+            ]
+            if spec.in_rows_too:
+                stacked.append(tensor(spec.name, spec.num_experts, spec.num_out, spec.num_in))
+            return [*apart, *stacked]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),

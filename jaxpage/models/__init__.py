@@ -17,6 +17,7 @@ The names are loaded at first use. Formats of quantised weights have a door of t
     FieldError           is an error about a field, the two others among them
     WrongField, RefusedField   say that a field makes no sense, or is not supported
     text_part            gives the config of the text model of a model that takes images
+    leaves_tying_open    says whether only the files of such a model tie its head
 
 Of modules and their weights:
 
@@ -26,6 +27,7 @@ Of modules and their weights:
     Weight               is a parameter with its tensors in a checkpoint
     model_weights        lists the weights of a model
     weights_of           lists those of any module
+    other_names          gives the other names of a tensor in a checkpoint
     num_bytes            counts the bytes of weights
     FLOATS               names the types that a model's weights may have
     ignored_tensors      names the tensors of a checkpoint that are not loaded
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
         ignored_tensors,
         make_model,
         model_weights,
+        other_names,
     )
     from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
     from jaxpage.models.dividing import (
@@ -101,6 +104,7 @@ if TYPE_CHECKING:
     from jaxpage.models.medusa import MedusaHeads, MedusaSpec
     from jaxpage.models.mtp import MtpHead, layer_spec
     from jaxpage.models.mtp_names import MtpNames
+    from jaxpage.models.multimodal import leaves_tying_open
     from jaxpage.models.packing import Packing, pack_modules
     from jaxpage.models.registry import ENTRY_POINTS, FAMILIES, load_family, register_model
     from jaxpage.models.replacing import Path, Rule, replace_modules
@@ -148,12 +152,14 @@ __all__ = [
     "joined",
     "kv_of_shard",
     "layer_spec",
+    "leaves_tying_open",
     "load_family",
     "lora_targets",
     "make_model",
     "make_sharding",
     "model_weights",
     "num_bytes",
+    "other_names",
     "pack_modules",
     "register_model",
     "replace_modules",
@@ -173,6 +179,7 @@ _HOMES = {
     "ignored_tensors": "jaxpage.models.base",
     "make_model": "jaxpage.models.base",
     "model_weights": "jaxpage.models.base",
+    "other_names": "jaxpage.models.base",
     "ConfigFields": "jaxpage.models.config_fields",
     "FieldError": "jaxpage.models.config_fields",
     "RefusedField": "jaxpage.models.config_fields",
@@ -192,6 +199,7 @@ _HOMES = {
     "MtpHead": "jaxpage.models.mtp",
     "layer_spec": "jaxpage.models.mtp",
     "MtpNames": "jaxpage.models.mtp_names",
+    "leaves_tying_open": "jaxpage.models.multimodal",
     "Packing": "jaxpage.models.packing",
     "pack_modules": "jaxpage.models.packing",
     "ENTRY_POINTS": "jaxpage.models.registry",

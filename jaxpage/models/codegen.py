@@ -14,7 +14,7 @@ from jaxpage.layers.attention import Attention
 from jaxpage.models import gptj
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.gptj import ignored, prefix
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec
+from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoder, RotaryDecoderSpec
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
@@ -52,6 +52,7 @@ class Model(RotaryDecoder):
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         super().__init__(spec, dtype=dtype)
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             whole = layer.attention
             assert isinstance(whole, Attention)
             layer.attention = AttentionInParts(

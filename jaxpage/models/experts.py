@@ -39,7 +39,9 @@ class ExpertNames:
             with the names of its router and of the corrections there.
         only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
         together: The modules that have the gates and ups, and the downs, of all experts, in a
-            family that never has experts apart; empty for others.
+            family that never has experts apart; empty for others. transformers keeps them in memory
+            in the same mixture.
+        in_rows_too: True if some files have those as [out, in].
     """
 
     module: str = "mlp"
@@ -53,6 +55,7 @@ class ExpertNames:
     in_memory: tuple[str, str, str] = ("mlp", "gate", "gate.e_score_correction_bias")
     only_stacked: bool = False
     together: tuple[str, ...] = ()
+    in_rows_too: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
@@ -135,8 +138,7 @@ def make_experts(
         dtype: The type of the parameters.
     """
     published = f"{layer}.{names.module}"
-    module, router, correction = names.in_memory
-    in_memory = f"{layer}.{module}"
+    in_memory = f"{layer}.{names.in_memory[0]}"
     together = dict(zip(("gate_up_proj", "down_proj"), names.together, strict=False))
     inner = spec.width
     count = spec.routing.num_experts
@@ -154,7 +156,16 @@ def make_experts(
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
         spec_of_all = ExpertLinearSpec(
-            *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype, aliases
+            *sizes,
+            input_axis,
+            output_axis,
+            name,
+            names.only_stacked,
+            modules,
+            bias,
+            dtype,
+            aliases,
+            names.in_rows_too,
         )
         return ExpertLinear(spec_of_all)
 
@@ -164,8 +175,20 @@ def make_experts(
     )
     down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
-    rated = Router(
-        spec.routing,
+    rated = _make_router(spec.routing, model_width, names, layer, dtype)
+    return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)
+
+
+def _make_router(
+    routing: Routing, model_width: int, names: ExpertNames, layer: str, dtype: DTypeLike
+) -> Router:
+    """Returns the router of a layer; see `make_experts`."""
+    count = routing.num_experts
+    published = f"{layer}.{names.module}"
+    module, router, correction = names.in_memory
+    in_memory = f"{layer}.{module}"
+    return Router(
+        routing,
         model_width,
         weight=_either(f"{published}.{names.router}", f"{in_memory}.{router}", count, model_width),
         bias=tensor(f"{published}.{names.router}.bias", count),
@@ -176,7 +199,6 @@ def make_experts(
         ),
         dtype=dtype,
     )
-    return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)
 
 
 def _either(published: str, in_memory: str, *shape: int) -> Source:

@@ -50,12 +50,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     common = {
         name: value
         for name, value in config.items()
-        if name not in ("text_config", "vision_config", "model_type")
+        if name not in ("text_config", "vision_config", "audio_config", "model_type")
     }
     decided = {
         name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config
     }
     return {**common, **text, **decided}
+
+
+def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without the axes of positions (mrope), which are the same in a text."""
+    changed = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(name), dict):
+            kept = {
+                key: value
+                for key, value in rope.items()
+                if key not in ("mrope_section", "mrope_interleaved")
+            }
+            plain = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+            changed[name] = {**kept, **plain}
+    return changed
 
 
 class Fields(ConfigFields):

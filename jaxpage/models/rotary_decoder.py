@@ -6,8 +6,9 @@ configs. Their files say so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,11 @@ class RotaryDecoderSpec:
     head_bias: bool = False  # True if logits have biases
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
+
+    @property
+    def num_layers(self) -> int:
+        """Returns the number of layers."""
+        return self.kv.num_layers
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
@@ -407,7 +413,13 @@ def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]
 
 
 class RotaryDecoder(nnx.Module):
-    """Computes a model of one of these families; see `models.base.Model`."""
+    """Computes a model of one of these families; see `models.base.Model`.
+
+    Attributes:
+        layer: The class of the layers.
+    """
+
+    layer: ClassVar[Callable[..., nnx.Module]] = DecoderLayer
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -433,8 +445,8 @@ class RotaryDecoder(nnx.Module):
             )
         )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{spec.name}.{names.layers}.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
+            self.layer(spec, index, name=f"{spec.name}.{names.layers}.{index}", dtype=dtype)
+            for index in range(spec.num_layers)
         )
         self.norm = spec.form.norm(
             width, name=f"{spec.name}.{names.norm}", epsilon=spec.norm_epsilon, dtype=dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -40,14 +40,14 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights_of(module: nnx.Module, prefix: str | tuple[str, ...] = "") -> list[Weight]:
+def weights_of(
+    module: nnx.Module, others: Callable[[str], Iterable[str]] = lambda _: ()
+) -> list[Weight]:
     """Returns every parameter of a module that a checkpoint has.
 
     Args:
         module: The module.
-        prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
-            files that were saved from the headless model lack it. Several prefixes are those that
-            files may have, the modules' first.
+        others: Gives the other names that a tensor may have in a checkpoint.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -59,7 +59,7 @@ def weights_of(module: nnx.Module, prefix: str | tuple[str, ...] = "") -> list[W
                 if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS
                 else None
             )
-            sources = tuple(_also_without(prefix, source) for source in found_sources)
+            sources = tuple(_with_names(others, source) for source in found_sources)
             found.append(
                 Weight(
                     cast("tuple[str | int, ...]", path),
@@ -77,18 +77,9 @@ def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
-def other_names(name: str, prefix: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names that files may have in the place of one; see `weights_of`."""
-    own, *others = (prefix,) if isinstance(prefix, str) else prefix
-    if not own or not name.startswith(own):
-        return ()
-    stem = name.removeprefix(own)
-    return (stem, *(f"{other}{stem}" for other in others))
-
-
-def _also_without(prefix: str | tuple[str, ...], source: Source) -> Source:
-    pieces = (
-        piece._replace(aliases=(*other_names(piece.name, prefix), *piece.aliases))
-        for piece in source.pieces
-    )
+def _with_names(others: Callable[[str], Iterable[str]], source: Source) -> Source:
+    pieces = []
+    for piece in source.pieces:
+        names = [other for name in piece.names for other in others(name)]
+        pieces.append(piece._replace(aliases=(*names, *piece.aliases)))
     return replace(source, pieces=tuple(pieces))

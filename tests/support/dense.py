@@ -30,6 +30,9 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         options,
         /,
     ):
+        if k_TKH is None:
+            k_TKH, v_TKH = layer_pages
+        layer_pages = k_TKH, v_TKH
         num_tokens, num_heads, _ = q_TNH.shape
         sinks, softcap = options.sinks, options.logit_softcap
         v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH

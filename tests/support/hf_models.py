@@ -83,6 +83,9 @@ def randomise(
         ):
             if isinstance(parameter := getattr(module, number, None), torch.nn.Parameter):
                 draw(parameter, 1.0, mean)
+        for factor in ("layer_scalar", "per_expert_scale", "scale"):
+            if isinstance(tensor := getattr(module, factor, None), torch.Tensor):
+                tensor.normal_(1.0, 0.2, generator=generator)
         if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
             correction.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from jaxpage.models.multimodal import MULTIMODAL
 from jaxpage.models.registry import FAMILIES
 from tests.support.model_forms import SIZES, forms_of_registry
 
@@ -52,8 +53,15 @@ _DELTA = {
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2}
+_INTERLEAVED = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 _VISION = {
     **{
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "head_dim": 16,
+        "embed_dim": 32,
+        "deepstack_visual_indexes": [0],
         "depth": 1,
         "hidden_size": 32,
         "num_heads": 2,
@@ -65,6 +73,16 @@ _VISION = {
 }
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+
+_GEMMA4 = {
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5},
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "tie_word_embeddings": True},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 140},
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+}
 
 # name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -615,16 +633,80 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    # The text models of checkpoints that take images; sections of a rotation turn by other axes.
+    "qwen2-vl": ("qwen2_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}),
+    "qwen2-5-vl": (
+        "qwen2_5_vl",
+        {
+            **{**_QWEN_WINDOWS, "max_window_layers": 1, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", "mrope_section": [2, 2, 2], **_YARN},
+        },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_type": "default"}},
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            **{"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_theta": 1000.0}},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+            "mlp_only_layers": [0],
+        },
+    ),
+    "gemma3-images": (
+        "gemma3",
+        {
+            **{"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+            **{"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "gemma4-shared": ("gemma4_text", _GEMMA4),
+    "gemma4-keys-are-values": (
+        "gemma4_text",
+        {
+            **{"head_dim": 8, "global_head_dim": 20, "sliding_window": 7},
+            **{"num_kv_shared_layers": 0, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            **{"moe_intermediate_size": 24, "final_logit_softcapping": 20.0},
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True, "pad_token_id": 0}),
+    "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
+    "mistral3-growth": (
+        "mistral3",
+        {
+            **{"model_type": "ministral3", "head_dim": 16, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", **_YARN, "llama_4_scaling_beta": 0.3},
+        },
+    ),
 }
 
 MODELS |= forms_of_registry(MODELS)
 
 _ARCHITECTURES = {
-    **{module: architecture for architecture, module in FAMILIES.items()},
+    **{
+        module: architecture
+        for architecture, module in FAMILIES.items()
+        if architecture not in MULTIMODAL
+    },
     # Families whose model type is not the name of their module.
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }
 
 
@@ -636,7 +718,7 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shared = SIZES.get(family, _DIMENSIONS)
-    if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
+    if _ARCHITECTURES[family] in MULTIMODAL:
         text = {**shared, **tokens, **fields, **overrides}
         return {
             **{
