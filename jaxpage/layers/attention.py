@@ -134,16 +134,17 @@ class Attention(nnx.Module):
         Norms over all heads together must have been applied already.
         """
         if self.limit is not None:
-            q, k, v = (
-                None if part is None else jnp.clip(part, -self.limit, self.limit)
-                for part in (q, k, v)
+            q = jnp.clip(q, -self.limit, self.limit)
+            k, v = (
+                None if part is None else jnp.clip(part, -self.limit, self.limit) for part in (k, v)
             )
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
-        q_TNH, k_TKH, v_TKH = (
+        q_TNH = q.reshape(q.shape[0], -1, self.head_width)
+        k_TKH, v_TKH = (
             None if part is None else part.reshape(part.shape[0], -1, self.head_width)
-            for part in (q, k, v)
+            for part in (k, v)
         )
         if not self.norm_together and not self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
