@@ -26,6 +26,21 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class RerankResult:
+    """Holds a document of `LLM.rerank`.
+
+    Attributes:
+        index: Its place among the documents of the call.
+        relevance_score: Its score; the higher, the better it answers the query.
+        document: Its text.
+    """
+
+    index: int
+    relevance_score: float
+    document: str
+
+
+@dataclass(frozen=True)
 class TokenLogprobs:
     """Holds the chosen token of one position and the most likely ones there.
 

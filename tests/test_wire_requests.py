@@ -40,10 +40,12 @@ from jaxpage.serving.wire.request_fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.translated_fields import (
     MessagesRequest,
@@ -766,6 +768,7 @@ ENDPOINTS = [
     (DetokenizeRequest, detokenize, {"tokens": [5]}),
     (EmbeddingRequest, open_embeddings, {"model": "demo", "input": "x"}),
     (ScoreRequest, open_score, {"model": "demo", "prompt": "x", "continuation": "y"}),
+    (RerankRequest, open_rerank, {"model": "demo", "query": "x", "documents": ["y"]}),
     (ResponsesRequest, open_response, {"model": "demo", "input": "x"}),
     (MessagesRequest, open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}),
     (OllamaChatRequest, open_ollama_chat, {"model": "demo", "messages": [USER]}),

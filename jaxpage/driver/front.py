@@ -12,7 +12,18 @@ from jaxpage.assembly import BuiltModel, Mode, given_weights
 from jaxpage.checkpoints import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
-from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest, normalise, one_each
+from jaxpage.engine import (
+    ByVectors,
+    CheckedParams,
+    Engine,
+    NamedAdapter,
+    PreparedRequest,
+    RerankMethod,
+    YesNo,
+    normalise,
+    one_each,
+    reranker_of,
+)
 from jaxpage.outputs import Pooling
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.lora_request import LoRARequest
@@ -124,6 +135,22 @@ class DrivenModel(BuiltModel):
         if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
             return requests
         raise ValueError("embed needs at least one prompt")
+
+    def _reranker(self, method: RerankMethod) -> YesNo | ByVectors:
+        """Returns the way in which the model ranks.
+
+        Raises:
+            ValueError: The model has no tokenizer, or cannot rank in this way.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"The model {self.config.model!r} has no tokenizer to rank texts")
+        return reranker_of(self.tokenizer, self._model.directory, method)
+
+    def _prompt_of(self, text: str) -> dict[str, Any]:
+        """Returns a text that has all its special tokens in itself, as a prompt."""
+        assert self.tokenizer is not None  # `_reranker` needs one
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
         """Returns other weights as they are on the device; see `given_weights`."""

@@ -13,6 +13,7 @@ jax and Starlette are imported. Other rooms and the tools take:
     find_job        asks JAX for the job that the process belongs to
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
+    run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
     derived_form    does so for a tokenizer
@@ -26,6 +27,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.serving.batches.run_batch import run_batch
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.hosts.processes import find_job
@@ -47,6 +49,7 @@ __all__ = [
     "hosts_of_job",
     "open_incidents",
     "resolve_both",
+    "run_batch",
     "start",
 ]
 
@@ -58,6 +61,7 @@ _HOMES = {
     "hosts_of_job": "jaxpage.serving.hosts.job",
     "find_job": "jaxpage.serving.hosts.processes",
     "bound_socket": "jaxpage.serving.listening",
+    "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
     "chat_format": "jaxpage.serving.wire.derived_forms",

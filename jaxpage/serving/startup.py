@@ -22,6 +22,7 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import ChatFormat
+from jaxpage.engine import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
@@ -121,6 +122,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
+        reranker=reranker_of(built.tokenizer, built.model.directory, server.rerank_method),
     )
 
 

@@ -343,6 +343,27 @@ class ScoreRequest(Fields):
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
+class RerankDocument(Fields):
+    """A document of a request to POST /v1/rerank."""
+
+    text: str
+
+
+class RerankRequest(Fields):
+    """A request to POST /v1/rerank."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        Items[str] | Items[RerankDocument],
+        one_of("a list of strings, or a list of objects with a text"),
+    ]
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
+
+
 class TokenizeRequest(Fields):
     """A request to POST /tokenize with a text."""
 
