@@ -13,6 +13,7 @@ from jaxpage import LLM, SamplingParams  # noqa: E402
 from jaxpage.models.registry import FAMILIES  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
+from tests.support.model_forms import SIZES  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
 from tests.support.scripted import draft_with, without_drafts  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
@@ -147,7 +148,8 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
     """Alone; then in chunks beside others, preempted, behind prefixes and drafts. In a sweep also with other blocks, token by token."""
     name = OF_FAMILY[family]
     # Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place.
-    random_checkpoint(tmp_path, config_json(name, **({} if name in ONE_OF_EACH else SIXTEEN)))
+    sizes = {} if name in ONE_OF_EACH or family in SIZES else SIXTEEN
+    random_checkpoint(tmp_path, config_json(name, **sizes))
     params = [
         SamplingParams(temperature=heat, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
         for heat in (0.0, 0.9, 0.9, 0.0)

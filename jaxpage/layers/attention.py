@@ -38,6 +38,7 @@ class Attention(nnx.Module):
         key_norm: The norm of keys; None if there is none.
         value_norm: The norm of values; None if there is none.
         norm_together: True if the norms are over all heads together, not over each head.
+        turned_first: True if queries and keys are turned before the norms (HunYuan).
         logit_softcap: See `AttentionOptions`.
         query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
             (Llama 4, Ministral 3).
@@ -64,6 +65,7 @@ class Attention(nnx.Module):
         key_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
         value_norm: RMSNorm | None = None,
         norm_together: bool = False,
+        turned_first: bool = False,
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
@@ -78,6 +80,7 @@ class Attention(nnx.Module):
         self.key_norm = key_norm
         self.value_norm = value_norm
         self.norm_together = norm_together
+        self.turned_first = turned_first
         self.logit_softcap = logit_softcap
         self.query_growth = query_growth
         self.sinks = sinks
@@ -141,7 +144,7 @@ class Attention(nnx.Module):
         q_TNH = q.reshape(heads)
         k_TKH = None if k is None else k.reshape(heads)
         v_TKH = None if v is None else v.reshape(heads)
-        if not self.norm_together:
+        if not self.norm_together and not self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.value_norm is not None and v_TKH is not None:
             v_TKH = self.value_norm(v_TKH)
@@ -149,6 +152,8 @@ class Attention(nnx.Module):
             angles = context.angles(self.rope)
             q_TNH = angles.rotate(q_TNH)
             k_TKH = None if k_TKH is None else angles.rotate(k_TKH)
+        if self.turned_first:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.query_growth is not None:
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(
@@ -175,7 +180,15 @@ class Attention(nnx.Module):
 
 
 def query_key_value(
-    num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike
+    num_in: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    name: str,
+    fused: str | None = None,
+    is_grouped: bool = False,
+    bias: bool,
+    dtype: DTypeLike,
 ) -> Linear:
     """Returns one product for Llama's `q_proj`, `k_proj` and `v_proj`, or for Phi-3's `qkv_proj`.
 
@@ -184,15 +197,23 @@ def query_key_value(
         num_queries: The rows of the queries: heads times head width.
         num_keys: The rows of the keys, and of the values.
         name: The module of the checkpoint that has these modules.
+        fused: The product in files of a family whose products are never apart.
+        is_grouped: True if that product is one part; see `Attention.num_groups`.
         bias: True if the products have biases.
         dtype: The type of the weights.
     """
+    if is_grouped:
+        part = Part(num_queries + 2 * num_keys, "kv_heads", f"{name}.{fused}")
+        return linear(num_in, part, input_axis="embed", bias=bias, dtype=dtype)
+    each = (("q_proj", num_queries, "heads"), ("k_proj", num_keys, "kv_heads"))
+    parts = [
+        Part(rows, axis, None if fused else f"{name}.{module}")
+        for module, rows, axis in (*each, ("v_proj", num_keys, "kv_heads"))
+    ]
     return linear(
         num_in,
-        Part(num_queries, "heads", f"{name}.q_proj"),
-        Part(num_keys, "kv_heads", f"{name}.k_proj"),
-        Part(num_keys, "kv_heads", f"{name}.v_proj"),
-        fused=f"{name}.qkv_proj",
+        *parts,
+        fused=f"{name}.{fused or 'qkv_proj'}",
         input_axis="embed",
         bias=bias,
         dtype=dtype,

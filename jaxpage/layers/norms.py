@@ -40,8 +40,17 @@ def _declare(name: str, width: int, axis: str | None, dtype: DTypeLike) -> nnx.P
     return parameter((width,), axes=(axis,), dtype=dtype, sources=[tensor(name, width)])
 
 
-def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
-    return parameter[...].astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+def _scale(parameter: nnx.Param[jax.Array], offset: float) -> jax.Array:
+    scale = _row(parameter)
+    if not offset:
+        return scale
+    # XLA moves this sum out of a loop over steps, and rounds the product in another way where both
+    # are together. The barrier keeps them apart, so that one step and several have the same bits.
+    return jax.lax.optimization_barrier(scale + offset)
+
+
+def _row(parameter: nnx.Param[jax.Array]) -> jax.Array:
+    return parameter[...].astype(jnp.float32)[None, :]
 
 
 class RMSNorm(nnx.Module):
@@ -84,13 +93,7 @@ class RMSNorm(nnx.Module):
         normed = normed.reshape(-1, x.shape[-1])
         if self.scale is None:
             return normed.astype(x.dtype).reshape(x.shape)
-        scale = _along_last_axis(self.scale, 2)
-        if self.offset:
-            # XLA moves this sum out of a loop over steps, and rounds the product in another way
-            # where both are together. The barrier keeps them apart, so that one step and several
-            # have the same bits.
-            scale = jax.lax.optimization_barrier(scale + self.offset)
-        return (normed * scale).astype(x.dtype).reshape(x.shape)
+        return (normed * _scale(self.scale, self.offset)).astype(x.dtype).reshape(x.shape)
 
 
 def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
@@ -102,7 +105,8 @@ def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
 class LayerNorm(nnx.Module):
     """Computes `scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016).
 
-    The scale is there only if `affine` is True, the bias only if `bias` is True too.
+    The scale is there only if `affine` is True, the bias only if `bias` is True too. For `offset`
+    see `RMSNorm`.
     """
 
     def __init__(
@@ -111,22 +115,26 @@ class LayerNorm(nnx.Module):
         *,
         name: str,
         epsilon: float = 1e-5,
+        axis: str | None = "embed",
         affine: bool = True,
         bias: bool = True,
+        offset: float = 0.0,
         dtype: DTypeLike,
     ):
-        self.scale = _declare(f"{name}.weight", width, "embed", dtype) if affine else None
-        self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine and bias else None
+        self.scale = _declare(f"{name}.weight", width, axis, dtype) if affine else None
+        self.bias = _declare(f"{name}.bias", width, axis, dtype) if affine and bias else None
         self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
-        normed = _standardised(x.astype(jnp.float32), self.epsilon)
+        # Two axes, as in `RMSNorm`.
+        normed = _standardised(x.astype(jnp.float32).reshape(-1, x.shape[-1]), self.epsilon)
         if self.scale is not None:
-            normed = normed * _along_last_axis(self.scale, x.ndim)
+            normed = normed * _scale(self.scale, self.offset)
         if self.bias is not None:
-            normed = normed + _along_last_axis(self.bias, x.ndim)
-        return normed.astype(x.dtype)
+            normed = normed + _row(self.bias)
+        return normed.astype(x.dtype).reshape(x.shape)
 
 
 class HeadNorm(nnx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.product import product, rows_of
+from jaxpage.layers.product import rows_of
 from jaxpage.layers.quantized import QuantizedLinear
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.layers.weight_kinds import Packed
@@ -47,6 +47,7 @@ class PackedEmbedding(Embedding):
 
     def __init__(self, whole: Embedding):
         self.name, self.axis, self.table = whole.name, whole.axis, whole.table
+        self.bias = whole.bias
         num_rows, width = whole.table.get_value().shape
         self.size = (num_rows, width)
 
@@ -63,10 +64,6 @@ class PackedEmbedding(Embedding):
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the rows of these ids."""
         return rows_of(self.weight, ids_T)
-
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns `hidden @ table.T` in float32."""
-        return product(hidden_BD, self.weight, result="float32")
 
 
 class PackedExpertLinear(ExpertLinear):

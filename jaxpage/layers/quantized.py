@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import product, rows_of
+from jaxpage.layers.product import rows_of
 from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
 
 # The types of the arrays that hold the codes.
@@ -228,10 +228,6 @@ class QuantizedEmbedding(Quantized, Embedding):
         weight = self.weight
         assert not isinstance(weight, Scaled)
         return rows_of(weight, ids_T).astype(self.spec.dtype)
-
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns the logits of these hidden states, in float32."""
-        return product(hidden_BD, self.weight, result=jnp.float32)
 
 
 class LinearOfParts(Linear):

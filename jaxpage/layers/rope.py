@@ -43,6 +43,9 @@ class Rope:
         return Angles(jnp.cos(angles_TE) * factor, jnp.sin(angles_TE) * factor, self.interleaved)
 
 
+NO_ROTATION = Rope(())
+
+
 @dataclass(frozen=True)
 class Angles:
     """Holds the cosines and sines of a stream of tokens, for E pairs of each head."""

@@ -396,7 +396,9 @@ class ShardedMLP(nnx.Module):
                 return GatedMLP(
                     shard_of(whole.gate_up, sharding), down, activation=whole.activation
                 )
-            return MLP(shard_of(whole.up, sharding), down, activation=whole.activation)
+            own = whole.activation
+            activation = own if isinstance(own, str) else shard_of(own, sharding)
+            return MLP(shard_of(whole.up, sharding), down, activation=activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.down = Summed(whole.down, sharding)

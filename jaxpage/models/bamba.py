@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
+from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.mamba_config import read_mamba
 from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
@@ -23,9 +24,8 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 MLP_NAMES = MLPNames("feed_forward")
-FORM = BlockForm(
-    norms=("input_layernorm", None, "pre_ff_layernorm", None), final_norm="final_layernorm"
-)
+FORM = BlockForm(norms=("input_layernorm", None, "pre_ff_layernorm", None))
+NAMES = DecoderNames(norm="final_layernorm")
 
 
 class Spec(RotaryDecoderSpec):
@@ -61,6 +61,7 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 mlp_bias=fields.flag("mlp_bias", False),
                 form=FORM,
+                names=NAMES,
                 mlp_names=MLP_NAMES,
                 recurrent=mamba,
             )

@@ -132,12 +132,17 @@ class Fields(ConfigFields):
         """Returns the name of a field, and its alias if it has one."""
         return [name, self.aliases[name]] if name in self.aliases else [name]
 
+    def _in_file(self, name: str) -> str:
+        """Returns the name that the file has for a field."""
+        return next((own for own in self._names(name) if own in self.config), name)
+
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         """Returns an integer that is at least `least`."""
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        error = WrongField(f"{name} must be an integer >= {least}, not {value!r}")
+        own = self._in_file(name)
+        error = WrongField(f"{own} must be an integer >= {least}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
 
@@ -209,6 +214,14 @@ class Fields(ConfigFields):
             error = RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}")
             return self._instead(error, name, default)
         return value
+
+    def only(self, **values: Any) -> None:
+        """Refuses fields that are neither absent, nor null, nor have these values."""
+        for name, value in values.items():
+            given = self.get(name, None)
+            if given is not None and given != value:
+                error = RefusedField(f"{name} = {given!r} is not supported")
+                self.note(error, **{name: None})
 
     def divided(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.

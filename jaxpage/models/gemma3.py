@@ -11,13 +11,12 @@ from typing import Any
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma2 import gemma_knobs
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]

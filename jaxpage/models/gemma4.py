@@ -29,12 +29,12 @@ from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma import ACTIVATION
 from jaxpage.models.gemma4_layer import FULL, SLIDING, Gemma4Layer, Gemma4Spec, PerLayerInputs
+from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
 )
 

@@ -35,6 +35,7 @@ EXPERT_NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
     shared=(None, None),
+    in_memory=("block_sparse_moe", "router", ""),
     together=("input_linear", "output_linear"),
 )
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.convolution import ConvolutionSpec
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
+from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
 from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
@@ -28,10 +29,9 @@ Model = RotaryDecoder
 FULL = "full_attention"
 CONVOLUTION = "conv"
 MLP_NAMES = MLPNames("feed_forward", "w1", "w3", "w2", None)
-FORM = BlockForm(
-    norms=("operator_norm", None, "ffn_norm", None),
-    head_norms=("q_layernorm", "k_layernorm"),
-    final_norm="embedding_norm",
+FORM = BlockForm(norms=("operator_norm", None, "ffn_norm", None))
+NAMES = DecoderNames(
+    norm="embedding_norm", output="out_proj", head_norms=("q_layernorm", "k_layernorm")
 )
 
 
@@ -73,7 +73,7 @@ class Spec(RotaryDecoderSpec):
                 tied=True,
                 norm_heads=True,
                 form=FORM,
-                attention_output="out_proj",
+                names=NAMES,
                 mlp_names=MLP_NAMES,
                 recurrent=convolution if CONVOLUTION in types else None,
             )

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, without_axes
 from jaxpage.models.mtp_names import MtpNames, named_apart
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,

@@ -33,6 +33,8 @@ SIZES = (
     *("mamba_n_heads", "mamba_d_ssm", "shared_intermediate_size"),
     "pad_token_id",  # which has to be one of the vocabulary's
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
+    *("moe_num_experts", "moe_k", "moe_topk", "d_model", "attention_heads", "num_layers"),
+    *("num_heads", "attention_types", "rotary_dim"),
 )
 _FORM = ("architectures", "model_type", "text_config", "vision_config")
 KEPT = (*_FORM, *SIZES)
@@ -108,6 +110,12 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (0.25, 0.5, 1.0),
     "rope_theta": (100, 500.0, 1e6),
     "rope_local_base_freq": (100, 5000.0),
+    **{"d_model": (32, 48), "attention_heads": (2, 4), "num_layers": (2,), "num_heads": (2, 4)},
+    **{"moe_num_experts": (3, 4), "moe_k": (1, 2), "moe_topk": (1, 2)},
+    **{"moe_num_shared_experts": (0, 1, 2), "moe_layer_end_index": (-1, 0, 1)},
+    **{"moe_layer_start_index": (0, 1), "moe_norm_min": (1e-12, 1e-3), "rotary_dim": (4, 8)},
+    **{"router_jitter_noise": (0.01, 0.3), "window_size": (3, 9), "n_ctx": (64, 128)},
+    "attention_types": ([[["global", "local"], 1]], [[["local"], 2]]),
 }
 # Fields of published files that no class lists any more.
 _OLDER = (

@@ -53,7 +53,8 @@ def difference(config: Config) -> str | None:
         if isinstance(text := config.get("text_config"), dict):
             config = {**config, "text_config": {**text, name: whole["text_config"][name]}}
         else:
-            config = {**config, name: whole[name]}
+            own = CONFIG_MAPPING[config["model_type"]].attribute_map.get(name, name)
+            config = {**config, own: whole[own]}
         found = read(config)
     # Two statements of one thing that differ are refused here on purpose.
     is_refused = isinstance(found, str) and (

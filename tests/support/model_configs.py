@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpage.models.multimodal import MULTIMODAL
 from jaxpage.models.registry import FAMILIES
+from tests.support.model_forms import SIZES, forms_of_registry
 
 _DIMENSIONS = {
     "vocab_size": 131,
@@ -83,7 +84,7 @@ _GEMMA4 = {
     ],
 }
 
-# name: (model type, what config.json says beyond _DIMENSIONS or the entry of _SHARED)
+# name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
@@ -684,14 +685,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
-_GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {
-    "opt": _OPT,
-    "gpt2": _GPT2,
-    "falcon": {"vocab_size": 131, **_OPT},
-    "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
-}
+MODELS |= forms_of_registry(MODELS)
+
 _ARCHITECTURES = {
     **{
         module: architecture
@@ -722,7 +717,7 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     """
     family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    shared = _SHARED.get(family, _DIMENSIONS)
+    shared = SIZES.get(family, _DIMENSIONS)
     if _ARCHITECTURES[family] in MULTIMODAL:
         text = {**shared, **tokens, **fields, **overrides}
         return {

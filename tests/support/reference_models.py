@@ -86,8 +86,8 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     }
     described, used = [], []
     for architecture, name in FAMILIES.items():
-        family = families[name]
-        what = (family.__doc__ or "").strip().splitlines()[0]
+        what = (families[name].__doc__ or "").strip().splitlines()[0]
+        family = load_family({"architectures": [architecture]})
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
         if cases:
             family = load_family(config_json(cases[0]))

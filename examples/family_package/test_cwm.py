@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,10 @@ transformers = pytest.importorskip("transformers")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-@pytest.mark.parametrize(
-    "biases", [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}]
-)
-def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[str, bool]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"mlp_bias": True, "num_key_value_heads": 4}])
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    config = transformers.SeedOssConfig(
+    config = transformers.CwmConfig(
         vocab_size=97,
         hidden_size=48,
         intermediate_size=80,
@@ -28,11 +27,13 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[st
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=128,
+        sliding_window=5,
         initializer_range=0.3,
-        eos_token_id=None,
-        **biases,
+        eos_token_id=96,
+        **changes,
     )
-    model = transformers.SeedOssForCausalLM(config).eval()
+    model = transformers.CwmForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
