@@ -195,10 +195,13 @@ class Tables(RuleBasedStateMachine):
     def the_split_adds_up(self) -> None:
         if not hasattr(self, "manager"):
             return
-        split = BlockManager([self.manager]).usage(
+        manager = BlockManager([self.manager])
+        split = manager.usage(
             {sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()}
         )
         entries = Counter(b for i in self.tokens for b in self.manager.block_table(i))
+        ids = range(self.manager.pool.num_blocks + 1)  # the null block first, and one too many
+        assert set(filter(manager.is_used, ids)) == set(entries)
         # Every token of the model has a slot of its own unless it was inherited: all written values
         # differ.
         held = {
