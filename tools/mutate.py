@@ -389,9 +389,7 @@ def files_of_tests(module: Path) -> list[list[str]]:
     tree = ast.parse(module.read_text(encoding="utf-8"))
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     names = "|".join([module.stem, *defined])
-    imports = re.compile(
-        rf"{package}(\.{module.stem}\b| import (\([^)]*|[^\n]*)\b({names})\b)"
-    )
+    imports = re.compile(rf"{package}(\.{module.stem}\b| import (\([^)]*|[^\n]*)\b({names})\b)")
     others = TESTS[room].split()
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)
