@@ -19,7 +19,6 @@ import numpy.typing as npt
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, stacked
 from jaxpage.engine import (
     SCORING,
@@ -31,7 +30,7 @@ from jaxpage.engine import (
     scores_of,
 )
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config

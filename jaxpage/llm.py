@@ -13,12 +13,11 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
 from jaxpage.engine import SCORING, Engine, Messages, named_params, scored_pairs, scores_of
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import Pooling, RequestOutput
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+# The ways in which the hidden states of a prompt become one vector.
+Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True)

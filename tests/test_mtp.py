@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.trace_scope import TraceScope
@@ -249,7 +249,7 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
     write_tensors(tmp_path, tensors)
-    with TraceScope(make_product_kernels(Backend("reference"))).opened():
+    with TraceScope(make_layer_kernels(Backend("reference"))).opened():
         found = run_on(model._replace(directory=tmp_path))
     plain = tmp_path / "plain"
     plain.mkdir()

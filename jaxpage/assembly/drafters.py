@@ -34,18 +34,29 @@ from jaxpage.checkpoints import (
     open_mtp,
     resolve_model,
 )
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
-from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
+from jaxpage.device import (
+    BucketMenu,
+    Choice,
+    DeviceDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    Packings,
+    TopIdsDrafter,
+    TreeShape,
+)
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
-from jaxpage.models.base import KVSpec, abstract
-from jaxpage.models.draft_model import DraftModel
-from jaxpage.models.medusa import MedusaHeads
-from jaxpage.models.mtp import MtpHead, layer_spec
-from jaxpage.models.replacing import Path as LayerPath
-from jaxpage.models.replacing import replace_modules
+from jaxpage.models import (
+    DraftModel,
+    KVSpec,
+    MedusaHeads,
+    MtpHead,
+    abstract,
+    layer_spec,
+    replace_modules,
+)
+from jaxpage.models import Path as LayerPath
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import (
     METHODS,
@@ -83,6 +94,10 @@ class DrafterFiles(Protocol):
         """Returns its own parameters, each one `put(array)`."""
         ...
 
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
+        ...
+
     def make(self, spec: EngineSpec) -> DeviceDrafter:
         """Returns the drafter for the engine of this specification."""
         ...
@@ -109,11 +124,18 @@ class HeadFiles:
         """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
+        return spec.packed(self._module(spec))
+
     def make(self, spec: EngineSpec) -> HeadDrafter:
         """Returns the drafter for the engine of this specification."""
-        return HeadDrafter(
-            abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates
-        )
+        module = self._module(spec)
+        spec.packed(module)
+        return HeadDrafter(abstract(module)[0], self.num_candidates)
+
+    def _module(self, spec: EngineSpec) -> nnx.Module:
+        return MedusaHeads(self.files.spec, dtype=spec.layout.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,10 @@ class NoFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
         """Returns None, since there are no weights."""
         return None
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns nothing, since there are no weights."""
+        return {}
 
     def make(self, spec: EngineSpec) -> TopIdsDrafter:
         """Returns the drafter for the engine of this specification."""
@@ -158,8 +184,8 @@ class ModelDrafterFiles:
         """Returns the KV cache of its own layers."""
         return (self.kv,)
 
-    def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
-        """Returns the graph for `models.drafter.join`.
+    def divided(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
+        """Returns the module whose graph `models.drafter.join` takes.
 
         Args:
             dtype: The dtype of the model.
@@ -174,7 +200,11 @@ class ModelDrafterFiles:
 
         if sharding.is_divided:
             replace_modules(module, divided)
-        return abstract(module)[0]
+        return module
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
+        return spec.packed(self.divided(spec.layout.dtype, spec.sharding))
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
         """Returns the drafter for the engine of this specification."""
@@ -184,8 +214,11 @@ class ModelDrafterFiles:
         if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
         own_groups = spec.layer_groups[-self.kv.num_layers :]
-        graph = self.graph(spec.layout.dtype, spec.sharding)
-        return ModelDrafter(graph, self.aux_layers, own_groups, shape, spec.num_blocks, choice)
+        module = self.divided(spec.layout.dtype, spec.sharding)
+        spec.packed(module)
+        return ModelDrafter(
+            abstract(module)[0], self.aux_layers, own_groups, shape, spec.num_blocks, choice
+        )
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:

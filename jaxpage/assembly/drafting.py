@@ -18,11 +18,9 @@ from jaxpage.assembly.drafters import (
     tree_shape,
 )
 from jaxpage.checkpoints import ModelFiles
-from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.device import BucketMenu, KVPages, Packings, page_shapes
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import (
@@ -93,6 +91,10 @@ class Drafting:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of the drafter's weights the engine has in panels."""
+        return self.drafter.packed(spec) if self.drafter else {}
+
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
     ) -> KVPages:
@@ -108,7 +110,7 @@ class Drafting:
         return tuple(
             layer
             for kv in self.kvs
-            for layer in kv_pages.page_shapes(
+            for layer in page_shapes(
                 kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype
             )
         )

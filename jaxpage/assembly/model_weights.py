@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from jaxpage.assembly.compiling import load_model, shards_of_weights
+from jaxpage.assembly.compiling import load_model, shards_of_weights, step_model
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
     ModelFiles,
@@ -12,9 +12,9 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device.mesh import make_mesh
+from jaxpage.device import make_mesh, unpacked_weights
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import joined
+from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
@@ -23,7 +23,8 @@ Mode = Literal["wait", "abort"]  # what happens to running requests
 def whole_weights(
     files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the weights undivided, as the checkpoint has them."""
+    """Returns the weights undivided and not in panels, as the checkpoint has them."""
+    parameters = unpacked_weights(parameters, step_model(files, spec)[1])
     return (
         joined(shards_of_weights(files, spec), parameters)
         if spec.sharding.is_divided
@@ -63,7 +64,8 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
     Raises:
         CheckpointError: The weights do not fit the model, or are not finite.
     """
-    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    _, packed = step_model(files, spec)
+    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size), packed)
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
     return weights

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
 from jaxpage.bench.file_texts import read_token_ids
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig

@@ -21,11 +21,9 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import ignored_tensors, model_weights
-from jaxpage.models.fields import text_part
-from jaxpage.models.quantization.scheme_choice import quantization_of
-from jaxpage.models.sharding import at
-from jaxpage.models.weights import Weight, tensor
+from jaxpage.layers.parameter import tensor
+from jaxpage.models import Weight, entry_at, ignored_tensors, model_weights, text_part
+from jaxpage.models.quantization import quantization_of
 
 PLACE = Path("(parameters in memory)")  # Messages give this place.
 Parameters = Mapping[str, Any] | nnx.Module
@@ -183,7 +181,7 @@ def _unusable(array: Any) -> str | None:
 
 def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
-    each = ((filled, at(tree, filled.weight.path)) for filled in plan.parameters)
+    each = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
     return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
 
 
@@ -195,7 +193,9 @@ def check_all_finite(files: ModelFiles, tree: Mapping[Any, Any]) -> None:
     """
     problems = Problems(files.directory)
     for filled in files.plan.parameters:
-        for name, part in _parts(files.plan, filled, np.asarray(at(tree, filled.weight.path))):
+        for name, part in _parts(
+            files.plan, filled, np.asarray(entry_at(tree, filled.weight.path))
+        ):
             if not np.isfinite(part).all():
                 problems.add(f"{name!r} has numbers that are NaN or infinite")
     problems.raise_if_any()

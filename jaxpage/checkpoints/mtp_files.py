@@ -6,6 +6,7 @@ say that modules are quantised which are not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpage.checkpoints.eagle_files import TABLES
 from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit_stored
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
@@ -20,12 +22,15 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.mtp import TABLES, MtpHead
-from jaxpage.models.mtp_names import MtpNames
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.replacing import replace_modules
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec
-from jaxpage.models.weights import weights_of
+from jaxpage.models import (
+    MtpHead,
+    MtpNames,
+    RotaryDecoderSpec,
+    other_names,
+    replace_modules,
+    weights_of,
+)
+from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
 
@@ -86,7 +91,8 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
     files = MtpFiles(spec, names, scheme, LoadPlan(target.directory, "safetensors"))
     with problems.collect():
-        weights = weights_of(files.make("float32"), target.family.prefix)
+        names_of = functools.partial(other_names, target.family)
+        weights = weights_of(files.make("float32"), names_of)
         plan = fit_stored(files.plan, stored, weights, names.shared, problems, scheme=files.scheme)
         files = replace(files, plan=plan)
     problems.raise_if_any()

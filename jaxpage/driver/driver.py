@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.embedder import Embedder, Pooling
+from jaxpage.device import Embedder
 from jaxpage.driver.handle import Handle, copy_error
 from jaxpage.driver.orders import Answer, Order, Replacement
 from jaxpage.driver.pinning import Pinning
@@ -33,6 +33,7 @@ from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import ShuttingDown
+from jaxpage.outputs import Pooling
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")

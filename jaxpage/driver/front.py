@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from jaxpage.assembly import BuiltModel, Mode, given_weights
 from jaxpage.checkpoints import Parameters
-from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
 from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest, normalise, one_each
+from jaxpage.outputs import Pooling
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -143,3 +143,9 @@ def stacked(
     """
     found = np.stack(vectors)
     return normalized(found) if normalize else found
+
+
+def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Returns the vectors [..., D], each scaled to length 1."""
+    lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / lengths

@@ -13,14 +13,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.executables import Executables
-from jaxpage.device.host_pages import HostPages
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.steps import unpack_drawn
+from jaxpage.device import Executables, HostPages, KVPages, Packings, unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import ShardedWeight, at
-from jaxpage.models.weights import add_missing
+from jaxpage.models import Path, ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult
 
 
@@ -37,6 +32,7 @@ class Runner:
         executables: Executables,
         host_pages: Sequence[HostPages],
         adapters: Sequence[ShardedWeight] = (),
+        packed: Packings | None = None,
     ):
         """Makes the pages.
 
@@ -46,9 +42,11 @@ class Runner:
             executables: The table of executables.
             host_pages: The host's pages of each cache group.
             adapters: The LoRA weights A and B of every layer that takes adapters.
+            packed: The weights that are in panels.
         """
         self.executables = executables
         self._parameters = parameters
+        self.packed = packed or {}
         self._new_pages = new_pages
         self._pages = new_pages()
         self._host_pages = host_pages
@@ -131,7 +129,7 @@ class Runner:
 
         Adapters stay.
         """
-        add_missing(target, self._parameters["target"], lambda adapters: adapters)
+        _add_missing(target, self._parameters["target"])
         self._parameters = {**self._parameters, "target": target}
 
     def write_adapter(
@@ -144,7 +142,7 @@ class Runner:
         for index, name in enumerate(("a", "b")):
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
-                module = at(self._parameters["target"], place.path[:-1])
+                module = entry_at(self._parameters["target"], place.path[:-1])
                 before = module[name]
                 parts = []
                 for shard in before.addressable_shards:
@@ -173,3 +171,12 @@ class Runner:
         for host_pages in self._host_pages:
             host_pages.close()
         self.executables.close()
+
+
+def _add_missing(parameters: dict[Any, Any], others: dict[Any, Any]) -> None:
+    """Adds the parameters of another tree that these lack: no checkpoint has them."""
+    for key, other in others.items():
+        if key not in parameters:
+            parameters[key] = other
+        elif isinstance(other, dict):
+            _add_missing(parameters[key], other)

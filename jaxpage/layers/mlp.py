@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.activations import ACTIVATIONS, gated
 from jaxpage.layers.linear import Linear
 
 
@@ -39,5 +38,4 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        gate_TF, up_TF = jnp.split(self.gate_up(x_TD), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate_TF) * up_TF)
+        return self.down(gated(self.gate_up(x_TD), self.activation))

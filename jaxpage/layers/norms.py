@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.layers.trace_scope import row_kernels
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -47,30 +48,42 @@ class RMSNorm(nnx.Module):
     """Computes `scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019).
 
     Attributes:
-        scale: The scale, a parameter of the checkpoint's module.
+        scale: The scale, a parameter of the checkpoint's module; None for a factor of one.
         epsilon: The number that is added to the mean of squares.
         offset: The number that is added to the stored scale (Gemma stores it less 1).
+        groups: The number of equal parts of the width, each of which has a mean of its own.
     """
 
     def __init__(
         self,
         width: int,
         *,
-        name: str,
+        name: str | None,
         epsilon: float,
         axis: str | None = "embed",
         offset: float = 0.0,
+        groups: int = 1,
         dtype: DTypeLike,
     ):
-        self.scale = _declare(f"{name}.weight", width, axis, dtype)
+        self.scale = None if name is None else _declare(f"{name}.weight", width, axis, dtype)
+        self.groups = groups
         self.epsilon = epsilon
         self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
+        kernels = row_kernels(x.dtype)
+        if kernels is not None and self.groups == 1:
+            rows = x.reshape(-1, x.shape[-1])
+            scale = jnp.ones(rows.shape[1:], x.dtype) if self.scale is None else self.scale[...]
+            normed = kernels.rms_norm(rows, scale, self.epsilon, self.offset)
+            return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
-        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1] // self.groups)
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        normed = normed.reshape(-1, x.shape[-1])
+        if self.scale is None:
+            return normed.astype(x.dtype).reshape(x.shape)
         scale = _along_last_axis(self.scale, 2)
         if self.offset:
             # XLA moves this sum out of a loop over steps, and rounds the product in another way

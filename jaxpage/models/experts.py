@@ -31,8 +31,13 @@ class ExpertNames:
         up: The product for the ups, in an expert.
         down: The product for the output, in an expert.
         router: The router, in the mixture.
-        shared: The expert of all tokens, in the mixture, and the weight of its gate or None.
+        shared: The expert of all tokens, in the mixture, and the weight of its gate or None. The
+            expert is None if it has the names of a feed-forward half without experts.
         only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
+        together: The modules that have the gates and ups, and the downs, of all experts, in a
+            family that never has experts apart; empty for others. transformers keeps them in memory
+            in the same mixture.
+        in_rows_too: True if some files have those as [out, in].
     """
 
     module: str = "mlp"
@@ -40,8 +45,10 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
-    shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
+    shared: tuple[str | None, str | None] = ("shared_expert", "shared_expert_gate.weight")
     only_stacked: bool = False
+    together: tuple[str, ...] = ()
+    in_rows_too: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
@@ -124,24 +131,35 @@ def make_experts(
         dtype: The type of the parameters.
     """
     published = f"{layer}.{names.module}"
-    in_memory = f"{layer}.mlp"
+    in_memory = published if names.together else f"{layer}.mlp"
+    together = dict(zip(("gate_up_proj", "down_proj"), names.together, strict=False))
     inner = spec.width
     count = spec.routing.num_experts
 
     def stacked(
         part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
     ) -> ExpertLinear:
-        apart = [] if names.only_stacked else range(count)
+        apart = [] if names.only_stacked or names.together else range(count)
         modules = tuple(
             tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
         )
         name = f"{in_memory}.experts.{part}"
+        aliases = (f"{published}.{together[part]}.weight",) if together else ()
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
         return ExpertLinear(
             ExpertLinearSpec(
-                *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype
+                *sizes,
+                input_axis,
+                output_axis,
+                name,
+                names.only_stacked,
+                modules,
+                bias,
+                dtype,
+                aliases,
+                names.in_rows_too,
             )
         )
 
@@ -152,7 +170,9 @@ def make_experts(
     down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
     router = f"{published}.{names.router}"
-    aliases = (f"{in_memory}.{names.router}.weight",) if published != in_memory else ()
+    # In memory the module `layer` of Granite's router is left out.
+    other = f"{in_memory}.{names.router.removesuffix('.layer')}"
+    aliases = (f"{other}.weight",) if other != router else ()
     rated = Router(
         spec.routing,
         model_width,

@@ -50,12 +50,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     common = {
         name: value
         for name, value in config.items()
-        if name not in ("text_config", "vision_config", "model_type")
+        if name not in ("text_config", "vision_config", "audio_config", "model_type")
     }
     decided = {
         name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config
     }
     return {**common, **text, **decided}
+
+
+def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without the axes of positions (mrope), which are the same in a text."""
+    changed = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(name), dict):
+            kept = {
+                key: value
+                for key, value in rope.items()
+                if key not in ("mrope_section", "mrope_interleaved")
+            }
+            plain = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+            changed[name] = {**kept, **plain}
+    return changed
 
 
 class Fields(ConfigFields):
@@ -155,10 +170,19 @@ class Fields(ConfigFields):
         default: Sequence[str],
         *,
         kinds: Sequence[str] = ("full_attention", "sliding_attention"),
+        older: Mapping[str, str] | None = None,
     ) -> tuple[str, ...]:
-        """Returns `layer_types`: for each layer one of the kinds that this family has."""
+        """Returns `layer_types`: for each layer one of the kinds that this family has.
+
+        Args:
+            default: The kinds of the layers where the field is absent or null.
+            kinds: The kinds that this family has.
+            older: The names that kinds have in older files, with those of today.
+        """
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
+        if isinstance(types, list) and older:
+            types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
             text = f"layer_types must name each of the {len(default)} layers, not {types!r}"
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))

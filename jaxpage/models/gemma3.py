@@ -1,7 +1,6 @@
 """Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys.
 
 It has windows in 5 of 6 layers. Attention has no soft cap, and logits have none by default.
-`Gemma3ForConditionalGeneration` is not of this family.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
 
-TABLES = ("tokens", "head")  # They are the model's.
-
 
 def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """Returns the spec of the head's one layer.
@@ -34,7 +32,7 @@ def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """
     kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
     return replace(
-        spec, kv=kv, rope_by_layer=(), delta=None, sparse_layers=(spec.experts is not None,)
+        spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
     )
 
 

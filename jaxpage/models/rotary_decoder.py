@@ -6,9 +6,9 @@ configs. Their files say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
-from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
@@ -29,11 +28,12 @@ from jaxpage.layers.parameter import Source, parameter, stack, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
+from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.recurrent import RecurrentLayer, RecurrentSpec, make_recurrent
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
@@ -54,6 +54,8 @@ class BlockForm:
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
             `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
         parallel: True if both halves take the output of the norm before attention.
+        head_norms: The names of the norms of queries and keys.
+        final_norm: The name of the norm after the last layer.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -66,6 +68,8 @@ class BlockForm:
     together: bool = False
     head_scales: str = "shared"
     parallel: bool = False
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    final_norm: str = "norm"
 
     def norm(
         self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
@@ -96,7 +100,9 @@ class RotaryDecoderSpec:
     tie_word_embeddings: bool
     attention_input_bias: bool = False
     attention_output_bias: bool = False
+    attention_output: str = "o_proj"  # the name of the product for the output
     mlp_bias: bool = False
+    mlp_names: MLPNames = LLAMA_NAMES
     # The names of the two products of a feed-forward half without gates; None for one with gates.
     plain_mlp: tuple[str, str] | None = None
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
@@ -108,7 +114,7 @@ class RotaryDecoderSpec:
     attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
     latent: LatentSpec | None = None  # latent attention, if the model has it
-    delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
+    recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
@@ -121,6 +127,11 @@ class RotaryDecoderSpec:
     name: str = "model"  # the name of the decoder in the checkpoint
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
+
+    @property
+    def num_layers(self) -> int:
+        """Returns the number of layers."""
+        return self.kv.num_layers
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
@@ -141,7 +152,8 @@ class RotaryDecoderSpec:
         attention_input_bias: bool = False,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
-        activation: tuple[str, str] = ("hidden_act", "silu"),
+        activation: tuple[str, str] | str = ("hidden_act", "silu"),
+        feed_forward_width: int | None = None,
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
@@ -160,7 +172,9 @@ class RotaryDecoderSpec:
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
             epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
-            activation: The field of the activation, and its default.
+            activation: The field of the activation, and its default; the activation itself if it
+                has no field.
+            feed_forward_width: The width of the feed-forward half; None for `intermediate_size`.
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
         """
@@ -175,7 +189,7 @@ class RotaryDecoderSpec:
         return cls(
             vocab_size=fields.integer("vocab_size"),
             model_width=fields.integer("hidden_size"),
-            feed_forward_width=fields.integer("intermediate_size"),
+            feed_forward_width=feed_forward_width or fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(
@@ -188,7 +202,9 @@ class RotaryDecoderSpec:
             ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
-            activation=fields.activation(*activation),
+            activation=activation
+            if isinstance(activation, str)
+            else fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
             attention_output_bias=attention_bias,
@@ -310,7 +326,7 @@ def make_attention(
         ),
         linear(
             queries,
-            Part(width, "embed", f"{name}.o_proj"),
+            Part(width, "embed", f"{name}.{spec.attention_output}"),
             input_axis="heads",
             bias=spec.attention_output_bias,
             dtype=dtype,
@@ -319,8 +335,8 @@ def make_attention(
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
-        query_norm=norm("q_norm", queries, "heads"),
-        key_norm=norm("k_norm", keys, "kv_heads"),
+        query_norm=norm(spec.form.head_norms[0], queries, "heads"),
+        key_norm=norm(spec.form.head_norms[1], keys, "kv_heads"),
         norm_together=spec.form.together,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
@@ -340,18 +356,16 @@ def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Sourc
 
 def make_mixer(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
-) -> Attention | LatentAttention | GatedDeltaNet:
+) -> Attention | LatentAttention | RecurrentLayer:
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
-    if spec.delta is None or spec.kv.state_of(layer_index) is None:
+    if spec.recurrent is None or spec.kv.state_of(layer_index) is None:
         return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-    width = spec.model_width
-    epsilon = spec.norm_epsilon
-    return make_delta_net(
-        spec.delta,
+    return make_recurrent(
+        spec.recurrent,
         layer_index,
-        width=width,
-        epsilon=epsilon,
-        name=f"{name}.linear_attn",
+        width=spec.model_width,
+        epsilon=spec.norm_epsilon,
+        layer=name,
         dtype=dtype,
     )
 
@@ -372,24 +386,22 @@ def make_mlp(
     width = spec.model_width
     inner = inner_width or spec.feed_forward_width
     bias = spec.mlp_bias
-    up_name, down_name = spec.plain_mlp or ("up_proj", "down_proj")
-    down = linear(
-        inner, Part(width, "embed", f"{name}.{down_name}"), input_axis="ffn", bias=bias, dtype=dtype
-    )
-    if spec.plain_mlp is not None:
-        part = Part(inner, "ffn", f"{name}.{up_name}")
-        up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
-        return MLP(up, down, activation=spec.activation)
-    gate_up = linear(
-        width,
-        Part(inner, "ffn", f"{name}.gate_proj"),
-        Part(inner, "ffn", f"{name}.up_proj"),
-        fused=f"{name}.gate_up_proj",
-        input_axis="embed",
-        bias=bias,
-        dtype=dtype,
-    )
-    return GatedMLP(gate_up, down, activation=spec.activation)
+    if spec.plain_mlp is None:
+        return make_gated_mlp(
+            spec.mlp_names,
+            width,
+            inner,
+            module=name,
+            bias=bias,
+            activation=spec.activation,
+            dtype=dtype,
+        )
+    up_name, down_name = spec.plain_mlp
+    part = Part(inner, "ffn", f"{name}.{up_name}")
+    up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
+    part = Part(width, "embed", f"{name}.{down_name}")
+    down = linear(inner, part, input_axis="ffn", bias=bias, dtype=dtype)
+    return MLP(up, down, activation=spec.activation)
 
 
 def make_feed_forward(
@@ -397,14 +409,17 @@ def make_feed_forward(
 ) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts = spec.experts
-    module = f"{name}.mlp"
+    module = f"{name}.{spec.mlp_names.module}"
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
     if experts.shared_width is not None:
         one, gate = spec.expert_names.shared
         expert = make_mlp(
-            spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype
+            spec,
+            name=f"{module}.{one}" if one else module,
+            inner_width=experts.shared_width,
+            dtype=dtype,
         )
         shared = expert, gate and f"{module}.{gate}"
     return make_experts(
@@ -476,7 +491,13 @@ def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]
 
 
 class RotaryDecoder(nnx.Module):
-    """Computes a model of one of these families; see `models.base.Model`."""
+    """Computes a model of one of these families; see `models.base.Model`.
+
+    Attributes:
+        layer: The class of the layers.
+    """
+
+    layer: ClassVar[Callable[..., nnx.Module]] = DecoderLayer
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -488,11 +509,14 @@ class RotaryDecoder(nnx.Module):
             dtype=dtype,
         )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
+            self.layer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
+            for index in range(spec.num_layers)
         )
         self.norm = spec.form.norm(
-            width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
+            width,
+            name=f"{spec.name}.{spec.form.final_norm}",
+            epsilon=spec.norm_epsilon,
+            dtype=dtype,
         )
         self.embedding_scale = spec.embedding_scale
         self.logit_scale = spec.logit_scale

@@ -10,6 +10,7 @@ jax and Starlette are imported. Other rooms and the tools take:
     resolve_both    finds the settings of the engine and of the server, and where each comes from
     AUTO            is the coordinator's address that a job says itself
     hosts_of_job    takes the hosts from the job that runs the process
+    find_job        asks JAX for the job that the process belongs to
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
     follow          runs the engine of another rank than 0, as rank 0 tells it
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
+    from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
     from jaxpage.serving.startup import follow, start
@@ -40,6 +42,7 @@ __all__ = [
     "bound_socket",
     "chat_format",
     "derived_form",
+    "find_job",
     "follow",
     "hosts_of_job",
     "open_incidents",
@@ -53,6 +56,7 @@ _HOMES = {
     "ServerConfig": "jaxpage.serving.config",
     "resolve_both": "jaxpage.serving.config",
     "hosts_of_job": "jaxpage.serving.hosts.job",
+    "find_job": "jaxpage.serving.hosts.processes",
     "bound_socket": "jaxpage.serving.listening",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",

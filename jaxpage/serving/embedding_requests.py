@@ -14,7 +14,7 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.device.embedder import Embedder
+from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing

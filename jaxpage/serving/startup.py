@@ -22,7 +22,6 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
@@ -32,6 +31,7 @@ from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
+from jaxpage.serving.hosts.processes import leave_processes
 from jaxpage.serving.incident_files import open_incidents
 from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of

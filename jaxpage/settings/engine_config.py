@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
-from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name, setting
+from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, nearest_name, setting
 from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import ON_DEVICE, SpeculativeConfig

@@ -14,11 +14,11 @@ from jaxpage.settings.sampling_params import (
     MAX_LOGPROBS,
     MAX_USER_CHARACTERS,
 )
+from jaxpage.shapes import MAX_BIASES
 
 MAX_N = 128  # sequences of one prompt: n, best_of, the width of a beam search
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_BIASES = 1024
 MAX_COMPLETION_LOGPROBS = 5
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

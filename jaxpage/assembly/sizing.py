@@ -11,13 +11,10 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import psutil
-
-from jaxpage.device import gpu_memory
 from jaxpage.errors import CapacityError
+from jaxpage.tables import gib
 
 # The share of the free host memory that a pool may take; other programs need memory, too.
 HOST_SHARE = 0.5
@@ -28,7 +25,6 @@ TOKENS_ON_HOST = (
 )
 MOST_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
 _SIGNIFICANT_BITS = 6  # the number of blocks on an accelerator has no more: at most 3 % are lost
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class WindowBlocks(NamedTuple):
@@ -161,32 +157,6 @@ class MemoryPlan:
             *([("host blocks for swapping", host)] if self.num_host_blocks else []),
             (f"sequences of {self.max_model_len:,} tokens", f"{sequences:,.1f}"),
         ]
-
-
-def gib(num_bytes: int) -> str:
-    """Returns a number of bytes as text, in GiB, MiB, KiB or B."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes} B"
-
-
-def available_bytes(device: Any, utilization: float) -> int:
-    """Returns how many bytes may be allocated on a `jax.Device`.
-
-    On an accelerator it is the engine's share less the bytes in use, on a CPU all that is free now.
-    """
-    statistics = device.memory_stats() if device.platform != "cpu" else None
-    if statistics and "bytes_limit" in statistics:
-        return gpu_memory.share(statistics["bytes_limit"], utilization) - int(
-            statistics.get("bytes_in_use", 0)
-        )
-    return available_host_bytes()
-
-
-def available_host_bytes() -> int:
-    """Returns the bytes of host memory that are free and that the control group allows."""
-    return min(psutil.virtual_memory().available, _cgroup_bytes())
 
 
 def choose_num_blocks(
@@ -355,13 +325,3 @@ def _how_to_make_room(
         else "free memory of the device, or use a larger one, or several (tensor_parallel_size)"
     )
     return f"{gib(missing)} are missing: {'; or '.join(ways)}."
-
-
-def _cgroup_bytes() -> int:
-    """Returns the bytes that the control group still allows; a huge number if it has no limit."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - used)

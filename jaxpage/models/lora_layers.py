@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.sharding import Sharding
-from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model
+from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model, other_names
+from jaxpage.models.dividing import ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.weights import Weight
 
 
@@ -104,7 +104,7 @@ def adapter_weights(
 
 
 def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
-    """Returns the targets by the name of the module, with the family's prefix and without it."""
+    """Returns the targets by the names that their modules may have in a checkpoint."""
     targets: dict[str, LoRATarget] = {}
 
     def note(path: Path, module: nnx.Module) -> None:
@@ -123,4 +123,7 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
             targets[of.fused] = LoRATarget(path, range(len(of.parts)), 0, of.num_out, *whole)
 
     replace_modules(make_model(family, spec, "float32", None), note)
-    return {name.removeprefix(family.prefix): target for name, target in targets.items()} | targets
+    others = {
+        other: target for name, target in targets.items() for other in other_names(family, name)
+    }
+    return others | targets

@@ -8,15 +8,15 @@ continued, and the blocks with the inputs that a convolution reaches back to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
-from jaxpage.device.kv_pages import KVPages, num_bytes, page_shapes
+from jaxpage.device import bytes_of_pages, page_shapes
 from jaxpage.layers.context import StateSpec
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class CacheGroup:
 def state_window(state: StateSpec, block_size: int) -> int:
     """Returns how many positions a token of a recurrent layer needs, its own included.
 
-    See `device.recurrence`.
+    See `device.recurrence`. A convolution alone needs what it reaches back to.
     """
+    if state.shape is None:
+        return 1 + state.lookback
     return block_size + max(1, state.lookback)
 
 
@@ -63,12 +65,12 @@ def cache_groups(
     """
     kinds = _kinds(kvs, longest, block_size)
     layer_bytes = [
-        num_bytes((layer,)) * (1 if place else num_shards)
+        bytes_of_pages((layer,)) * (1 if place else num_shards)
         for place, kv in enumerate(kvs)
         for layer in page_shapes(kv, 1, block_size, dtype)
     ]
     elements = [
-        block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)
+        block_size * math.prod(kv.heads_of(layer)) for kv in kvs for layer in range(kv.num_layers)
     ]
     groups = []
     for kind in sorted(set(kinds), reverse=True):
@@ -110,25 +112,3 @@ def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     """Returns the place of each layer's cache group."""
     places = {layer: place for place, group in enumerate(groups) for layer in group.layers}
     return tuple(places[layer] for layer in sorted(places))
-
-
-def in_groups(
-    pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]
-) -> KVPages:
-    """Moves the pages of each cache group that has layers, and returns the pages of all layers.
-
-    Args:
-        pages: The pages of all layers.
-        layer_groups: The cache group of each layer.
-        move: Takes the place of a group and the pages of its layers, and returns their new pages.
-    """
-    if len(set(layer_groups)) == 1:
-        return move(layer_groups[0], pages)
-    moved = list(pages)
-    for group in sorted(set(layer_groups)):
-        layers = [layer for layer, of_layer in enumerate(layer_groups) if of_layer == group]
-        for layer, new in zip(
-            layers, move(group, tuple(pages[layer] for layer in layers)), strict=True
-        ):
-            moved[layer] = new
-    return tuple(moved)

@@ -22,7 +22,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.device.cpu_products import processor
+from jaxpage.device import processor
 from jaxpage.memory import MemoryReport
 from jaxpage.tables import aligned
 

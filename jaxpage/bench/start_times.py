@@ -20,7 +20,7 @@ from statistics import median
 from tqdm import tqdm
 
 from jaxpage.bench import startup_process
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError

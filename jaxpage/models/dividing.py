@@ -28,7 +28,7 @@ from jaxpage.layers.sharding import (
     Sharding,
     parts_of,
 )
-from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model
+from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model, other_names
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight, weights_of
 
@@ -45,6 +45,13 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     """
     num_query_heads = spec.num_query_heads
     num_kv_heads = spec.kv.num_kv_heads
+    if len({count for count, _ in spec.kv.heads}) > 1:
+        if num_devices == 1:
+            return Sharding(num_kv_heads)
+        raise ConfigError(
+            f"{num_devices} devices cannot share a model whose layers have different numbers of "
+            "key/value heads; use one"
+        )
     if num_query_heads % num_devices:
         raise ConfigError(
             f"{num_devices} devices cannot share {num_query_heads} query heads evenly"
@@ -80,12 +87,14 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         state
         and replace(
             state,
-            shape=(state.shape[0] // count, *state.shape[1:]),
+            shape=state.shape and (state.shape[0] // count, *state.shape[1:]),
             input_width=state.input_width // count,
         )
         for state in kv.states
     )
-    return replace(kv, num_kv_heads=sharding.kv_heads_of_shard, states=states)
+    own = sharding.kv_heads_of_shard
+    heads = tuple((own, width) for _, width in kv.heads)
+    return replace(kv, num_kv_heads=own, states=states, heads=heads)
 
 
 def _goes_into(num_kv_heads: int, count: int) -> bool:
@@ -226,7 +235,8 @@ class Divisions:
                 layers[path] = module, replacement or module
             return replacement
 
-        self.weights = weights_of(make_model(family, spec, "float32", note), family.prefix)
+        model = make_model(family, spec, "float32", note)
+        self.weights = weights_of(model, functools.partial(other_names, family))
         layer_of = [_inside(weight.path, layers) for weight in self.weights]
         shapes: dict[Path, list[Any]] = {path: [] for path in layers}
         for weight, layer in zip(self.weights, layer_of, strict=True):
@@ -313,7 +323,7 @@ def _refuse_heads(weight: Weight) -> None:
         )
 
 
-def at(tree: Mapping[Any, Any], path: Path) -> Any:
+def entry_at(tree: Mapping[Any, Any], path: Path) -> Any:
     """Returns the entry of a tree at that path."""
     return functools.reduce(lambda branch, key: branch[key], path, tree)
 
@@ -324,7 +334,7 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
     for sharded in weights:
         whole: Any = None
         for place in sharded.places:
-            array = np.asarray(at(parameters, place.path))
+            array = np.asarray(entry_at(parameters, place.path))
             if whole is None:
                 whole = (
                     array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)
