@@ -167,6 +167,8 @@ def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Pa
         files.write(block, contents)
     files.close()
     assert files.counts.written == 8 and not (tmp_path / "key").stat().st_mode & 0o077
+    sizes = [path.stat().st_size for path in (tmp_path / "key").glob("*.safetensors")]
+    assert len(sizes) == 8 and files.num_bytes == sum(sizes)
     (tmp_path / "model").mkdir()
     foreign = tmp_path / "model" / "model.safetensors"
     foreign.write_bytes(bytes(100_000))
