@@ -151,6 +151,9 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
             "stop_reason": choice["stop_reason"],
             "token_ids": choice.get("token_ids", []),
         }.items()
+    if not {"logprobs", "return_token_ids"} & fields.keys():
+        told = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert all(choice["text"] or choice["finish_reason"] for choice in told)
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
