@@ -93,6 +93,7 @@ FIRST_TESTS = {
     "checkpoints/eagle": "eagle",
     "checkpoints/gguf": "gguf",
     "checkpoints/medusa": "medusa",
+    "checkpoints/mtp": "mtp",
     "checkpoints/text_growth": "text_growth",
     "checkpoints/tokenizer_files": "checkpoints gguf",
     "checkpoints/orbax": "training",
@@ -116,6 +117,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         ", strict=True",
         "it asserts of zip that the lengths agree, and they do",
     ),
+    ("", "ReplaceFalseWithTrue", "progress: bool = False", "it only shows a bar"),
 )
 
 
