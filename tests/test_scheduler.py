@@ -26,8 +26,10 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.admitting import beginnings
+from jaxpage.scheduling.plan_builder import drafted_samples
 from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.settings.sampling_params import BeamSearchParams
+from jaxpage.step.draft import chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import Sequence, SequenceGroup
@@ -979,6 +981,18 @@ def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None
         [1, 3, EOS],
         [],
     ]
+
+
+@pytest.mark.parametrize(("min_tokens", "early"), [(0, [False, False]), (3, [True, False])])
+def test_stop_ids_end_drafts_from_min_tokens_on(min_tokens: int, early: list[bool]) -> None:
+    driver = make_driver()
+    options = {"max_tokens": 4, "min_tokens": min_tokens, "stop_token_ids": (3, 1)}
+    group = make_group("a", 0, range(5), **options)
+    driver.scheduler.add(group)
+    driver.step(lambda _, sequence, token_id: [Append(sequence.sequence_id, token_id)])
+    (sample,) = driver.plans[0].samples
+    samples = drafted_samples(sample, chain((7, 8)), group.sequences[0], group.request)
+    assert [sample.is_early for sample in samples] == early
 
 
 def test_edits_change_sequences() -> None:
