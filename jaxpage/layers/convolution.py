@@ -16,18 +16,22 @@ from jaxpage.layers.parameter import parameter, tensor
 
 
 def short_convolution(
-    inputs_BWC: Float[Array, "B W C"], kernel_WC: Float[Array, "W C"]
+    inputs_BWC: Float[Array, "B W C"],
+    kernel_C1W: Float[Array, "C 1 W"],
+    bias_C: Float[Array, "C"] | None = None,
 ) -> Float[Array, "B C"]:
     """Returns the sum over places of input times kernel, which is added up in their order.
 
     Args:
-        inputs_BWC: The inputs of each row's last tokens, the newest one last.
-        kernel_WC: The kernel.
+        inputs_BWC: The inputs of each row's last tokens, the newest one last, in float32.
+        kernel_C1W: The kernel, as it is stored.
+        bias_C: The bias, or None.
     """
+    kernel_WC = kernel_C1W[:, 0].astype(jnp.float32).T
     mixed_BC: jax.Array = inputs_BWC[:, 0] * kernel_WC[:1]
     for place in range(1, kernel_WC.shape[0]):
         mixed_BC += inputs_BWC[:, place] * kernel_WC[place][None]
-    return mixed_BC
+    return mixed_BC if bias_C is None else mixed_BC + bias_C.astype(jnp.float32)[None]
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,5 @@ class GatedConvolution(nnx.Module):
         return self.output(after_TD * out_TD.astype(x_TD.dtype)), layer_pages
 
     def _convolved(self, inputs_BWD: Float[Array, "B W D"]) -> Float[Array, "B D"]:
-        kernel_WD = self.kernel[...][:, 0].astype(jnp.float32).T
-        mixed_BD = short_convolution(inputs_BWD.astype(jnp.float32), kernel_WD)
-        return (
-            mixed_BD if self.bias is None else mixed_BD + self.bias[...].astype(jnp.float32)[None]
-        )
+        bias_D = None if self.bias is None else self.bias[...]
+        return short_convolution(inputs_BWD.astype(jnp.float32), self.kernel[...], bias_D)

@@ -179,8 +179,7 @@ class GatedDeltaNet(nnx.Module):
         """
         widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
-        kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T
-        mixed_BC = short_convolution(inputs_BWE[..., : widths.convolved], kernel_WC)
+        mixed_BC = short_convolution(inputs_BWE[..., : widths.convolved], self.convolution[...])
         q, k, v = jnp.split(jax.nn.silu(mixed_BC), [widths.keys, 2 * widths.keys], axis=-1)
 
         def of_heads(x: jax.Array) -> jax.Array:

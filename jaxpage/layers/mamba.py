@@ -171,10 +171,10 @@ class Mamba2(nnx.Module):
         """Returns a token's x, time step, decay, B and C for each head, in float32."""
         spec = self.spec
         inputs_BWE = inputs_BWE.astype(jnp.float32)
-        kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T
-        mixed_BC = short_convolution(inputs_BWE[..., : spec.convolved], kernel_WC)
-        if self.convolution_bias is not None:
-            mixed_BC = mixed_BC + self.convolution_bias[...].astype(jnp.float32)[None]
+        bias_C = None if self.convolution_bias is None else self.convolution_bias[...]
+        mixed_BC = short_convolution(
+            inputs_BWE[..., : spec.convolved], self.convolution[...], bias_C
+        )
         x, in_vector, out_vector = jnp.split(
             ACTIVATIONS[spec.activation](mixed_BC),
             [spec.inner, spec.inner + spec.vectors],
