@@ -708,10 +708,9 @@ def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
     calls: list[bytes] = []
 
     class Counting(PrefixIndex):
-        def __init__(self, block_size):
-            super().__init__(
-                block_size, lambda content: calls.append(content) or blake2b_256(content)
-            )
+        def __init__(self, block_size, **settings):
+            hashed = lambda content: calls.append(content) or blake2b_256(content)  # noqa: E731
+            super().__init__(block_size, hashed, **settings)
 
         def check(self):
             pass

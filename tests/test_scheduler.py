@@ -55,6 +55,7 @@ def make_driver(
     max_chunk_rows: int = 4,
     mixed: bool = False,
     caching: bool = False,
+    num_following: int = 0,
     windows: tuple[int | None, ...] = (None,),
     num_host_blocks: int = 0,
     policy: str = "fcfs",
@@ -83,7 +84,8 @@ def make_driver(
         )
         for place, window in enumerate(windows)
     ]
-    manager = manager_class(groups, index_class(block_size) if caching else None)
+    index = index_class(block_size, num_following=num_following) if caching else None
+    manager = manager_class(groups, index)
     queue = POLICIES[policy]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "RunningSet", running_set_class)
@@ -115,6 +117,7 @@ class Scheduling(RuleBasedStateMachine):
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
         caching=st.sampled_from([True, True, False]),
+        num_following=st.integers(0, 1),
         windows=st.sampled_from([(None,), (None,), (1,), (8,), (None, 3), (None, 1, 6), (8, 3)]),
         num_host_blocks=st.sampled_from([0, 2, 40]),
         policy=st.sampled_from(sorted(POLICIES)),
@@ -386,6 +389,7 @@ class Caching(Scheduling):
         max_tokens=st.integers(1, 24),
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
+        num_following=st.integers(0, 1),
     )
     def start(self, **settings_: Any) -> None:
         rest = {

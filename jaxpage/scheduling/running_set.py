@@ -348,7 +348,8 @@ class RunningSet:
     def _check_prefix(self, sequence: Sequence) -> None:
         """Asserts that a sequence's cached blocks hold its tokens, and that these are computed.
 
-        No later step writes to a block whose tokens are all computed.
+        No later step writes to a block whose tokens are all computed. The token that follows a
+        block is another one where a fork cached a block that both share; see `PrefixIndex`.
         """
         manager = self.block_manager
         if manager.cached is None:
@@ -356,11 +357,14 @@ class RunningSet:
         index = manager.cached.index
         name = f"sequence {sequence.sequence_id}"
         num_full = sequence.num_computed_tokens // manager.block_size
-        for place, block in enumerate(manager.block_tables(sequence.sequence_id)[0]):
+        table = manager.groups[0].tables[sequence.sequence_id]
+        for place, block in enumerate(table.blocks):
             if block in index:
                 assert place < num_full, f"{name} will write into the cached block {block}"
-                content = index.content(sequence.token_ids, place)
-                assert index.entry(block).token_ids == content, f"{name}: block {block} lies"
+                num_own = None if place < table.num_cached else manager.block_size
+                known = index.entry(block).token_ids[:num_own]
+                content = index.content(sequence.token_ids, place)[:num_own]
+                assert known == content, f"{name}: block {block} lies"
 
 
 def _check_group(group: SequenceGroup) -> None:
