@@ -47,15 +47,9 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     files = opened.files
     mesh = opened.mesh
     drafting = spec.described.drafting
-    lora = spec.described.lora
     hooks.phase(PHASES[3])
-    adapters = (
-        adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
-    )
-    parameters = {
-        "target": load_model(files, spec, mesh, adapters, progress=hooks.progress),
-        "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=hooks.progress),
-    }
+    adapters = adapters_of(files, spec)
+    parameters = load_parameters(files, spec, mesh, adapters, progress=hooks.progress)
     hooks.phase(PHASES[4])
     options = _step_options(spec, files, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
@@ -75,6 +69,30 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
     return Compiled(parameters, adapters, pages, executables)
+
+
+def adapters_of(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
+    """Returns the LoRA weights A and B of every layer that takes adapters."""
+    lora = spec.described.lora
+    if not lora:
+        return []
+    return adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding)
+
+
+def load_parameters(
+    files: ModelFiles,
+    spec: EngineSpec,
+    mesh: DeviceMesh,
+    adapters: Sequence[ShardedWeight],
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Loads the weights of a model and of its drafter; see `load_model`."""
+    drafting = spec.described.drafting
+    return {
+        "target": load_model(files, spec, mesh, adapters, progress=progress),
+        "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=progress),
+    }
 
 
 def load_model(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from jaxpage.assembly.compiling import load_model, shards_of_weights
+from jaxpage.assembly.compiling import (
+    adapters_of,
+    load_model,
+    load_parameters,
+    shards_of_weights,
+)
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
     ModelFiles,
@@ -12,7 +17,9 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
+from jaxpage.device.host_weights import to_device
 from jaxpage.device.mesh import make_mesh
+from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.sharding import joined
 from jaxpage.settings.argument_checks import check_choice
@@ -67,6 +74,19 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
     return weights
+
+
+def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> dict[str, Any]:
+    """Returns the weights for `Engine.wake`: those that the runner kept, or the checkpoint's.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read again.
+    """
+    if runner.kept is not None:
+        kept: dict[str, Any] = to_device(runner.kept)
+        return kept
+    mesh = make_mesh(spec.layout.tensor_parallel_size)
+    return load_parameters(files, spec, mesh, adapters_of(files, spec))
 
 
 def given_weights(
