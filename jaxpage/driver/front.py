@@ -137,7 +137,8 @@ class DrivenModel(BuiltModel):
     def _sleeping(self, level: int) -> AbstractContextManager[Answer[None]]:
         """Has the engine sleep once nothing runs; see `LLM.sleep`."""
         self._driver.check_awake()
-        check_choice("level", level, LEVELS)
+        if level not in LEVELS:
+            raise ValueError(f"level must be 1 or 2, not {level!r:.80}")
         return self._driver.falling_asleep(level)
 
     def _weights_for_waking(self) -> Any:

@@ -12,6 +12,8 @@ jax and Starlette are imported. Other rooms and the tools take:
     hosts_of_job    takes the hosts from the job that runs the process
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
+    start_several   runs a server of several models, which are loaded when they are asked for
+    read_models_file  reads which models these are
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
     derived_form    does so for a tokenizer
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
+    from jaxpage.serving.several.models_file import read_models_file
+    from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start
     from jaxpage.serving.wire.derived_forms import chat_format, derived_form
     from jaxpage.serving.wire.logprobs import TokenTexts
@@ -43,8 +47,10 @@ __all__ = [
     "follow",
     "hosts_of_job",
     "open_incidents",
+    "read_models_file",
     "resolve_both",
     "start",
+    "start_several",
 ]
 
 _HOMES = {
@@ -56,6 +62,8 @@ _HOMES = {
     "bound_socket": "jaxpage.serving.listening",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
+    "read_models_file": "jaxpage.serving.several.models_file",
+    "start_several": "jaxpage.serving.several.starting",
     "chat_format": "jaxpage.serving.wire.derived_forms",
     "derived_form": "jaxpage.serving.wire.derived_forms",
     "TokenTexts": "jaxpage.serving.wire.logprobs",

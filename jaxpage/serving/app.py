@@ -303,8 +303,32 @@ def build_app(
         incidents: The records of the last steps; None where they are not kept.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
+    pages = []
+    if config.ui:
+        pages = inspector.routes(
+            driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
+        )
+    lora = lora_routes(config, driver.engine, server.preparing, context)
+    weights = weights_routes(config, driver, server.visitors)
+    debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
+    # The page comes first, so that its route for / wins over the index of the server.
+    routes = [*pages, *server.routes, *lora, *weights, *debug]
+    return guarded(server, routes, config, api_keys)
+
+
+def guarded(
+    server: Any, routes: Sequence[BaseRoute], config: ServerConfig, api_keys: Sequence[str]
+) -> Starlette:
+    """Returns an application of these routes, with its middlewares; see `build_app`.
+
+    Args:
+        server: The object that `app.state.server` is, with the counters of the server.
+        routes: The routes.
+        config: The settings of the server.
+        api_keys: The keys; see `build_app`.
+    """
     middleware = [
-        Middleware(Envelope, metrics=metrics),
+        Middleware(Envelope, metrics=server.metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
         Middleware(
             ApiKeys,
@@ -317,18 +341,8 @@ def build_app(
             body_timeout_seconds=config.body_timeout_seconds,
         ),
     ]
-    pages = []
-    if config.ui:
-        pages = inspector.routes(
-            driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
-        )
-    lora = lora_routes(config, driver.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
-    weights = weights_routes(config, driver, server.visitors)
-    debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
-    # The page comes first, so that its route for / wins over the index of the server.
-    routes = [*pages, *server.routes, *lora, *weights, *debug]
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=list(routes), middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     # A path with a slash too many is not found; Starlette would redirect it.
     app.router.redirect_slashes = False
