@@ -216,6 +216,12 @@ SERVER_FLAGS = (
         "TCP port; 0: a free one; default: 8000",
     ),
     Flag(
+        "models",
+        str,
+        "YAML file of several models, each loaded when a request names it",
+        metavar="FILE",
+    ),
+    Flag(
         "served_model_name",
         str,
         "names of the model in requests, the first in answers; default: MODEL, of a path its last"
