@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxpage.async_llm import AsyncLLM
     from jaxpage.llm import LLM
     from jaxpage.memory import MemoryReport
-    from jaxpage.models.registry import register_model
+    from jaxpage.models import register_model
     from jaxpage.outputs import CompletionOutput, RequestOutput
     from jaxpage.serving import chat_format
     from jaxpage.settings.engine_config import EngineConfig
@@ -47,7 +47,7 @@ _HOMES = {
     "RequestOutput": "jaxpage.outputs",
     "CompletionOutput": "jaxpage.outputs",
     "chat_format": "jaxpage.serving",
-    "register_model": "jaxpage.models.registry",
+    "register_model": "jaxpage.models",
 }
 
 

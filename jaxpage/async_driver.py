@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built
-from jaxpage.device.embedder import Embedder, Pooling
+from jaxpage.device import Embedder
 from jaxpage.driver import Driver, Handle, HeldPrefix, Update, check_streamable, copy_error
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import Pooling, RequestOutput
 
 _Result = TypeVar("_Result")
 
@@ -231,7 +231,7 @@ class AsyncDriver(Driver):
         """Yields the vectors of prompts, computed between steps, all with the same weights."""
         weights = await asyncio.wrap_future(self.weights())
         for request in requests:
-            order = self.embed(embedder, weights, request.token_ids, pooling)
+            order = self.embed(embedder, weights["target"], request.token_ids, pooling)
             yield await asyncio.wrap_future(order)
 
     async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:

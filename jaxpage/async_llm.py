@@ -19,19 +19,22 @@ import numpy.typing as npt
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, stacked
 from jaxpage.engine import (
     SCORING,
+    ByVectors,
     Engine,
     Messages,
     PreparedRequest,
+    RerankMethod,
+    checked_documents,
     named_params,
+    ranked,
     scored_pairs,
     scores_of,
 )
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput, RerankResult
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -210,13 +213,7 @@ class AsyncLLM(DrivenModel):
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         prompts = [prompt + continuation for prompt, continuation in pairs]
-        requests = await asyncio.to_thread(self._prepare, prompts, SCORING)
-        handles = await self._driver.submit(requests, stream=False)
-        try:
-            outputs = [await handle.whole() for handle in handles]
-        finally:
-            self._driver.end(handles)
-        return scores_of(outputs, pairs, single=single)
+        return scores_of(await self._whole(prompts, SCORING), pairs, single=single)
 
     async def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
@@ -233,6 +230,51 @@ class AsyncLLM(DrivenModel):
         requests = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
         vectors = self._driver.vectors(requests, self._embedder, pooling)
         return stacked([vector async for vector in vectors], normalize=normalize)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        method: RerankMethod = "auto",
+    ) -> list[RerankResult]:
+        """Returns the documents that answer a query best, the best first; see `LLM.rerank`.
+
+        Raises:
+            QueueFull: Too many requests wait.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of `LLM.rerank`.
+        """
+        documents = checked_documents(query, documents, top_n, instruction)
+        reranker = self._reranker(method)
+        texts = reranker.texts(query, documents, instruction)
+        if isinstance(reranker, ByVectors):
+            vectors = await self.embed(texts, pooling=reranker.pooling)
+            return ranked(reranker.scores(vectors), documents, top_n)
+        prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
+        outputs = await self._whole(prompts, reranker.first)
+        lacking = reranker.missing(outputs)
+        others = (
+            await self._whole(
+                [prompts[index] for index in lacking],
+                [reranker.drawing(token) for token in lacking.values()],
+            )
+            if lacking
+            else []
+        )
+        scores = reranker.scores(outputs, dict(zip(lacking, others, strict=True)))
+        return ranked(scores, documents, top_n)
+
+    async def _whole(self, prompts: Any, params: Any) -> list[RequestOutput]:
+        """Generates for prompts that nobody streams."""
+        requests = await asyncio.to_thread(self._prepare, prompts, params)
+        handles = await self._driver.submit(requests, stream=False)
+        try:
+            return [await handle.whole() for handle in handles]
+        finally:
+            self._driver.end(handles)
 
     async def parameters(self) -> dict[str, jax.Array]:
         """Returns the weights; see `LLM.parameters`.

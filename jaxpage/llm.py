@@ -13,12 +13,22 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
-from jaxpage.engine import SCORING, Engine, Messages, named_params, scored_pairs, scores_of
+from jaxpage.engine import (
+    SCORING,
+    ByVectors,
+    Engine,
+    Messages,
+    RerankMethod,
+    checked_documents,
+    named_params,
+    ranked,
+    scored_pairs,
+    scores_of,
+)
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import Pooling, RequestOutput, RerankResult
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -311,12 +321,62 @@ class LLM(DrivenModel):
         """
         requests = self._prepare_embedding(prompts, pooling)
         driver = self._driver
-        weights = driver.wait(driver.weights())
+        weights = driver.wait(driver.weights())["target"]
         bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
         orders = (
             driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar
         )
         return stacked([driver.wait(order) for order in orders], normalize=normalize)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        method: RerankMethod = "auto",
+        use_tqdm: bool = False,
+    ) -> list[RerankResult]:
+        """Returns the documents that answer a query best, the best first.
+
+        Args:
+            query: The query.
+            documents: The documents.
+            top_n: The most results; None for all.
+            instruction: What to look for; None takes that of the model.
+            method: "yes_no" asks the model whether a document answers the query, in the form of
+                Qwen3-Reranker; the score is the probability of yes against no. "embedding" scores
+                by the cosine between the vectors of query and document. "auto" decides by the
+                files of the model (docs/guides/reranking.md).
+            use_tqdm: Show a progress bar on standard error.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: There is no document or no tokenizer, a text is too long, or the model
+                cannot rank in this way.
+            RuntimeError: A step failed. The other errors are those of `generate`.
+        """
+        documents = checked_documents(query, documents, top_n, instruction)
+        reranker = self._reranker(method)
+        texts = reranker.texts(query, documents, instruction)
+        if isinstance(reranker, ByVectors):
+            vectors = self.embed(texts, pooling=reranker.pooling, use_tqdm=use_tqdm)
+            return ranked(reranker.scores(vectors), documents, top_n)
+        prompts = [self._prompt_of(text) for text in texts]
+        outputs = self.generate(prompts, reranker.first, use_tqdm)
+        lacking = reranker.missing(outputs)
+        others = (
+            self.generate(
+                [prompts[index] for index in lacking],
+                [reranker.drawing(token) for token in lacking.values()],
+                use_tqdm=False,
+            )
+            if lacking
+            else []
+        )
+        scores = reranker.scores(outputs, dict(zip(lacking, others, strict=True)))
+        return ranked(scores, documents, top_n)
 
     @named_params
     def chat(

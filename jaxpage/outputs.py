@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+# The ways in which the hidden states of a prompt become one vector.
+Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,21 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """Holds a document of `LLM.rerank`.
+
+    Attributes:
+        index: Its place among the documents of the call.
+        relevance_score: Its score; the higher, the better it answers the query.
+        document: Its text.
+    """
+
+    index: int
+    relevance_score: float
+    document: str
 
 
 @dataclass(frozen=True)

@@ -27,3 +27,8 @@ MOST_DRAFTS = 63  # drafts of a sequence in a step; 64 query tokens with the tok
 # The most tokens in a distribution that drafts are drawn from, if the acceptance reads its
 # probabilities.
 MOST_CANDIDATES = 32
+
+# Limits of a draw.
+# W: candidates whose log probabilities leave the device when a row asks for any
+NUM_CANDIDATES = 64
+MAX_BIASES = 1024  # E: entries of logit_bias of one draw

@@ -1,4 +1,4 @@
-"""Lays out tables of plain text."""
+"""Lays out tables of plain text, and writes numbers of bytes."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def aligned(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
             )
         )
     return [line.rstrip() for line in lines]
+
+
+def gib(num_bytes: int) -> str:
+    """Returns a number of bytes as text, in GiB, MiB, KiB or B."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes} B"

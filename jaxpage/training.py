@@ -27,7 +27,7 @@ from jaxpage.checkpoints import (
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
-from jaxpage.models.base import abstract, make_model
+from jaxpage.models import abstract, make_model
 
 # A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]
@@ -140,18 +140,22 @@ class TrainableModel:
 def dense_attend(num_rows: int) -> Attend:
     """Returns attention over rows of equal length, without pages.
 
-    It computes the definition in float32, with all scores in memory.
+    It computes the definition in float32, with all scores in memory. In place of pages it returns
+    the keys and values, for layers that read those of another one.
     """
 
     def attend(
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: Any,
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, Any]:
+        if k_TKH is None:
+            k_TKH, v_TKH = layer_pages
+        assert k_TKH is not None
         sinks = options.sinks
         softcap = options.logit_softcap
         num_kv_heads, head_width = k_TKH.shape[1:]
@@ -178,7 +182,7 @@ def dense_attend(num_rows: int) -> Attend:
         weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         v = v[..., : options.value_width]
         out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
-        return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), layer_pages
+        return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), (k_TKH, v_TKH)
 
     return attend
 
@@ -192,10 +196,16 @@ def dense_recur(num_rows: int) -> Recur:
         lookback = recurrence.state.lookback
         x_RCE = x_TE.reshape(num_rows, -1, x_TE.shape[1])
         padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))
+        update = recurrence.update
+        if update is None or recurrence.state.shape is None:
+            length = x_RCE.shape[1]
+            inputs = [padded[:, place : place + length] for place in range(1 + lookback)]
+            inputs_TWE = jnp.stack(inputs, axis=2).reshape(len(x_TE), 1 + lookback, -1)
+            return recurrence.prepare(inputs_TWE), layer_pages
 
         def token(states: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
             inputs_RWE = jax.lax.dynamic_slice_in_dim(padded, place, 1 + lookback, axis=1)
-            return recurrence.update(states, recurrence.prepare(inputs_RWE))
+            return update(states, recurrence.prepare(inputs_RWE))
 
         states = jnp.zeros((num_rows, *recurrence.state.shape))
         _, out_CRO = jax.lax.scan(token, states, jnp.arange(x_RCE.shape[1]))

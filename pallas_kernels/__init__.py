@@ -13,7 +13,12 @@ from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
+from pallas_kernels.paged_attention import (
+    attend_to_pages,
+    paged_attention,
+    pages_from_PSKH,
+    write_and_attend,
+)
 from pallas_kernels.quantized_pages import is_quantized
 from pallas_kernels.quantized_product import grouped_product, has_grouped_product, quantized_product
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
@@ -43,6 +48,7 @@ __all__ = [
     "KernelSet",
     "QuantizedWeight",
     "Tiles",
+    "attend_to_pages",
     "candidates",
     "copy_blocks",
     "copy_slots",

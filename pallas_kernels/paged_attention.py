@@ -89,6 +89,17 @@ def paged_attention(
         v_scale=v_scale,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
+    return attend_to_pages(arguments, backend=backend, interpret=interpret, tiles=tiles)
+
+
+def attend_to_pages(
+    arguments: Arguments,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+) -> Float[Array, "T N _"]:
+    """Returns what `paged_attention` does, for arguments that are one record."""
     call = Call(
         interpret=interpret,
         page_dtype=arguments.k_pages.dtype.name,

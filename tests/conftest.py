@@ -68,7 +68,6 @@ jaxtyping.install_import_hook(
     ["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype"
 )
 
-from jaxpage.device import cpu_products  # noqa: E402, behind the hook
 from tests.support import durations  # noqa: E402
 from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
@@ -126,10 +125,6 @@ def pytest_configure(config):
     ):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
     jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
-    # The dtype of a model must not depend on how fast the machine is, here or in a child.
-    cpu_products.remember(
-        cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]})
-    )
 
 
 def pytest_collection_modifyitems(config, items):

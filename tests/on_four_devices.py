@@ -19,14 +19,14 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
-from jaxpage.models import sharding as sharding_of_models  # noqa: E402
+from jaxpage.models import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
-from tests.support.hf_models import MODELS, make_model, save_model  # noqa: E402
+from tests.support.hf_models import MODELS, config_json, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.mtp import save_with_head  # noqa: E402
@@ -97,8 +97,27 @@ SWEPT = {
         **KEY_HEADS,
     },
 }
-INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short")
-DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
+INDIVISIBLE = (
+    *(
+        "gemma4-keys-are-values",
+        "opt-350m-form",
+        "qwen3-moe-mixed",
+        "qwen2-moe-shared",
+        "qwen3-5-short",
+    ),
+    *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
+    *(
+        "nemotron-h-mixed",
+        "mamba2-tied",
+        "bamba-mixed",
+        "falcon-h1-factors",
+        "falcon-h1-first",
+        "falcon-h1-plain",
+    ),
+)
+DIVISIBLE = [
+    name for name in MODELS if name not in INDIVISIBLE and "text_config" not in config_json(name)
+]
 
 
 def test_there_are_four_devices():
@@ -150,12 +169,12 @@ def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(
 
 def plant_parts_of_the_first(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Of parameters that have this in their path."""
-    real = sharding_of_models.ShardedWeight.boxes
+    real = dividing.ShardedWeight.boxes
 
     def boxes(self, place, device):
         return real(self, place, 0 if part in place.path else device)
 
-    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+    monkeypatch.setattr(dividing.ShardedWeight, "boxes", boxes)
 
 
 def test_experts_in_mxfp4_give_the_tokens_of_transformers(tmp_path):
@@ -229,7 +248,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
             np.testing.assert_array_equal(held[name], array, err_msg=name)
         (kernel,) = llm._engine.runner.parameters["target"]["layers"][0]["mlp"]["shards"].values()
         shapes = [shard.data.shape for shard in kernel["down"]["kernel"].addressable_shards]
-        assert shapes == [(64, 40)] * 4, "a device has its part of the weights"
+        assert shapes == [(4, 40, 16, 1)] * 4, "a device has its part of the weights, in panels"
         page = llm._engine.runner._pages[0].k_pages
         assert [shard.data.shape[2] for shard in page.addressable_shards] == [1] * 4, (
             "and of the pages"
@@ -350,9 +369,9 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
             assert_as_transformers(model, [prompt], [one])
     assert found["one"] == found["two"] == found["four"]
     # a planted mistake: each device has the part of the first
-    real = sharding_of_models.ShardedWeight.part
+    real = dividing.ShardedWeight.part
     monkeypatch.setattr(
-        sharding_of_models.ShardedWeight,
+        dividing.ShardedWeight,
         "part",
         lambda self, whole, place, _: real(self, whole, place, 0),
     )

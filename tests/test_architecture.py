@@ -363,6 +363,17 @@ PLANTED = [
     ("jaxpage/attic/a.py", "x = 1", "no package of ROOMS: jaxpage/attic/"),
     ("jaxpage/engine/a.py", "from jaxpage.memory.c import D", "enters memory/ past its door"),
     ("jaxpage/engine/a.py", "from jaxpage.memory import c", "enters memory/ past its door"),
+    ("jaxpage/engine/a.py", "from jaxpage.device import b", "enters device/ past its door"),
+    (
+        "jaxpage/checkpoints/a.py",
+        "from jaxpage.models.quantization.gguf import NAME",
+        "enters models/ past its door",
+    ),
+    (
+        "jaxpage/models/quantization/__init__.py",
+        '__all__ = ["lives", "Dies"]',
+        "the door says nothing about Dies",
+    ),
     (
         "jaxpage/scheduling/__init__.py",
         '__all__ = ["lives", "Dies"]',
@@ -401,10 +412,13 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
 def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
     files = {
         "jaxpage/llm.py": "from jaxpage.engine import Engine",
-        "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import D\nfrom jaxpage.device import b",
+        "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import D\nfrom jaxpage.device import B",
         "jaxpage/memory/__init__.py": 'from jaxpage.memory.c import lives\n\n__all__ = ["lives"]',
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
+        "jaxpage/models/quantization/__init__.py": '__all__ = ["lives"]',
+        "jaxpage/models/quantization/gguf.py": "x = 1",
+        "jaxpage/checkpoints/a.py": "from jaxpage.models.quantization import lives",
         "jaxpage/layers/context.py": "from pallas_kernels import AttentionOptions",
         "jaxpage/layers/trace_scope.py": "from contextvars import ContextVar",
         "jaxpage/errors.py": "import os",

@@ -25,7 +25,7 @@ from jaxpage.assembly import PHASES, ModelLayout
 from jaxpage.bench import history
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
-from jaxpage.bench.report import Measurement, as_result, environment, table
+from jaxpage.bench.results import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.errors import UsageError

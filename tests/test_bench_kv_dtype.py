@@ -6,13 +6,12 @@ import json
 import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from jaxpage import SamplingParams, cli
 from jaxpage.bench.kv_dtype import differences, position_logits
-from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.checkpoints import open_model
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, LogitsWitness, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -26,10 +25,7 @@ def directory(tmp_path_factory):
 def test_its_logits_are_those_of_an_engine_to_the_last_bit(directory):
     token_ids = np.random.default_rng(0).integers(1, 257, 150).tolist()
     config, files = EngineConfig(model=str(directory), block_size=8), open_model(directory)
-    parameters = load_weights(files.plan, "float32", jax.device_put, progress=False)
-    logits_TV = position_logits(
-        config, files, parameters, token_ids, dtype="float32", page_dtype="int8"
-    )
+    logits_TV = position_logits(config, files, token_ids, dtype="float32", page_dtype="int8")
     with make_llm(directory, kv_cache_dtype="int8", max_num_seqs=2) as llm:
         witness = LogitsWitness(llm)
         lengths = (1, 64, 129, 150)
@@ -56,7 +52,7 @@ def test_differences_against_sums_by_hand():
 def test_the_command_end_to_end(capsys):
     text = Path(__file__).parent / "support" / "alice.txt"
     words = ["bench", "kv-dtype", "--model", "demo", "--text", str(text), "--num-tokens", "100"]
-    assert cli.main([*words, "--max-model-len", "256"]) == 0
+    assert cli.main([*words, "--max-model-len", "256", "--dtype", "float32"]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert shown[0].split() == ["float32", "int8", "fp8"] and result["num_tokens"] == 100

@@ -14,6 +14,7 @@ from jaxpage import LLM, EngineConfig, SamplingParams, cli
 from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
+from jaxpage.bench.task_prompts import TASKS, task_texts
 from jaxpage.errors import JaxpageError, ModelNotFoundError
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -78,6 +79,31 @@ def test_the_command_end_to_end(capsys, monkeypatch):
         "text",
     ]
     assert len(shown) == 1 + 8 + 1
+
+
+def test_tasks_are_measured_one_by_one(capsys, monkeypatch):
+    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its next run."""
+    monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
+    monkeypatch.setattr(speculation, "engine_process", here)
+    words = ["--model", "demo", "--tasks", "chat", "translate", "--batches", "1", "--repeats", "1"]
+    words += ["--methods", "suffix", "--num-speculative-tokens", "3", "--max-output", "24"]
+    assert cli.main(["bench", "speculation", *words, "--max-num-batched-tokens", "64"]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    cells = json.loads(line)["cells"]
+    ways = [(NONE, ""), ("suffix", "3"), ("suffix", "auto"), CONTROL]
+    assert [(cell["task"], cell["method"], cell["num_speculative_tokens"]) for cell in cells] == [
+        (task, *way) for task in ("chat", "translate") for way in ways
+    ]
+    assert shown[0].split()[:2] == ["task", "drafts"] and len(shown) == 1 + 8 + 1
+    for cell in cells:
+        assert cell["identical"] and cell["ratios"][0] <= cell["ratio"] <= cell["ratios"][1]
+        assert all(share <= 1 for share in cell["accepted"])
+        assert cell["tokens_per_step"] < 2, "no text is known from an earlier run"
+
+
+def test_each_task_has_twenty_prompts_that_differ():
+    texts = [text for task in TASKS for text in task_texts(task)]
+    assert len(texts) == 20 * len(TASKS) == len({*texts})
 
 
 @contextlib.contextmanager
@@ -199,6 +225,7 @@ def test_the_table_marks_the_best_of_each_batch():
             "--methods ngram=there: speculative_config: model is 'there', but method is 'ngram'",
         ),
         (["--text", "nowhere.txt"], "--text nowhere.txt: "),
+        (["--tasks", "chat", "dance"], "--tasks dance: it is not one of summarise, edit, "),
         (["--max-num-seqs", "3"], "unknown argument '--max-num-seqs'"),
     ],
 )

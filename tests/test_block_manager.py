@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import Phase, settings
@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
+from jaxpage.memory import NULL_BLOCK, BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
 
@@ -195,10 +195,13 @@ class Tables(RuleBasedStateMachine):
     def the_split_adds_up(self) -> None:
         if not hasattr(self, "manager"):
             return
-        split = BlockManager([self.manager]).usage(
+        manager = BlockManager([self.manager])
+        split = manager.usage(
             {sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()}
         )
         entries = Counter(b for i in self.tokens for b in self.manager.block_table(i))
+        ids = range(self.manager.pool.num_blocks + 1)  # the null block first, and one too many
+        assert set(filter(manager.is_used, ids)) == set(entries)
         # Every token of the model has a slot of its own unless it was inherited: all written values
         # differ.
         held = {
@@ -407,6 +410,47 @@ def test_the_table_is_built_anew_only_when_it_changes() -> None:
     assert manager.block_table(1) is table
     manager.reserve(1, 8, 9)
     assert manager.block_table(1) == (*table, 3)
+
+
+def _count_one_too_many(tables: BlockTables) -> None:
+    tables.pool.share(1)
+
+
+def _repeat_a_block(tables: BlockTables) -> None:
+    tables.pool.share(1)
+    tables.tables[1].blocks.append(1)
+
+
+def _end_with_the_null_block(tables: BlockTables) -> None:
+    tables.tables[1].blocks.append(NULL_BLOCK)
+
+
+def _change_the_order(tables: BlockTables) -> None:
+    tables.tables[1].blocks.reverse()
+
+
+def _swap_without_release(tables: BlockTables) -> None:
+    tables.swapped.store([1], [tables.tables[1].blocks])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_count_one_too_many, "references and tables differ"),
+        (_repeat_a_block, "a block is in a table twice"),
+        (_end_with_the_null_block, "the null block is in a table"),
+        (_change_the_order, "the tuple is not that of its blocks"),
+        (_swap_without_release, "sequence 1 is in two pools"),
+    ],
+)
+def test_check_sees_damage(damage: Callable[[BlockTables], None], message: str) -> None:
+    tables = BlockTables(BlockPool(8), 4, host_pool=BlockPool(8))
+    tables.reserve(1, 0, 8)
+    assert tables.block_table(1) == (1, 2)
+    tables.check()
+    damage(tables)
+    with pytest.raises(AssertionError, match=message):
+        tables.check()
 
 
 def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:

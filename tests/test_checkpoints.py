@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import os
 import shutil
 import struct
@@ -46,6 +47,7 @@ from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
+from tests.support.engines import GRANITE_4
 from tests.support.model_configs import config_json
 from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import (
@@ -608,6 +610,11 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
     "array": ("[]", "holds a JSON list, not an object"),
     "empty object": ("{}", "config.json is an empty object"),
     "NaN": ('{"rms_norm_eps": NaN}', "NaN is not a JSON number"),
+    "minus infinity": ('{"rms_norm_eps": -Infinity}', "-Infinity is not a JSON number"),
+    "infinity": (
+        json.dumps({**LLAMA, "rms_norm_eps": math.inf}),
+        "rms_norm_eps must be a positive number, not {'__float__': 'Infinity'}",
+    ),
     "overflow": ('{"rms_norm_eps": 1e400}', "is not finite"),
     "duplicate": ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
     "deep": ("[" * 100_000, "nested too deeply"),
@@ -645,6 +652,14 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert text in refusal(tmp_path)
+
+
+def test_a_limit_may_be_infinity(tmp_path: Path) -> None:
+    """Older files have it so for the time steps of Mamba 2."""
+    config = {**GRANITE_4, "time_step_limit": [0.5, math.inf]}
+    random_checkpoint(tmp_path, config)
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert open_model(tmp_path).spec.recurrent.time_steps == (0.5, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.backends import choose_backend
-from jaxpage.device.few_rows import few_rows_product, has_xlas_bits
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.product import rounded_product, xla_product
+from jaxpage.layers.product import rounded_product
 from pallas_kernels import (
     SETS,
     Arguments,
@@ -29,11 +28,12 @@ from pallas_kernels import (
     QuantizedWeight,
     candidates,
     copy_blocks,
+    numbers,
     paged_attention,
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu import build, few_rows, library
+from pallas_kernels.cpu import build, library, packed
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -234,6 +234,13 @@ def quantized(
     return QuantizedWeight(values, scale_OJ, zero_OJ, code, 32, minimum_OJ), exact
 
 
+def on_device(weight: QuantizedWeight) -> QuantizedWeight:
+    arrays = {
+        name: jnp.asarray(each) for name, each in weight._asdict().items() if hasattr(each, "shape")
+    }
+    return weight._replace(**arrays)
+
+
 @pytest.mark.parametrize("groups", ["scales", "zeros", "half scales", "minima", "half minima"])
 @pytest.mark.parametrize("code", ["int8", "int4", "fp8", "fp4"])
 def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> None:
@@ -244,123 +251,79 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
         code, zeros="zeros" in groups, minima="minima" in groups, half="half" in groups
     )
     x = np.random.default_rng(6).standard_normal((11, 80)).astype(np.float32)
-    together = np.asarray(quantized_product(jnp.asarray(x), weight, backend="cpu"))
+    in_panels, num_out = packed.pack_quantized(weight), len(exact)
+
+    def product(x: Any, result: str = "float32") -> Any:
+        return np.asarray(packed.multiply_quantized(x, in_panels, num_out, result=result))
+
+    together = product(x)
     tolerance = 1e-5 * np.abs(exact).max()
     np.testing.assert_allclose(together, x @ exact.T, atol=tolerance, rtol=1e-5)
     for count in (1, 2, 3, 4, 5, 8):
-        some = quantized_product(jnp.asarray(x[-count:]), weight, backend="cpu")
-        np.testing.assert_array_equal(np.asarray(some), together[-count:])
+        np.testing.assert_array_equal(product(x[-count:]), together[-count:])
     by_definition = quantized_product(jnp.asarray(x), weight, backend="reference")
     np.testing.assert_allclose(np.asarray(by_definition), x @ exact.T, atol=tolerance, rtol=1e-5)
-    narrow = quantized_product(jnp.asarray(x, jnp.bfloat16), weight, backend="cpu")
-    assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(narrow, np.float32), x @ exact.T, atol=0.03 * np.abs(exact).max(), rtol=0.02
+    assert np.array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
+    rows = packed.quantized_rows(on_device(in_panels), np.array([2, 0]))
+    np.testing.assert_allclose(numbers(rows), exact[[2, 0]], rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["scales of its own", "shared scales"])
+def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool) -> None:
+    """The oracle is the definition. Where outputs share scales, these are not in panels."""
+    rng, counts = np.random.default_rng(9), np.array([2, 0, 7])
+    x = rng.standard_normal((10, 64)).astype(np.float32)
+    values = rng.integers(0, 256, (3, 40, 32)).astype(np.uint8)
+    scale = rng.uniform(0.1, 1, (3, 3 if shared else 40, 2)).astype(np.float32)
+    rows = np.arange(40) // 16 if shared else None
+    weights = QuantizedWeight(values, scale, None, "int4", 32, None, rows)
+    found = packed.multiply_quantized(
+        x, packed.pack_quantized(weights), 40, result="float32", count_E=jnp.asarray(counts)
     )
+    first = 0
+    for count, codes, own in zip(counts, values, scale, strict=True):
+        one = QuantizedWeight(codes, own if rows is None else own[rows], None, "int4", 32)
+        wanted = x[first : first + count] @ np.asarray(numbers(on_device(one))).T
+        np.testing.assert_allclose(found[first : first + count], wanted, rtol=1e-4, atol=1e-3)
+        first += count
+    assert not np.asarray(found[first:]).any(), "of no group"
 
 
-def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
-    weight, exact = quantized("int4", num_in=72)
-    x = jnp.ones((3, 72))
-    with pytest.raises(
-        NotImplementedError, match=r"cpu: 72 inputs in groups of 32 \(multiples of 16 only\)"
-    ):
-        quantized_product(x, weight, backend="cpu")
-    np.testing.assert_allclose(
-        quantized_product(x, weight), np.ones((3, 72)) @ exact.T, rtol=1e-5, atol=1e-3
-    )
-
-
-@pytest.mark.parametrize("num_in", [32, 1056])  # one part of a sum, and several with a rest
-@pytest.mark.parametrize("result", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_call_multiplies_few_rows(dtype: str, result: str, num_in: int) -> None:
-    """The oracle is numpy in float64. A row has its bits among any others."""
-    if not few_rows.takes(few_rows.MOST_ROWS, num_in, 192, dtype, result):
-        assert (dtype, result) == ("float32", "bfloat16") or dtype not in library.load().few_rows
-        pytest.skip("no kernel for it on this processor")
-    rng = np.random.default_rng(5)
-    x, w = (
-        jnp.asarray(rng.standard_normal((rows, num_in)), dtype)
-        for rows in (few_rows.MOST_ROWS, 192)
-    )
-    together = few_rows.multiply_few(x, w, result)
-    assert together.dtype == result
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    np.testing.assert_allclose(
-        np.asarray(together, np.float64),
-        exact,
-        atol=1e-4,
-        rtol=1e-5 if result == "float32" else 0.01,
-    )
-    for count in range(1, few_rows.MOST_ROWS):
-        np.testing.assert_array_equal(
-            few_rows.multiply_few(x[-count:], w, result), together[-count:]
-        )
-
-
-@pytest.mark.parametrize("num_in", [64, 2112])
-def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
+@pytest.mark.parametrize("num_in", [64, 2115])
+@pytest.mark.parametrize("instructions", [library.NONE, library.DOT, library.TILES])
+def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions: int) -> None:
     """The oracle is numpy, with whole numbers of 64 bits. The bits are those of XLA's path, for any rows."""
-    if "int8" not in library.load().few_rows:
-        pytest.skip("no kernel for it on this processor")
+    if instructions > library.load().instructions["int8"]:
+        pytest.skip("no such instructions on this processor")
     rng = np.random.default_rng(6)
     x = (rng.standard_normal((40, num_in)) * 10 ** rng.uniform(-3, 3, (40, 1))).astype(np.float32)
     x[0], x[1], x[2, 7], x[3, 7], x[4] = 0, 1e-39, np.nan, np.inf, -x[4, 0]
     x[5] = np.resize([254, 1], num_in)  # 127 and 0.5, which is rounded to even
-    values = rng.integers(-128, 128, (192, num_in)).astype(np.int8)
+    values = rng.integers(-128, 128, (190, num_in)).astype(np.int8)
+    scale = rng.uniform(0.5, 2, 190).astype(np.float32)
 
-    def few(first: int, end: int) -> list[Any]:
-        return [
-            np.asarray(each)
-            for each in few_rows.multiply_rounded(jnp.asarray(x[first:end]), values)
-        ]
+    def product(x: Any) -> Any:
+        return np.asarray(
+            packed.multiply_packed(
+                x,
+                packed.pack(values, 4),
+                190,
+                result="float32",
+                scale_O=scale,
+                instructions=instructions,
+            )
+        )
 
-    sums, scale = (
-        np.concatenate(each) for each in zip(*(few(i, i + 8) for i in range(0, 40, 8)), strict=True)
-    )
-    assert np.isnan(scale[2]) and np.isinf(scale[3]) and not sums[:2].any()
-    assert np.array_equal(scale[4:], np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127))
-    rounded = np.round(x[4:] * (1 / scale[4:])).astype(np.int64)
-    np.testing.assert_array_equal(sums[4:], rounded @ values.T.astype(np.int64))
-    for found, wanted in zip((sums, scale), jax.jit(rounded_product)(x, values), strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    for count in range(1, 8):
-        np.testing.assert_array_equal(few(8 - count, 8)[0], sums[8 - count : 8])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(64, 1024), (576, 960), (1056, 192), (2048, 768)], ids=str)
-def test_a_product_of_few_rows_has_its_bits_among_many_of_xla(
-    shape: tuple[int, int], dtype: str
-) -> None:
-    num_in, num_out = shape
-    if not few_rows.takes(2, num_in, num_out, dtype, dtype) or not has_xlas_bits(
-        num_in, num_out, dtype, dtype
-    ):
-        pytest.skip("no kernel, or XLA adds in another order here")
-    rng = np.random.default_rng(8)  # the whole weight: rows are asked of a part of it
-    x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (200, num_out))
-    many = xla_product(x, w, jnp.float32)
-    np.testing.assert_array_equal(many[100:105], few_rows_product(x[100:105], w, jnp.float32))
-
-
-def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if YNNPACK added the parts of a sum from behind."""
-
-    def other(x: jax.Array, w: jax.Array, result: Any) -> jax.Array:
-        return few_rows.multiply_few(x[:, ::-1], w[:, ::-1], result)
-
-    x, w = jnp.ones((2, 1056)), jnp.ones((1024, 1056))
-    assert few_rows.takes(2, 1056, 1024, x.dtype, x.dtype) == (
-        library.load().instruction_set == "avx512"
-    )
-    monkeypatch.setattr("jaxpage.device.few_rows.multiply_few", other)
-    has_xlas_bits.cache_clear()
-    assert few_rows_product(x, w, jnp.float32) is None
-    has_xlas_bits.cache_clear()
-    assert few_rows_product(x[:, :8], w[:, :8], jnp.float32) is None, "a small one"
-    assert few_rows_product(jnp.ones((9, 1056)), w, jnp.float32) is None, "more rows"
+    together = product(x)
+    assert np.isnan(together[2]).all() and not together[:2].any()
+    largest = np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127)
+    rounded = np.round(x[4:] * (1 / largest)).astype(np.int64)
+    sums = (rounded @ values.T.astype(np.int64)).astype(np.float32)
+    np.testing.assert_array_equal(together[4:], sums * largest * scale)
+    xla_sums, xla_scale = jax.jit(rounded_product)(x, values)
+    np.testing.assert_array_equal(together, np.float32(xla_sums) * xla_scale * scale)
+    for count in (1, 2, 5, 7):
+        np.testing.assert_array_equal(product(x[8 - count : 8]), together[8 - count : 8])
 
 
 @pytest.mark.parametrize(
@@ -370,13 +333,7 @@ def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPat
 def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
     dtype: Any, quantization: Any
 ) -> None:
-    """Generation takes them, and the score of its tokens in one chunk XLA's products."""
-    weights = (256, 1152)  # gate and up of the demo model
-    taken = library.load().few_rows
-    if (quantization or dtype) not in taken or (
-        not quantization and not has_xlas_bits(*weights, dtype, dtype)
-    ):
-        pytest.skip("no products of few rows here")
+    """Generation multiplies few rows, and the score of its tokens many in one chunk."""
     prompts = [[5, 9, 200], [7], [20, 3, 5, 60, 60, 1, 17, 90]]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True, logprobs=0)
     with LLM(
@@ -389,6 +346,74 @@ def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
             entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)
         ]
         assert score == drawn
+
+
+@pytest.mark.parametrize("shape", [(192, 64), (250, 1033), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "instructions"),
+    [
+        ("float32", library.NONE),
+        ("bfloat16", library.NONE),
+        ("bfloat16", library.DOT),
+        ("bfloat16", library.TILES),
+    ],
+)
+def test_one_call_multiplies_any_number_of_rows_by_panels(
+    dtype: str, instructions: int, shape: tuple[int, int]
+) -> None:
+    """The oracle is numpy in float64. A row has its bits among any others."""
+    if instructions > library.load().instructions.get(dtype, library.NONE):
+        pytest.skip("no such instructions on this processor")
+    num_out, num_in = shape
+    rng = np.random.default_rng(5)
+    x, w = (rng.standard_normal((rows, num_in)).astype(dtype) for rows in (130, num_out))
+    panels = packed.pack(w, packed.NUMBERS[dtype])
+    assert panels.shape[0] == -(-num_out // 16) and panels.nbytes % 64 == 0
+    for array in (panels, jnp.asarray(panels)):
+        np.testing.assert_array_equal(packed.unpack(array, num_out, num_in), w)
+    ids = np.array([0, num_out - 1, num_out // 2])
+    np.testing.assert_array_equal(packed.rows_of_panels(jnp.asarray(panels), ids, num_in), w[ids])
+
+    def product(x: Any, result: str = "float32") -> Any:
+        return np.asarray(
+            packed.multiply_packed(x, panels, num_out, result=result, instructions=instructions)
+        )
+
+    together = product(x)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(together, exact, atol=1e-4, rtol=1e-5)
+    np.testing.assert_array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
+    for count in (0, 1, 2, 3, 4, 5, 6, 7, 97):
+        np.testing.assert_array_equal(product(x[len(x) - count :]), together[len(x) - count :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_multiplies_rows_by_the_weight_of_their_group(dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    counts = np.array([3, 0, 100, 1])
+    x, w = (rng.standard_normal(size).astype(dtype) for size in ((110, 40), (4, 24, 40)))
+    found = packed.multiply_packed(
+        x, packed.pack(w, packed.NUMBERS[dtype]), 24, result="float32", count_E=jnp.asarray(counts)
+    )
+    first = 0
+    for count, own in zip(counts, w, strict=True):
+        rows = slice(first, first + count)
+        alone = packed.multiply_packed(
+            x[rows], packed.pack(own, packed.NUMBERS[dtype]), 24, result="float32"
+        )
+        np.testing.assert_array_equal(found[rows], alone)
+        first += count
+    assert not np.asarray(found[first:]).any(), "of no group"
+
+
+def test_a_weight_in_panels_that_does_not_fit_is_refused() -> None:
+    panels = packed.pack(np.ones((20, 8), np.float32), 1)
+    for x, num_out in ((jnp.ones((2, 9)), 20), (jnp.ones((2, 8)), 33)):
+        with pytest.raises(Exception, match="the shapes of a weight in panels do not fit"):
+            jax.block_until_ready(packed.multiply_packed(x, panels, num_out, result="float32"))
+    with pytest.raises(Exception, match="no kernel for a product of these types"):
+        x = jnp.ones((2, 8), jnp.float16)
+        jax.block_until_ready(packed.multiply_packed(x, panels, 20, result="float32"))
 
 
 def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
@@ -507,33 +532,53 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
     assert f"{path} is damaged" in caplog.text
 
 
-PRODUCT_MISTAKES = {
-    "the high nibble first": (
-        "{0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}",
-        "{4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0}",
+PACKED_MISTAKES = {
+    "the high nibble first": ("put(number<code>(both & 15));", "put(number<code>(both >> 4));"),
+    "zeros are forgotten": (": p.zero  ? of_group", ": false  ? of_group"),
+    "scales of another group": ("(panel * p.num_groups + group)", "(panel * p.num_groups)"),
+    "minima are forgotten": ("p.minimum ? multiply_add(", "false ? multiply_add("),
+    "shared scales of another output": (
+        "p.scale_row[panel * kOutputsOfPanel + lane]",
+        "p.scale_row[lane]",
     ),
-    "zeros are forgotten": ("p.zero ? p.zero[index]", "p.zero ? 0.0f"),
-    "scales of another group": (
-        "(output + o) * p.num_groups + group;",
-        "(output + o) * p.num_groups;",
-    ),
-    "the last outputs are left out": (
-        "for (; output < end; ++output) few_tokens<code, kMinimum, 1>(p, output);",
-        "",
-    ),
-    "minima are forgotten": ("splat(number_of_group(p, p.minimum, index))", "splat(0.0f)"),
-}
-FEW_MISTAKES = {
-    "the parts of a sum are not added": ("total[t] + part[t]", "part[t]"),
-    "rows of another unit": ("* num_words + i);", "* num_words + begin);"),
-    "columns in another order": (
-        "u[j + 4] = __builtin_shuffle(b, d, even);",
-        "u[j + 4] = __builtin_shuffle(d, b, even);",
-    ),
-    "the first row for all": ("x[t * num_words + i + k]", "x[i + k]"),
-    "a sum without what it has too much": ("total - 128 * sum", "total - 127 * sum"),
-    "a scale without its least": ("if (*scale < 0x1p-100f)", "if (false)"),
+    "a sum without what it has too much": ("128 * p.row_sum", "127 * p.row_sum"),
+    "a scale without its least": ("if (scale < 0x1p-100f)", "if (false)"),
     "rounded down": ("(whole + magic) - magic", "whole"),
+    "the scale of another output": ("(p.scale) + output", "(p.scale)"),
+    "a block of words too few": ("std::min(begin + kWordsOfBlock, p.num_words)", "p.num_words - 1"),
+    "sums begin anew in each block": (
+        "begin ? raw_at<typename Word::Sum>",
+        "false ? raw_at<typename Word::Sum>",
+    ),
+    "the numbers of a word take turns": (
+        "step ? w & 0xffff0000u : w << 16",
+        "step ? w << 16 : w & 0xffff0000u",
+    ),
+    "rows of another tile": ("x + first * num_words * Word::kSteps", "x"),
+    "the last outputs are left out": (
+        "panel < end_panel; ++panel) panels<Word, 1>",
+        "panel < end_panel - 1; ++panel) panels<Word, 1>",
+    ),
+    "a row without its last number": (
+        "std::memcpy(words, x, p.num_in * 2);",
+        "std::memcpy(words, x, p.num_in * 2 - 2);",
+    ),
+}
+ROW_MISTAKES = {
+    "gates and ups change places": ("load<Stored>(gates + p.width", "load<Stored>(gates"),
+    "a sigmoid of gates": ("return x / (splat", "return splat(1.0f) / (splat"),
+    "gates without their last vector": (
+        "store<Stored>(out, i, p.width, activated",
+        "if (i + kLanes <= p.width) store<Stored>(out, i, p.width, activated",
+    ),
+    "a norm without its offset": (
+        "(load(p.scale_type, p.scale, i, p.width) + offset)",
+        "load(p.scale_type, p.scale, i, p.width)",
+    ),
+    "the mean of another width": ("/ p.width;", "/ (p.width / 16 * 16);"),
+    "another row's angles": ("token = row / p.num_heads", "token = row / p.width"),
+    "pairs that turn back": ("second * cos + first * sin", "second * cos - first * sin"),
+    "what is not turned is lost": ("(p.width - 2 * pairs) * sizeof(Number)", "0"),
 }
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
@@ -554,7 +599,7 @@ MISTAKES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES, *FEW_MISTAKES])
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PACKED_MISTAKES, *ROW_MISTAKES])
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
@@ -562,8 +607,8 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
         text = source.read_text()
         mistakes = {
             "attention.cc": MISTAKES,
-            "product.cc": PRODUCT_MISTAKES,
-            "few_rows.cc": FEW_MISTAKES,
+            "packed.cc": PACKED_MISTAKES,
+            "rows.cc": ROW_MISTAKES,
         }.get(source.name, {})
         if mistake in mistakes:
             assert text.count(mistakes[mistake][0]) == 1
@@ -599,12 +644,9 @@ def test_no_memory_beyond_the_arrays_is_touched(beyond: bool, tmp_path: Path) ->
     sources = tmp_path / "src"
     shutil.copytree(build.SOURCES, sources)
     if beyond:
-        text, loop = (
-            (sources / "product.cc").read_text(),
-            "for (; output < end; ++output) few_tokens",
-        )
-        assert text.count(loop) == 1
-        (sources / "product.cc").write_text(text.replace(loop, loop.replace("<", "<=", 1)))
+        text, check = (sources / "packed.cc").read_text(), "count == kOutputsOfPanel ? to : own"
+        assert text.count(check) == 1
+        (sources / "packed.cc").write_text(text.replace(check, "to"))
     found = [_of_compiler(name) for name in ("libasan.so", "libstdc++.so")]
     change = f'build.FLAGS = (*build.FLAGS, "-fsanitize=address", "-O1")\n    library.SOURCES = Path({str(sources)!r})'
     done = _in_process(
@@ -644,6 +686,7 @@ def _in_process(change: str, cache: Path, **more: str) -> subprocess.CompletedPr
         "-p",
         "another_library",
         "tests/test_cpu_kernels.py",
+        "tests/test_cpu_rows.py",
         "-k",
         "one_call",
     )

@@ -31,7 +31,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+    with LLM(dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
         yield llm
 
 

@@ -20,6 +20,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.assembly.drafters import open_heads
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.checkpoints.resolve import DEMO, resolve_model
 from jaxpage.errors import CheckpointError
@@ -37,6 +38,7 @@ from tools.demo_model import (
     eagle_head,
     exporting,
     medusa_heads,
+    mtp_head,
     own_text,
     training,
 )
@@ -106,7 +108,9 @@ def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
     return trained
 
 
-@pytest.mark.parametrize(("name", "by"), [("draft", 0.2), ("medusa", 0.03), ("eagle3", 0.1)])
+@pytest.mark.parametrize(
+    ("name", "by"), [("draft", 0.2), ("medusa", 0.03), ("eagle3", 0.1), ("mtp", 0.1)]
+)
 def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -> None:
     """Little of what a random model does two tokens on can be known; that text was not learned from."""
     before, after = train(name).losses
@@ -183,19 +187,51 @@ def drafting_step_by_step(
     return rms_norm(feature, params["norm"], TOY.norm_epsilon) @ params["lm_head"].T
 
 
+def mtp_step_by_step(
+    teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int
+) -> Any:
+    """The same of the MTP head, whose features are the target's outputs and then its own."""
+    features = teacher(tokens[None]).hidden_BTD[0]
+    cos, sin = rope_tables(TOY, len(tokens))
+    keys, values, feature = [], [], None
+
+    def norm(x: Any, name: str) -> Any:
+        return rms_norm(x, params[name], TOY.norm_epsilon)
+
+    for at in range(place + 1):
+        if at <= place - drafted:
+            feature = features[at]
+        embedding = norm(teacher.params["embed"][tokens[at + 1]], "embedding_norm")
+        x = jnp.concatenate([embedding, norm(feature, "hidden_norm")]) @ params["fc_proj"]
+        y = norm(x, "input_norm")
+        q, k, v = ((y @ params[f"{part}_proj"]).reshape(1, -1, TOY.head_width) for part in "qkv")
+        keys.append(rotate(k, cos[at : at + 1], sin[at : at + 1])[0, 0])
+        values.append(v[0, 0])
+        heads = rotate(q, cos[at : at + 1], sin[at : at + 1])[0]
+        weights = jax.nn.softmax(heads @ jnp.stack(keys).T / np.sqrt(TOY.head_width), -1)
+        x = x + (weights @ jnp.stack(values)).reshape(-1) @ params["o_proj"]
+        feature = norm(x + feed_forward(params, norm(x, "post_norm")), "output_norm")
+    return feature @ teacher.params["embed"].T
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
 @pytest.mark.parametrize(("place", "drafted"), [(0, 0), (6, 0), (6, 1), (6, 3), (3, 3)])
 def test_training_time_test_is_what_drafting_does(
-    teacher: Teacher, text: np.ndarray, place: int, drafted: int
+    teacher: Teacher, text: np.ndarray, name: str, place: int, drafted: int
 ) -> None:
-    params = eagle_head.first_params(teacher, FREQUENT, 0)
+    head, step_by_step = {
+        "eagle3": (eagle_head, drafting_step_by_step),
+        "mtp": (mtp_head, mtp_step_by_step),
+    }[name]
+    params = drafters.make_drafter(name, teacher, FREQUENT, 0).params
     params = {
         name: 8 * value if name.endswith("_proj") else value for name, value in params.items()
     }
     tokens = text[0, :10]
-    passes = eagle_head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
-    wanted = drafting_step_by_step(teacher, params, tokens, place, drafted)
+    passes = head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
+    wanted = step_by_step(teacher, params, tokens, place, drafted)
     np.testing.assert_allclose(passes[drafted][0, place], wanted, rtol=1e-3, atol=1e-4)
-    other = drafting_step_by_step(teacher, params, tokens, place, (drafted + 1) % (place + 1))
+    other = step_by_step(teacher, params, tokens, place, (drafted + 1) % (place + 1))
     # which pass it is matters
     assert place == 0 or np.abs(passes[drafted][0, place] - other).max() > 0.01
 
@@ -285,6 +321,53 @@ def test_an_eagle_head_has_the_names_of_its_authors(
     assert (config["vocab_size"], config["draft_vocab_size"]) == (48, 40)
 
 
+def test_an_mtp_head_is_read_from_the_file_of_its_model(
+    train: Callable[[str], Trained], teacher: Teacher, text: np.ndarray, tmp_path: Path
+) -> None:
+    """By transformers, too, whose `MtpModel` gives the guesses of the first pass."""
+    drafter, params, _ = train("mtp")
+    exporting.export_model(TOY, teacher.params, tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "mtp").mkdir()
+    for _ in range(2):  # the second time in place of the first
+        drafter.export(params, tmp_path / "mtp", {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(tensor, tensors.pop(name))
+    assert len(tensors) == len(params)
+    assert sum(tensor.size for tensor in tensors.values()) == sum(map(np.size, params.values()))
+    load_mtp(open_mtp(open_model(tmp_path)), "float32", jnp.asarray)
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    target = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    target.get_input_embeddings().weight.data = torch.tensor(np.asarray(teacher.params["embed"]))
+    target.config.num_mtp_layers = 1
+    head = MtpModel(target, 1).eval()
+    stored = {}
+    for key, tensor in tensors.items():
+        part = key.removeprefix("model.layers.4.").replace("shared_head.norm", "post_norm")
+        of_block = part.startswith(("self_attn", "mlp", "input", "post_attention"))
+        name = f"layers.0.{'mtp_block.' if of_block else ''}{part}"
+        stored[name] = torch.tensor(tensor.astype(np.float32))
+    assert not head.load_state_dict(stored, strict=False).unexpected_keys
+    tokens = text[:1, :12]
+    seen = teacher(tokens)
+    with torch.no_grad():
+        rows = head.forward_layer(
+            0,
+            torch.tensor(np.asarray(seen.hidden_BTD[:, :-1])),
+            torch.arange(1, 12)[None],
+            None,
+            input_ids=torch.tensor(tokens[:, 1:].tolist()),
+        )
+    rounded = exporting.round_to_bfloat16(params)
+    wanted = rows.numpy() @ np.asarray(teacher.params["embed"]).T
+    (guesses,) = mtp_head.unrolled(teacher, rounded, seen, jnp.asarray(tokens), 1)
+    np.testing.assert_allclose(guesses, wanted, rtol=1e-3, atol=1e-4)
+
+
 # --- the measurement
 
 
@@ -329,8 +412,11 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
                 "eagle3": lambda p, d: drafting_step_by_step(
                     teacher, params, known(p + 1 + d)[0], p - 1 + d, d
                 ),
+                "mtp": lambda p, d: mtp_step_by_step(
+                    teacher, params, known(p + 1 + d)[0], p - 1 + d, d
+                ),
             }[name](place, draft)
-            words = np.arange(48) if name == "draft" else FREQUENT
+            words = np.arange(48) if name in ("draft", "mtp") else FREQUENT
             order = words[np.argsort(-np.asarray(logits), kind="stable")].tolist()
             token = int(tokens[0, about])
             if token in order:
@@ -460,20 +546,60 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
         ("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
         ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
         ("eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5),
+        ("mtp", None, {"num_speculative_tokens": 4}, 2.5),
     ],
 )
 def test_packaged_drafters_save_steps_and_change_nothing(
-    plain: list[int], method: str, name: str, settings: dict[str, Any], at_least: float
+    plain: list[int], method: str, name: str | None, settings: dict[str, Any], at_least: float
 ) -> None:
-    drafter = {"method": method, "model": f"demo/{name}", **settings}
-    with LLM(
+    with started(method, name, **settings) as llm:
+        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
+        assert llm.stats()["tokens_per_target_step"] > at_least
+        invariants(llm)
+
+
+def started(method: str, name: str | None, **settings: Any) -> LLM:
+    return LLM(
         model="demo",
         max_num_seqs=2,
         max_num_batched_tokens=32,
         max_model_len=160,
-        speculative_config=drafter,
+        speculative_config={"method": method, "model": name and f"demo/{name}", **settings},
         use_tqdm=False,
-    ) as llm:
-        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
-        assert llm.stats()["tokens_per_target_step"] > at_least
-        invariants(llm)
+    )
+
+
+def right(llm: LLM) -> tuple[float, list[list[int]]]:
+    """How many drafts of a step are right in the mean, and the texts."""
+    params = llm.default_sampling_params(seed=1, max_tokens=96)
+    found = llm.generate([PROMPT, *acceptance.NOVELS], params, use_tqdm=False)
+    accepted, steps = (
+        sum(getattr(output.metrics, name) for output in found)
+        for name in ("num_accepted_tokens", "num_drafts")
+    )
+    return accepted / steps, [output.outputs[0].token_ids for output in found]
+
+
+def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_the_model() -> None:
+    with started("eagle3", "eagle3", num_speculative_tokens=4) as llm:
+        eagle, texts = right(llm)
+    with started("mtp", None, num_speculative_tokens=4) as llm:
+        mtp, same = right(llm)
+        assert mtp >= eagle > 0.5 and same == texts
+        weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
+        stored = load_file(DEMO / "model.safetensors")
+        for name, tensor in stored.items():
+            np.testing.assert_array_equal(tensor, weights[name])
+        assert weights.keys() == stored.keys()
+        own = [name for name in weights if name.startswith("model.layers.4.")]
+        assert len(own) == 13
+        llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
+        none, same = right(llm)
+        assert none < 0.1 and same == texts, "a head of zeros drafts ends of texts alone"
+        llm.update_parameters(weights, check_finite=True)
+        assert right(llm) == (mtp, texts)
+        for name in own:
+            del weights[name]
+        with pytest.raises(CheckpointError, match=r"needs the tensors model\.layers\.4\.\*"):
+            llm.update_parameters(weights)
+        assert right(llm) == (mtp, texts)

@@ -459,3 +459,39 @@ def instructions(step: Any) -> list[str]:
     """Of a compiled step, without the places in the source that they are of."""
     lines = [line for line in step.executable.as_text().splitlines() if " = " in line]
     return [re.sub(r", metadata=\{.*\}", "", line) for line in lines]
+
+
+@pytest.mark.parametrize("number", [3, "auto"])
+def test_a_recurrent_model_takes_typical_acceptance_and_auto(root: Path, number: Any) -> None:
+    """The log probabilities of a lossy text are those of transformers for that text, in float64: no wrong draft left a state."""
+    case = CASES[4]
+    settings = {
+        "method": "auto",
+        "num_speculative_tokens": number,
+        "acceptance": "typical",
+        "typical_acceptance_posterior_threshold": 0.3,
+    }
+    model = hf_model(case.target(root))
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=24, logprobs=0, ignore_eos=True)
+    with make_llm(case.target(root), speculative_config=settings) as llm:
+        found = llm.generate(prompts()[::2], params, use_tqdm=False)
+        invariants(llm)
+        (greedy,) = llm.generate([prompts()[0]], GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts()[::2], found, strict=True):
+        text = output.outputs[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *text.token_ids]])).logits[0, len(prompt) - 1 :]
+        wanted = torch.log_softmax(logits, -1).numpy()
+        ours = [
+            entry[token].logprob for entry, token in zip(text.logprobs, text.token_ids, strict=True)
+        ]
+        np.testing.assert_allclose(
+            ours, wanted[np.arange(24), text.token_ids], rtol=1e-3, atol=1e-3
+        )
+    with torch.no_grad():
+        whole = torch.tensor([[*prompts()[0], *greedy.outputs[0].token_ids]])
+        likeliest = model(whole).logits[0, len(prompts()[0]) - 1 : -1].argmax(-1)
+    assert greedy.outputs[0].token_ids == likeliest.tolist()
+    if number == 3:
+        drafted, accepted = np.sum([counts(output) for output in (*found, greedy)], axis=0)
+        assert 0 < accepted < drafted

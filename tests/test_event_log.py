@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
+from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.driver import Driver
@@ -326,7 +327,10 @@ def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
         first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
     )
     assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
-    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters["target"])
+    stored = load_weights(llm._model.plan, "float32", np.asarray)
+    assert first["weights_hash"] == weights_hash(jax.tree.map(jax.numpy.asarray, stored)), (
+        "of the weights as they are in the checkpoint, not in panels"
+    )
 
 
 def test_every_part_of_the_weights_is_hashed(llm: LLM) -> None:
@@ -1278,7 +1282,8 @@ def test_the_command_with_another_engine(
         assert capsys.readouterr().out.startswith("First difference: step 1 (line 10), tokens[")
         assert "Replaying all the same: the weights" in caplog.text
 
-        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters["target"])
+        runner = strange._engine.runner
+        records[0]["weights_hash"] = weights_hash(runner.parameters["target"], runner.packed)
         records[0]["versions"]["jax"] = "0.0.1"
         records[0]["config"]["seed"] = 3
         records[0]["engine"]["limits"]["max_rows"] = 5

@@ -14,13 +14,13 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers import experts
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
-from jaxpage.layers.trace_scope import ProductKernels, TraceScope
+from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.scheme_choice import quantization_of
@@ -56,13 +56,13 @@ def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
     return jax.jit(lambda parameters, x_TD: nnx.merge(graph, parameters)(x_TD)), parameters
 
 
-AT_ONCE = make_product_kernels(Backend("triton", interpret=True))
+AT_ONCE = make_layer_kernels(Backend("triton", interpret=True))
 
 
 @pytest.mark.parametrize(
-    "kernels", [make_product_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"]
+    "kernels", [make_layer_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"]
 )
-def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) -> None:
+def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: LayerKernels) -> None:
     """The oracle takes every expert for every token, in float64."""
     run, parameters = mixture(6, 3)
     x = np.random.default_rng(1).standard_normal((40, WIDTH)).astype(np.float32)
@@ -86,10 +86,9 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) 
 
 
 @pytest.mark.parametrize("compared", [0, 100])
-def test_pairs_are_sorted_by_expert(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "PAIRS_COMPARED", compared)
+def test_pairs_are_sorted_by_expert(compared: int) -> None:
     expert_P = np.random.default_rng(0).integers(0, 7, 40)
-    order_P, place_P = experts._sorted(jnp.asarray(expert_P))
+    order_P, place_P = experts._sorted(jnp.asarray(expert_P), compared)
     np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
     np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
 
@@ -128,13 +127,13 @@ def test_experts_at_once_make_what_they_make_one_after_another(
     expert_TX = rng.integers(-1, 8, (20, 2))
     made = {}
     for name, kernels in (
-        ("by tiles", make_product_kernels(Backend("reference"))),
+        ("by tiles", make_layer_kernels(Backend("reference"))),
         ("at once", AT_ONCE),
     ):
 
         @jax.jit
         def run(
-            parameters: Any, expert_TX: jax.Array, kernels: ProductKernels = kernels
+            parameters: Any, expert_TX: jax.Array, kernels: LayerKernels = kernels
         ) -> jax.Array:
             with TraceScope(kernels).opened():
                 return nnx.merge(graph, parameters).experts.made(x_TD, expert_TX)

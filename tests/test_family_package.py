@@ -39,12 +39,10 @@ def test_a_package_brings_a_family(monkeypatch, tmp_path):
         load_family(config)
     install(tmp_path, project["name"], architecture, module)
     install(tmp_path, "broken", "Broken", "no_such_module")
-    wanted = f"Broken of broken 0.1.0, {architecture} of jaxpage-seed-oss 0.1.0"
+    wanted = f"Broken of broken 0.1.0, {architecture} of jaxpage-cwm 0.1.0"
     assert ("families of packages", wanted) in list(report())
-    example = importlib.import_module("test_seed_oss")
-    example.test_greedy_tokens_are_those_of_transformers(
-        tmp_path / "model", {"attention_out_bias": True}
-    )
+    example = importlib.import_module("test_cwm")
+    example.test_greedy_tokens_are_those_of_transformers(tmp_path / "model", {"mlp_bias": True})
     assert load_family(config).__name__ == module
     with pytest.raises(
         UnsupportedError, match="'Broken' of the package broken cannot be used: No module named"
@@ -53,6 +51,6 @@ def test_a_package_brings_a_family(monkeypatch, tmp_path):
     registry._registered.clear()
     install(tmp_path, "rival", architecture, module)
     with pytest.raises(
-        UnsupportedError, match="several packages have .*: jaxpage-seed-oss, rival; keep one"
+        UnsupportedError, match="several packages have .*: jaxpage-cwm, rival; keep one"
     ):
         load_family(config)

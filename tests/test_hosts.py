@@ -624,7 +624,7 @@ def answered(url: str, **asked: Any) -> list[tuple[list[int], list[float]]]:
 
 JOINS = """
 import os, signal, sys
-from jaxpage.device.mesh import join_processes
+from jaxpage.serving.hosts.processes import join_processes
 rank = int(sys.argv[2])
 join_processes(sys.argv[1], 2, rank, 120, 10)
 if rank:

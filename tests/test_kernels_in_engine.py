@@ -15,14 +15,13 @@ import pytest
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.assembly import (
     Described,
-    DeviceSpec,
     ModelLayout,
     choose_dtype,
-    device_spec_of,
     engine_spec_of,
     notices,
 )
 from jaxpage.assembly.engine_spec import mixes
+from jaxpage.device import DeviceSpec
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
@@ -152,9 +151,9 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
 def test_kernels_are_interpreted_on_cpu_only():
-    few_rows = not load().reason
+    in_cpp = not load().reason
     assert [choose_backend(name, CPU) for name in ("auto", "scan")] == [
-        Backend("auto", few_rows=few_rows),
+        Backend("auto", in_cpp=in_cpp),
         Backend("scan"),
     ]
     for name in INTERPRETABLE_BACKENDS:
@@ -249,7 +248,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
     def on(capability, stored="bfloat16", family=llama, dtype="auto"):
         device = gpu(capability)
         device.memory_stats = lambda: {"bytes_limit": 2**34}
-        return choose_dtype(dtype, device_spec_of(device, 0.9), stored, family)
+        return choose_dtype(dtype, DeviceSpec.of(device, 0.9), stored, family)
 
     for capability in ("8.0", "9.0", "12.0", "gfx90a"):
         assert on(capability) == on(capability, dtype="bfloat16") == "bfloat16"

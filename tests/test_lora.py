@@ -20,8 +20,9 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.assembly import Built  # noqa: E402
+from jaxpage.device.packing import unpacked_weights  # noqa: E402
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
-from jaxpage.models.lora import lora_targets  # noqa: E402
+from jaxpage.models.lora_layers import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving import startup  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
@@ -163,7 +164,9 @@ def test_no_bit_depends_on_the_adapters_of_others(model, llm):
 
 
 def test_adapters_are_in_the_plan_of_the_memory(llm):
-    arrays = jax.tree.leaves(llm._engine.runner.parameters["target"])
+    runner = llm._engine.runner
+    sizes = {path[1:]: size for path, size in runner.packed.items()}
+    arrays = jax.tree.leaves(unpacked_weights(runner.parameters["target"], sizes))
     assert llm.memory.weights_bytes == sum(array.nbytes for array in arrays)
 
 

@@ -23,6 +23,7 @@ from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.assembly.drafters import open_heads
 from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
+from jaxpage.device.packing import pack_weights
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads
@@ -404,7 +405,11 @@ def run(
         right += sum(edit.drafted for edit in report.edits if isinstance(edit, Append))
 
     if heads is not None:
-        runner._parameters = {**own, "drafter": jax.tree.map(jnp.asarray, parameters_of(heads))}
+        others = {"drafter": jax.tree.map(jnp.array, parameters_of(heads))}
+        pack_weights(
+            others, {path: how for path, how in runner.packed.items() if path[0] in others}
+        )
+        runner._parameters = own | others
     engine.speculator.observe = counting  # type: ignore[method-assign]
     try:
         reporters = [

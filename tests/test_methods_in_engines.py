@@ -102,7 +102,7 @@ def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
                 SpeculativeConfig(method=method, **METHODS[method]),
                 DraftedModel(LLAMA["vocab_size"]),
             )  # type: ignore[arg-type]
-            draft_with(llm._engine, proposer, learns_top_ids=method == "token_recycling")
+            draft_with(llm._engine, proposer, always_drafts=method == "token_recycling")
         return llm
 
     yield engine

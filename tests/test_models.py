@@ -73,7 +73,13 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
         there = (
             source
             for source in weight.sources
-            if all(state.keys() & set(piece.names) for piece in source.pieces)
+            if all(
+                any(
+                    name in state and state[name].shape == piece.stored_shape
+                    for name in piece.names
+                )
+                for piece in source.pieces
+            )
         )
         for piece in next(there).pieces:
             names = [name for name in piece.names if name in state]
@@ -218,7 +224,8 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
                 size for _, size in parts
             ) == size, weight
         alternatives = [
-            {name for piece in source.pieces for name in piece.names} for source in weight.sources
+            {(name, piece.stored_shape) for piece in source.pieces for name in piece.names}
+            for source in weight.sources
         ]
         assert sum(map(len, alternatives)) == len(set().union(*alternatives)), weight
     names = [
@@ -303,9 +310,17 @@ def _rope(name: str, **changes: Any) -> dict[str, Any]:
     return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
 
 
+def _form(name: str, **changes: Any) -> dict[str, Any]:
+    return {"form": dataclasses.replace(read_spec(name)[1].form, **changes)}
+
+
 def _routed(name: str, **changes: Any) -> Any:
     experts = read_spec(name)[1].experts
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
+
+
+def _mamba(name: str, **changes: Any) -> Any:
+    return dataclasses.replace(read_spec(name)[1].recurrent, **changes)
 
 
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -382,6 +397,36 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "qwen3-next-mixed",
         lambda: {"state": roll("in_proj_ba.weight", 0)},
     ),
+    "skips of other heads": ("granitemoehybrid-mixed", lambda: {"state": roll("mamba.D", 0)}),
+    "bias of the convolution dropped": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": zero("conv1d.bias")},
+    ),
+    "outputs of other experts": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": roll("experts.down_proj", 0)},
+    ),
+    "ups for gates": (
+        "granitemoehybrid-dense",
+        lambda: {"state": roll("shared_mlp.input_linear.weight", 0)},
+    ),
+    "time steps without limits": (
+        "granitemoehybrid-dense",
+        lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
+    ),
+    "factors of other parts": (
+        "falcon-h1-factors",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-factors", factors=(1.0,) * 5)}},
+    ),
+    "gates before the norm": (
+        "falcon-h1-first",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-first", norm="gated")}},
+    ),
+    "gates after the convolution before it": (
+        "lfm2-mixed",
+        lambda: {"state": roll("conv.in_proj.weight", 0)},
+    ),
+    "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": (
         "opt-norm-first",
@@ -407,8 +452,61 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "stablelm-parallel",
         lambda: {"state": swap("norms.0.", "norms.1.")},
     ),
+    "pages of another layer": ("gemma4-shared", lambda: {"spec": {"places": (0, 1, 2, 0, 1)}}),
+    "inputs of other layers": (
+        "gemma4-shared",
+        lambda: {"state": roll("embed_tokens_per_layer.weight", 1)},
+    ),
+    "scalar of a layer dropped": ("gemma4-shared", lambda: {"state": zero("layer_scalar")}),
+    "factors of other experts": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("per_expert_scale", 0)},
+    ),
+    "scales of the router shifted": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("router.scale", 0)},
+    ),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
+    "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
+    "norms before the rotation": (
+        "hunyuan-v1-dense-norms",
+        lambda: {"spec": _form("hunyuan-v1-dense-norms", turned_first=False)},
+    ),
+    "norm of the second half after the first": (
+        "gpt-neox-parallel",
+        lambda: {"spec": _form("gpt-neox-parallel", parallel=False)},
+    ),
+    "heads of one product shifted": (
+        "gpt-neox-parallel",
+        lambda: {"state": roll("query_key_value.weight", 0)},
+    ),
+    "scales stored less 1": (
+        "nemotron-plain",
+        lambda: {"spec": _form("nemotron-plain", kind="layer")},
+    ),
+    "curvatures swapped": ("apertus-learned", lambda: {"state": swap("alpha_p", "alpha_n")}),
+    "corrections of softmax scores forgotten": (
+        "ernie4-5-moe-shared",
+        lambda: {"state": zero("e_score_correction_bias")},
+    ),
+    "experts of another distance": (
+        "phimoe-biases",
+        lambda: {"spec": {"experts": _routed("phimoe-biases", jitter=0.01)}},
+    ),
+    "positions of other tokens": ("gpt-neo-plain", lambda: {"state": roll("wpe.weight", 0)}),
+    "layers without positions turned": (
+        "exaone4-windows",
+        lambda: {"spec": {"rope_by_layer": ()}},
+    ),
+    "parts of one product shifted": (
+        "codegen-plain",
+        lambda: {"state": roll("qkv_proj.weight", 0)},
+    ),
+    "alpha forgotten": (
+        "hunyuan-v1-dense-alpha",
+        lambda: {"spec": {"rope": read_spec("hunyuan-v1-dense-alpha", rope_scaling=None)[1].rope}},
+    ),
     "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
 }
 
@@ -523,6 +621,8 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
+        if name.startswith("mamba2"):  # It has neither attention nor a longest sequence.
+            continue
         config = config_json(name)
         ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * (
             "growth" not in name
@@ -530,7 +630,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         for field in (
             "rms_norm_eps",
             "sliding_window",
-            "head_dim",
+            # Helium's default is not the width that its products have.
+            *("head_dim",) * (not name.startswith("helium")),
             "max_position_embeddings",
             "n_positions",
             *ropes,
@@ -546,6 +647,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             .config_class(**fields)
             .get_text_config()
         )
+        if name.startswith("gemma4"):  # its layers differ, see test_config_defaults.py
+            continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
@@ -562,11 +665,15 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
                 theirs, "num_key_value_heads", theirs.num_attention_heads
             )
         assert ours.kv.head_width == width, name
-        window = getattr(theirs, "sliding_window", None)
-        types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
-        assert ours.kv.sliding_windows == tuple(
-            window if kind == "sliding_attention" else None for kind in types
-        )
+        window = getattr(theirs, "sliding_window", getattr(theirs, "window_size", None))
+        types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
+        types = types or ["sliding_attention"] * ours.kv.num_layers
+        windows = [window if kind in ("sliding_attention", "local") else None for kind in types]
+        assert ours.kv.num_decoder_layers == len(windows)
+        if ours.kv.decoder_layers is None:
+            assert ours.kv.sliding_windows == tuple(windows)
+        else:
+            assert {*ours.kv.sliding_windows} == {*windows}
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
             parameters = parameters.get("full_attention", parameters)
             theta, factor = parameters["rope_theta"], parameters.get("factor", 1.0)  # of YaRN
@@ -604,11 +711,9 @@ def test_the_fields_behind_a_wrong_one_are_read_too(case):
     problems = Problems(Path("somewhere"))
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None
-    first, second = problems.lines
-    assert (
-        says in first
-        and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
-    )
+    other = "config.json: tie_word_embeddings must be true or false, not 'yes'"
+    assert len(problems.lines) == 2 and other in problems.lines
+    assert any(says in line for line in problems.lines if line != other)
 
 
 def test_all_wrong_fields_of_a_config_are_told_at_once():
@@ -760,7 +865,7 @@ def test_a_missing_size_is_named():
 def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=", ".join(FAMILIES)):
         load_family({"architectures": ["NoSuchModel"]})
-    assert {MODELS[name][0].removesuffix("_text") for name in MODELS} == set(FAMILIES.values())
+    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILIES)
     config = config_json("gpt2-usual")
     config["hidden_size"] = config.pop("n_embd")
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,8 +17,8 @@ from safetensors.numpy import load_file
 
 from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.assembly.drafting import open_drafting
-from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.checkpoints import ModelFiles, load_weights, open_model, open_parameters
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.trace_scope import TraceScope
@@ -44,7 +46,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 
 def opened(directory: Path) -> ModelDrafterFiles:
-    drafter = open_drafter(MTP, open_model(directory))
+    return opened_files(open_model(directory))
+
+
+def opened_files(files: ModelFiles) -> ModelDrafterFiles:
+    drafter = open_drafter(MTP, files)
     assert isinstance(drafter, ModelDrafterFiles)
     return drafter
 
@@ -140,6 +146,22 @@ def test_the_reference_is_that_of_transformers(saved: Callable[[str], Model]) ->
         )
     outputs, _ = model.head(TOKENS[1:LENGTH], output.astype(np.float64))
     np.testing.assert_allclose(rows[0].numpy(), outputs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_is_read_from_arrays_by_name(saved: Callable[[str], Model]) -> None:
+    """Those of `from_parameters` and `update_parameters`; a module has no tensors of a head."""
+    model = saved("deepseek_v3")
+    config = json.loads((model.directory / "config.json").read_text())
+    stored = load_file(model.directory / "model.safetensors")
+    files = open_parameters(config, stored)
+    found, wanted = (
+        each.load("float32", np.asarray, progress=False)
+        for each in (opened_files(files), opened(model.directory))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    module = replace(files, plan=replace(files.plan, layout="module"))
+    with pytest.raises(UnsupportedError, match="and in arrays by name alone"):
+        open_drafter(MTP, module)
 
 
 # --- refusals
@@ -249,7 +271,7 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
     write_tensors(tmp_path, tensors)
-    with TraceScope(make_product_kernels(Backend("reference"))).opened():
+    with TraceScope(make_layer_kernels(Backend("reference"))).opened():
         found = run_on(model._replace(directory=tmp_path))
     plain = tmp_path / "plain"
     plain.mkdir()

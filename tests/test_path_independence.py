@@ -16,6 +16,8 @@ from jaxpage.step.edits import Fork
 from tests.support.engines import (
     BLOCKS_OF_1,
     BLOCKS_OF_4,
+    GRANITE_4,
+    LFM2,
     LLAMA,
     QWEN3_5,
     SMALL_POOL,
@@ -114,6 +116,8 @@ FAMILIES = {
         },
     },
     "qwen3_5": QWEN3_5,
+    "granite_4": GRANITE_4,
+    "lfm2": LFM2,
     "mixtral": {
         **LLAMA,
         "architectures": ["MixtralForCausalLM"],
@@ -121,7 +125,10 @@ FAMILIES = {
         "num_local_experts": 4,
     },
 }
-NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")
+NEWER = (
+    *("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5"),
+    *("granite_4", "lfm2"),
+)
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},

@@ -24,14 +24,15 @@ from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.models.base import abstract_model
-from jaxpage.models.sharding import Divisions, sharded_weights, with_sharding
-from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.models.dividing import Divisions, sharded_weights, with_sharding
+from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.shape_costs import ShapeCost
 from jaxpage.simulation.sustained_rate import PRECISION, Question, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.step.plan import Row, StepPlan
+from pallas_kernels.cpu import library
 from tests.support.engines import LLAMA, make_llm
 from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
@@ -265,7 +266,7 @@ def test_users_are_as_many_as_a_block_manager_takes(
 def test_the_engine_does_what_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On this machine's device, from the same settings. On a CPU "auto" is float32 and the pool ends at what max_num_seqs can use."""
+    """On this machine's device, from the same settings. "auto" is the checkpoint's type and the pool ends at what max_num_seqs can use."""
     model = random_checkpoint(tmp_path / "llama", LLAMA, dtype="bfloat16")
     flags = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
     plan = planned(capsys, str(model), *flags)
@@ -274,6 +275,7 @@ def test_the_engine_does_what_was_planned(
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
         "num_blocks": None,
+        "dtype": "auto",
     }
     with make_llm(model, **settings) as llm:
         memory = llm.memory
@@ -287,7 +289,8 @@ def test_the_engine_does_what_was_planned(
         "device",
     ):
         assert plan[name] == getattr(memory, name), name
-    assert plan["dtype"] == "float32" and plan["num_blocks"] == 1 + 2 * 4
+    assert plan["dtype"] == ("float32" if library.load().reason else "bfloat16")
+    assert plan["num_blocks"] == 1 + 2 * 4
     assert run(str(model), *flags) == 0
     assert "no more blocks than max_num_seqs x max_model_len can use" in capsys.readouterr().out
 

@@ -20,7 +20,6 @@ from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.logits_processors import process_logits
 from jaxpage.device.sampler import draw
 from jaxpage.device.step_inputs import (
-    MAX_BIASES,
     ProcessorInputs,
     TableShape,
     processor_shapes,
@@ -31,7 +30,7 @@ from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.scheduling.plan_builder import sample_of, suppression
-from jaxpage.shapes import NOTHING_ALLOWED
+from jaxpage.shapes import MAX_BIASES, NOTHING_ALLOWED
 from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence

@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.models.registry import FAMILIES
 from jaxpage.settings.draft_settings import SuffixDecoding
-from jaxpage.settings.speculative_config import ON_DEVICE, SpeculativeConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_methods import METHODS
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
-from jaxpage.speculation.methods import METHODS, DraftedModel
+from jaxpage.speculation.ahead import AheadProposer
+from jaxpage.speculation.methods import _PROPOSERS, DraftedModel
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -33,7 +36,7 @@ from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import draft_with
-from tests.support.sources import read_modules
+from tests.support.sources import WHEEL, read_modules
 from tests.support.synthetic import SyntheticProposer, rates_of
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -614,9 +617,11 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
     assert isinstance(recycling, RecyclingProposer) and ask(recycling, group, 3) is None
     recycling.on_top_k([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
-    known = set(get_args(SpeculativeConfig.model_fields["method"].annotation))
-    assert set(METHODS) == known - {"auto"}  # one of the others
-    assert {name for name, method in METHODS.items() if method.drafter} == set(ON_DEVICE) - {"auto"}
+    heads = make_proposer(SpeculativeConfig(method="mtp"), target)
+    assert isinstance(heads, AheadProposer)
+    known = get_args(SpeculativeConfig.model_fields["method"].annotation)
+    assert known == (*METHODS, "auto")  # one of the others
+    assert set(_PROPOSERS) | {name for name, each in METHODS.items() if each.drafter} == {*METHODS}
 
 
 # Where methods are named; and the parts of drafters, which have names of their own.
@@ -655,6 +660,23 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     found = {module.path for module in modules if decisions_by_method(module.tree)}
     field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
     assert {path for path in found if not path.startswith(HOMES)} == {field}
+
+
+def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
+    """MTP, with its own files and those of the families that have heads left out."""
+    modules = [*FAMILIES.values(), "rotary_decoder"]  # the spec of all families that have heads
+    families = {f"jaxpage/models/{name}.py" for name in modules}
+    found = {
+        module.path
+        for module in read_modules(Path(__file__).parents[1], WHEEL)
+        if "mtp" in module.source.lower() and "mtp" not in module.path
+    }
+    assert found - families == {
+        "jaxpage/settings/speculative_methods.py",
+        "jaxpage/assembly/drafters.py",
+        "jaxpage/checkpoints/__init__.py",
+        "jaxpage/models/__init__.py",
+    }
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
 from jaxpage.layers.product import product, weight_numbers
@@ -33,10 +33,10 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
+from jaxpage.models.dividing import Place, ShardedWeight, sharded_weights, with_sharding
 from jaxpage.models.quantization import gguf
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme_choice import METHODS, quantization_of
-from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
 from tests.support.gguf_files import write_gguf
@@ -401,7 +401,7 @@ class Loaded:
             module, arrays = getattr(module, name), arrays[name]
         for name, value in arrays.items():
             getattr(module, name).set_value(value)
-        with TraceScope(make_product_kernels(Backend("auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
             return np.asarray(product(jnp.asarray(x), module.weight))
 
 
@@ -467,7 +467,7 @@ def numbers_of_shards(
             for name, value in branch.items():
                 own = value[device] if isinstance(value, list) else value
                 getattr(module, name).set_value(jnp.asarray(own))
-            with TraceScope(make_product_kernels(Backend("reference"))).opened():
+            with TraceScope(make_layer_kernels(Backend("reference"))).opened():
                 found.append(np.asarray(weight_numbers(module.weight)))
         return found
 
@@ -748,7 +748,7 @@ def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) ->
         [weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     )
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
-    with TraceScope(make_product_kernels(Backend("auto"))).opened():
+    with TraceScope(make_layer_kernels(Backend("auto"))).opened():
         found = np.asarray(module(jnp.asarray(x)))
     np.testing.assert_allclose(
         found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max()

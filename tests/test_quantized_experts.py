@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinearSpec
@@ -231,7 +231,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
 
     @jax.jit
     def run(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with TraceScope(make_product_kernels(Backend("reference" if on_gpu else "auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("reference" if on_gpu else "auto"))).opened():
             return nnx.merge(graph, parameters)(x_TD)
 
     arguments = shapes, jax.ShapeDtypeStruct((16, 64), "float32")
@@ -301,12 +301,21 @@ def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) 
     )
 
 
-def test_experts_that_are_one_tensor_are_rounded_too(tmp_path: Path) -> None:
-    """GPT-OSS has them as `[in, out]`."""
-    save_model("gpt-oss-windows", tmp_path)
-    weight = load_file(tmp_path / "model.safetensors")[
-        "model.layers.1.mlp.experts.down_proj"
-    ].swapaxes(1, 2)
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("gpt-oss-windows", "mlp.experts.down_proj"),
+        ("granitemoehybrid-mixed", "block_sparse_moe.output_linear.weight"),
+    ],
+)
+def test_experts_that_are_one_tensor_are_rounded_too(
+    name: str, tensor: str, tmp_path: Path
+) -> None:
+    """GPT-OSS has them as `[in, out]`, Granite under another name than in memory."""
+    save_model(name, tmp_path)
+    weight = load_file(tmp_path / "model.safetensors")[f"model.layers.1.{tensor}"]
+    if name.startswith("gpt"):
+        weight = weight.swapaxes(1, 2)
     down = load_weights(open_model(tmp_path, "int8").plan, "float32", np.asarray)["layers"][1][
         "mlp"
     ]["experts"]["down"]

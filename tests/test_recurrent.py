@@ -13,13 +13,23 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.device import cache_groups, executables, recurrence, steps
+from jaxpage.assembly import cache_groups
+from jaxpage.device import executables, recurrence, steps
 from jaxpage.device.kv_pages import StatePages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput
-from tests.support.engines import BLOCKS_OF_4, LLAMA, QWEN3_5, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    BLOCKS_OF_4,
+    GRANITE_4,
+    LFM2,
+    LLAMA,
+    QWEN3_5,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint, write_tensors
 from tests.support.sweeps import few
 from tests.test_plan import planned
@@ -58,9 +68,21 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4, "lfm2": LFM2}
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
+
+
+@pytest.fixture(scope="module", params=few(MODELS, ["qwen3_5"]))
+def model(
+    request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "qwen3_5":
+        return qwen
+    return random_checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +146,12 @@ def bits(outputs: list[CompletionOutput]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(engines: Callable[[str], LLM]) -> list[Any]:
+def expected(engines: Callable[[str], LLM], model: Path) -> list[Any]:
     """Each request by itself, with blocks of 16 and nothing cached."""
     llm = engines("alone")
     assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
         (None, False, (2,)),
-        (16 + 3, True, (0, 1)),
+        (1 + 3 if "lfm2" in model.name else 16 + 3, True, (0, 1)),  # LFM2 has no states
     ]
     found = []
     for index in range(len(PROMPTS)):
@@ -205,39 +227,57 @@ SUM = Recurrence(
 )
 
 
-def summed(inputs: np.ndarray) -> np.ndarray:
-    """What `SUM` gives behind each token of a whole sequence, by its definition."""
+STATELESS = SUM._replace(update=None, state=StateSpec(None, input_width=3, lookback=2))
+
+
+def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
+    """What `SUM` or `STATELESS` gives behind each token of a whole sequence, by its definition."""
     padded, state, found = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
     for place in range(len(inputs)):
         x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
+        if recurrence is STATELESS:
+            found.append(x)
+            continue
         state = 0.5 * state + np.stack([x, 2 * x])
         found.append(state.reshape(-1))
     return np.array(found)
 
 
-@pytest.mark.parametrize("by_row", [True, False], ids=["row by row", "all at once"])
-def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
+@pytest.mark.parametrize(
+    ("recurrence_", "by_row"),
+    [(SUM, True), (SUM, False), (STATELESS, True)],
+    ids=["row by row", "all at once", "without a state"],
+)
+def test_steps_over_pages_are_the_recurrence(recurrence_: Recurrence, by_row: bool) -> None:
     """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
     size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
     sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
-    wanted = [summed(inputs) for inputs in sequences]
+    wanted = [summed(inputs, recurrence_) for inputs in sequences]
     table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
-    pages = StatePages(
-        jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32)
-    )
+    states = (jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
+    states = (None, None) if recurrence_ is STATELESS else states
+    pages = StatePages(jnp.full((37, size, 3), jnp.nan), *states)
 
     @jax.jit
     def step(
-        x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any
+        x_TE: Any,
+        slots_T: Any,
+        positions_T: Any,
+        context_len_B: Any,
+        query_start: Any,
+        table_BM: Any,
+        pages: Any,
     ) -> Any:
         used = {
+            "positions_T": positions_T,
             "slots_ZT": slots_T[None],
             "context_len_B": context_len_B,
             "query_start": query_start,
         }
         unused = dict.fromkeys(StepInputs._fields)
         inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
-        return recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)(0, x_TE, SUM, pages)
+        recur = recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)
+        return recur(0, x_TE, recurrence_, pages)
 
     computed = [0, 0, 0]
     while min(computed) < longest:
@@ -246,24 +286,22 @@ def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
             min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows
         ]
         right = [int(rng.integers(1, count + 1)) for count in counts]
-        x_TE, slots_T, start = (
-            np.full((num_tokens, 3), np.nan, np.float32),
-            np.zeros(num_tokens, np.int32),
-            0,
-        )
+        x_TE = np.full((num_tokens, 3), np.nan, np.float32)
+        slots_T, positions_T = np.zeros((2, num_tokens), np.int32)
+        start = 0
         for index, count, num_right in zip(rows, counts, right, strict=True):
             at = np.arange(computed[index], computed[index] + count)
             x_TE[start : start + count] = sequences[index][at]
             x_TE[start + num_right : start + count] = 7.0
             slots_T[start : start + count] = table_BM[index][at // size] * size + at % size
+            positions_T[start : start + count] = at
             start += count
         padding = 3 - len(rows)
         starts = np.cumsum([0, *counts, *[0] * padding])
         lengths = [computed[index] + count for index, count in zip(rows, counts, strict=True)]
         tables = np.concatenate([table_BM[rows], np.zeros((padding, 12), np.int64)])
-        out_TO, pages = step(
-            x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages
-        )
+        lengths += [0] * padding
+        out_TO, pages = step(x_TE, slots_T, positions_T, np.array(lengths), starts, tables, pages)
         for row, index in enumerate(rows):
             at = slice(computed[index], computed[index] + right[row])
             np.testing.assert_allclose(
@@ -299,6 +337,8 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_a_planted_mistake_is_seen(
     mistake: str, model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "lfm2" in model.name and "window" not in mistake:
+        pytest.skip("it has no states")
     name, plant = MISTAKES[mistake]
     plant(monkeypatch)
     with make_llm(model, **ENGINES[name]) as llm:
@@ -337,11 +377,21 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
         make_llm(model, **settings)
 
 
-def test_key_heads_that_shards_cannot_share_are_refused(model: Path) -> None:
+def test_key_heads_that_shards_cannot_share_are_refused(qwen: Path) -> None:
     with pytest.raises(
         ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"
     ):
-        make_llm(model, tensor_parallel_reduction="invariant")
+        make_llm(qwen, tensor_parallel_reduction="invariant")
+
+
+@pytest.mark.parametrize(("name", "part"), [("granite_4", "mamba"), ("lfm2", "conv")])
+def test_layers_that_are_not_divided_are_refused_by_name(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    directory = random_checkpoint(tmp_path, MODELS[name])
+    text = rf"tensor_parallel_size: model.layers.0.{part}.in_proj.weight is of a layer that .* not divide"
+    with pytest.raises(UnsupportedError, match=text):
+        make_llm(directory, tensor_parallel_reduction="invariant")
 
 
 def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
@@ -372,10 +422,10 @@ def test_a_draft_model_with_states_is_refused(model: Path) -> None:
         make_llm(model, speculative_config=drafts)
 
 
-def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_counts_states(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
     plan = planned(
-        capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
+        capsys, str(qwen), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
     )
     attention = 4 * 2 * 2 * 16 * 4
     inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
@@ -384,7 +434,7 @@ def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_pool_that_states_keep_small_says_so(
-    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    qwen: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = (
         "--block-size",
@@ -398,5 +448,5 @@ def test_a_pool_that_states_keep_small_says_so(
     )
     for chunk, said in (("128", 1), ("16", 0)):
         caplog.clear()
-        planned(capsys, str(model), *words, "--max-num-batched-tokens", chunk)
+        planned(capsys, str(qwen), *words, "--max-num-batched-tokens", chunk)
         assert caplog.text.count("a lower max_num_batched_tokens leaves room for more") == said

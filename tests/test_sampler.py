@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import NUM_CANDIDATES, Draws, draw, log_probabilities, perturbed
+from jaxpage.device.sampler import Draws, draw, log_probabilities, perturbed
 from jaxpage.device.step_inputs import (
     NUM_FLAGS,
     Flags,
@@ -23,6 +23,7 @@ from jaxpage.device.step_inputs import (
     views,
 )
 from jaxpage.device.truncation import truncate
+from jaxpage.shapes import NUM_CANDIDATES
 from tests.support.distributions import kept, probabilities, z_score
 
 NUM_ROWS, VOCAB = 512, 8

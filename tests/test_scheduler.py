@@ -776,6 +776,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     driver.scheduler.add(make_group("a", 0, range(40), max_tokens=2, ignore_eos=True))
     driver.run()
     assert query_lens(driver) == [[16], [16], [8], [1]]
+    assert [plan.step_id for plan in driver.plans] == [1, 2, 3, 4]
     assert [len(plan.samples) for plan in driver.plans] == [0, 0, 1, 1]
     sample = driver.plans[2].samples[0]
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)

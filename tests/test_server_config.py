@@ -24,7 +24,7 @@ from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.startup import how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.settings.base import nearest_name
+from jaxpage.settings.checked_settings import nearest_name
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import resolve_config
 

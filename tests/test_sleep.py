@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage import AsyncLLM, SamplingParams
-from jaxpage.device.host_weights import to_device, to_host
+from jaxpage.device import to_device, to_host
 from jaxpage.settings.lora_request import LoRARequest
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint

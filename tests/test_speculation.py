@@ -17,7 +17,7 @@ from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
 from jaxpage.scheduling import plan_builder
-from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import NoSpeculation
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter

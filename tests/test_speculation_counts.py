@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.cli.generating import _drafted
+from jaxpage.cli.generate import _drafted
 from jaxpage.outputs import RequestMetrics
 from jaxpage.speculation.counts import SpeculationCounts, Verified, verified_drafts
 from jaxpage.step.edits import Append, Finish

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.device import executables
-from jaxpage.device.cpu_products import CPUProducts, remember, remembered
 from jaxpage.device.stored_executables import StoredExecutables
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-NONSENSE = '{"a": {"library": "", "seconds": {"float32": [1, NaN], "bfloat16": [1, -1]}}}'
 PROGRAM = """
 import json, sys
 import jax
@@ -144,32 +142,3 @@ def test_a_step_that_calls_python_is_not_stored_and_no_warning(
     kept = StoredExecutables(tmp_path / "executables", jax.devices()).get(compile_one, (1.0,), 1.0)
     assert kept(jnp.ones(())) == 1.0
     assert not caplog.records and not [*tmp_path.glob("*/*")]
-
-
-def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(
-    tmp_path: Path, monkeypatch
-) -> None:
-    slow = {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 2e-3]}
-    assert not CPUProducts("YNNPACK", slow).prefer_bfloat16, "slower with many rows"
-    fast = CPUProducts("", {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 5e-4]})
-    assert (
-        fast.prefer_bfloat16
-        and "plain XLA" in fast.described()
-        and "2 rows 126 / 252" in fast.described()
-    )
-    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "cpu-products.json"
-    for text in (
-        "",
-        "[]",
-        "{}",
-        '{"a": 1}',
-        '{"a": {"library": "", "seconds": {"float32": [1, 0]}}}',
-        NONSENSE,
-        "[" * 100_000,
-    ):
-        path.write_text(text)
-        assert remembered() == {}
-    path.write_text(json.dumps({"a": {"library": "YNNPACK", "seconds": slow}}))
-    remember(fast)
-    assert list(remembered().values()) == [CPUProducts("YNNPACK", slow), fast]

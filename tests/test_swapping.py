@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
 from jaxpage.assembly import build_engine, capacity
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.steps import StepOutput
 from jaxpage.engine.batch_builder import BatchBuilder
@@ -426,4 +426,5 @@ def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
 
 def test_a_batch_of_swaps_is_about_two_mebibytes_and_at_least_a_block():
     sizes = (1, 64 * 2**10, 384 * 2**10, 2**21, 2**21 + 1, 2**30)
-    assert [swapped_at_once(size) for size in sizes] == [64, 32, 4, 1, 1, 1]
+    menus = [make_menu(2, 64).swapping(size) for size in sizes]
+    assert [menu.num_swapped for menu in menus] == [64, 32, 4, 1, 1, 1]

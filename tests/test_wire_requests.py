@@ -40,10 +40,12 @@ from jaxpage.serving.wire.request_fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.translated_fields import (
     MessagesRequest,
@@ -381,13 +383,19 @@ def test_what_is_missing_is_named(missing: str) -> None:
     assert refused(open_completion, body).message == f"{missing} is required"
 
 
-@pytest.mark.parametrize("name", ["../../etc", "gpt-4", "Demo", ""])
+@pytest.mark.parametrize("name", ["../../etc", "gpt-4", "Demo", "d", "d" * 256, "", "d" * 257])
 def test_another_model_is_not_found(name: str) -> None:
-    error = refused(open_completion, completion(model=name))
-    if name:
-        assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
-    else:
-        assert error.status == 400
+    for opens, body in (
+        (open_completion, completion()),
+        (open_chat, chat()),
+        (open_embeddings, {"input": "x"}),
+        (open_score, {"prompt": "x", "continuation": "y"}),
+    ):
+        error = refused(opens, {**body, "model": name})
+        if 1 <= len(name) <= 256:
+            assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+        else:
+            assert (error.status, error.param) == (400, "model")
     assert open_completion(completion(model="other-name"), context()).prompts
 
 
@@ -766,6 +774,7 @@ ENDPOINTS = [
     (DetokenizeRequest, detokenize, {"tokens": [5]}),
     (EmbeddingRequest, open_embeddings, {"model": "demo", "input": "x"}),
     (ScoreRequest, open_score, {"model": "demo", "prompt": "x", "continuation": "y"}),
+    (RerankRequest, open_rerank, {"model": "demo", "query": "x", "documents": ["y"]}),
     (ResponsesRequest, open_response, {"model": "demo", "input": "x"}),
     (MessagesRequest, open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}),
     (OllamaChatRequest, open_ollama_chat, {"model": "demo", "messages": [USER]}),

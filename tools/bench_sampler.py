@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.assembly import build_engine
-from jaxpage.bench.report import environment
+from jaxpage.bench.results import environment
 from jaxpage.device.truncation import truncate
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError

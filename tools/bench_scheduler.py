@@ -19,7 +19,7 @@ from typing import Any
 # Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxpage.bench.report import environment
+from jaxpage.bench.results import environment
 from jaxpage.scheduling import Preemption
 from jaxpage.simulation.setup import Setup
 from tools.scheduler_lab.host_time import least, planning_times, waiting_times

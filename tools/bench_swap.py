@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from jaxpage.assembly import build_engine
-from jaxpage.bench.report import environment
+from jaxpage.bench.results import environment
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError

@@ -145,10 +145,12 @@ def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
     """Yields each module of jaxpage with a module of another room that it imports past the door.
 
     A room is a package of jaxpage; its door is its `__init__`, with the names in `__all__`. The
-    rooms of vocabulary (`OPEN_ROOMS`) have open doors.
+    rooms of vocabulary (`OPEN_ROOMS`) have open doors. A package within a room whose `__init__` has
+    an `__all__` has a door of its own.
     """
     known = {module.name for module in modules}
-    listed = {module.name: public_names(module) for module in modules}
+    packages = (module for module in modules if module.path.endswith("__init__.py"))
+    listed = {module.name: public_names(module) for module in packages}
     for module in modules:
         found = set()
         for item in imports(module, known):
@@ -157,7 +159,8 @@ def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
                 continue
             room = ".".join(parts[:2])
             own = module.name == room or module.name.startswith(f"{room}.")
-            if not own and parts[2] not in listed.get(room, ()):
+            is_door = parts[2] in listed.get(room, ()) or listed.get(item.target)
+            if not own and not is_door:
                 found.add(item.target)
         yield from ((module.name, target) for target in sorted(found))
 

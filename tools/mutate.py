@@ -5,11 +5,12 @@
 
 The faults are those of Cosmic Ray (`pip install '.[mutation]'`): a comparison, an arithmetic or a
 boolean operator is replaced, a condition is negated, a number is changed by one, a loop does not
-run. Each room gives the same number of faults, drawn independently: one room alone gives the same
-faults as among all rooms, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a
-sixth of the default). Each fault is tried with the test files of `FIRST_TESTS`, then with all test
-files of its room and with quick ones that import its module, until a test fails that passes without
-the fault. The exit status is 1 if a fault survives that is not in `EQUIVALENT`.
+run. Each room gives the same number of faults, 6 or 7 by default. They are drawn independently, and
+a large sample of a room begins with the faults of a small one, so that a long sample can run in
+parts (`--sample 7 jaxpage/memory`). Each fault is tried with the test files of `FIRST_TESTS`, then
+with all test files of its room and with quick ones that import its module or take a name of it
+through the room's door, until a test fails that passes without the fault. The exit status is 1 if a
+fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ MOST_SECONDS = 15.0  # the longest time of a test file that runs only because it
 # The test files that are to find a fault in a room; the quickest of them run first, with `-x`.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
-    "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
+    "prefix_store": "prefix_files prefix_cache",
+    "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling processors",
     "decoding": "json_schemas masks_behind_drafts stopping parallel_sampling structured_outputs beam_search sampling",
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
+    "driver": "driver async_llm engine prefix_cache",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
+    "chat_forms": "chat_forms wire_tools",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }
 
@@ -69,6 +73,8 @@ FIRST_TESTS = {
     "memory/memory_history": "memory_report",
     "scheduling/plan_builder": "draft_scheduling",
     "scheduling/queues": "policies",
+    "scheduling/scheduler": "scheduler",
+    "decoding/advancing": "stopping scoring",
     "decoding/beam": "beam_search",
     "decoding/constraints": "masks_behind_drafts",
     "decoding/grammar_compiler": "structured_outputs",
@@ -379,10 +385,11 @@ def files_of_tests(module: Path) -> list[list[str]]:
     first = " ".join(
         files for start, files in FIRST_TESTS.items() if name.startswith(start)
     ).split()
-    package = ".".join(module.parent.parts)
-    imports = re.compile(
-        rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)"
-    )
+    package = re.escape(".".join(module.parent.parts))
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = "|".join([module.stem, *defined])
+    imports = re.compile(rf"{package}(\.{module.stem}\b| import (\([^)]*|[^\n]*)\b({names})\b)")
     others = TESTS[room].split()
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)

@@ -265,7 +265,7 @@ class _Parts:
         inputs = unpack(packed, self.case.bucket, self.tables)
 
         def skip(
-            layer: int, q: jax.Array, k: jax.Array, v: Any, pages: Any, options: AttentionOptions, /
+            layer: int, q: jax.Array, k: Any, v: Any, pages: Any, options: AttentionOptions, /
         ) -> Any:
             return q, pages
 

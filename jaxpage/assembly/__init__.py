@@ -8,7 +8,7 @@ No step needs anything of this room, and the engine never imports it. Other room
     Hooks, NO_HOOKS    listen to the phases of a start; ignore them
     PHASES             are the names of these phases
     Described          describes a model with these settings on a device
-    DeviceSpec, device_spec_of  describe a device
+    MemoryPlan         says where the memory of a device goes
     ModelLayout        the types of a model's numbers, and the number of its devices
     EngineSpec, engine_spec_of  everything that is decided before anything is compiled
     choose_dtype, choose_kv_cache_dtype  decide what "auto" means
@@ -27,7 +27,7 @@ from jaxpage.assembly.build import NO_HOOKS, build_engine
 from jaxpage.assembly.built_model import BuiltModel
 from jaxpage.assembly.capacity import notices, refused_settings
 from jaxpage.assembly.compiling import shards_of_weights
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.describing import choose_dtype, choose_kv_cache_dtype, lora_spec
 from jaxpage.assembly.drafters import drafter_directory
 from jaxpage.assembly.drafting import Drafting, open_drafting
@@ -42,6 +42,7 @@ from jaxpage.assembly.model_weights import (
     weights_on_device,
 )
 from jaxpage.assembly.sampling_defaults import chat_defaults
+from jaxpage.assembly.sizing import MemoryPlan
 
 __all__ = [
     "NO_HOOKS",
@@ -49,10 +50,10 @@ __all__ = [
     "Built",
     "BuiltModel",
     "Described",
-    "DeviceSpec",
     "Drafting",
     "EngineSpec",
     "Hooks",
+    "MemoryPlan",
     "Mode",
     "ModelLayout",
     "build_engine",
@@ -60,7 +61,6 @@ __all__ = [
     "check_replaceable",
     "choose_dtype",
     "choose_kv_cache_dtype",
-    "device_spec_of",
     "drafter_directory",
     "engine_spec_of",
     "given_weights",

@@ -14,18 +14,16 @@ from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec, print_lines
 from jaxpage.assembly.hooks import Hooks
+from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import ModelFiles, ends_of_text
-from jaxpage.device.embedder import Embedder
-from jaxpage.device.executables import Executables
-from jaxpage.device.host_pages import HostPages
-from jaxpage.device.mesh import DeviceMesh, make_mesh
-from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.device import DeviceMesh, Embedder, Executables, HostPages, make_mesh
 from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.step.strategy import Strategy
+from jaxpage.tables import gib
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,12 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
-        compiled.parameters, new_pages, compiled.executables, host_pages, compiled.adapters
+        compiled.parameters,
+        new_pages,
+        compiled.executables,
+        host_pages,
+        compiled.adapters,
+        compiled.packed,
     )
     engine = Engine(
         scheduler=_scheduler(spec),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxpage.assembly.assembling import Built
-from jaxpage.assembly.model_weights import check_replaceable, whole_weights
+from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
 from jaxpage.checkpoints import named_parameters
 from jaxpage.engine import chat_prompt, checked_token_ids
 from jaxpage.settings.engine_config import EngineConfig
@@ -84,14 +84,18 @@ class BuiltModel:
         """
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
-    def _named(self, weights: dict[Any, Any]) -> dict[str, jax.Array]:
-        """Returns weights by their names in the checkpoint.
+    def _named(self, parameters: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Returns the weights of a checkpoint by their names in it.
 
         Args:
-            weights: The weights as they are on the device.
+            parameters: The parameters of the steps, as they are on the device.
         """
         check_replaceable(self._model, None, "parameters")
-        return named_parameters(self._model.plan, whole_weights(self._model, self.spec, weights))
+        return {
+            name: array
+            for plan, weights in checkpoint_parts(self._model, self.spec, parameters)
+            for name, array in named_parameters(plan, weights).items()
+        }
 
     def __repr__(self) -> str:
         names = ("max_model_len", "num_blocks", "block_size", "device")

@@ -8,26 +8,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from jaxpage.assembly.cache_groups import CacheGroup
 from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import unaddressable_blocks
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.cache_groups import CacheGroup
-from jaxpage.device.sizing import (
+from jaxpage.assembly.sizing import (
     MemoryPlan,
     WindowBlocks,
-    available_host_bytes,
     choose_num_blocks,
     choose_num_host_blocks,
-    gib,
 )
-from jaxpage.device.step_inputs import processor_shapes
-from jaxpage.device.steps import SCORED_AT_ONCE
+from jaxpage.device import (
+    SCORED_AT_ONCE,
+    BucketMenu,
+    available_host_bytes,
+    bytes_of_pages,
+    page_dtype,
+    processor_shapes,
+)
 from jaxpage.errors import CapacityError
 from jaxpage.memory import window_blocks
-from jaxpage.models.base import ModelSpec
-from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.models import ModelSpec
+from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.tables import gib
 
 
 def plan_memory(
@@ -104,10 +106,10 @@ def _without_blocks(
     first, *further = groups
     longest = config.max_model_len or described.model.max_position_embeddings
     workspace_bytes = _workspace_estimate(described.model, longest, menu)
-    page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
+    dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
-        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
-        workspace_bytes += kv_pages.num_bytes(scratch)
+        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, dtype)
+        workspace_bytes += bytes_of_pages(scratch)
 
     def at_a_time(window: int) -> int:
         return window_blocks(window, longest_row, config.block_size)
@@ -136,11 +138,10 @@ def _without_blocks(
             for group in further
             if group.sliding_window is not None
         ),
-        unaddressable=unaddressable_blocks(
+        unaddressable=device.unaddressable_blocks(
             config.attention_backend,
-            device.platform,
             max(group.array_elements for group in groups),
-            page_dtype,
+            dtype,
         ),
     )
 

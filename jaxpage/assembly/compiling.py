@@ -6,19 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device.executables import Executables
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.steps import StepOptions
-from jaxpage.device.stored_executables import stored_executables
+from jaxpage.device import (
+    DeviceMesh,
+    Executables,
+    KVPages,
+    Packings,
+    StepOptions,
+    open_stored_executables,
+    pack_weights,
+)
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import abstract_model
-from jaxpage.models.lora import adapter_weights
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models import (
+    Packing,
+    Path,
+    ShardedWeight,
+    abstract,
+    abstract_model,
+    adapter_weights,
+    make_model,
+    sharded_weights,
+    with_sharding,
+)
 
 
 @dataclass(frozen=True)
@@ -27,12 +41,14 @@ class Compiled:
 
     Attributes:
         parameters: The weights of the model and of its drafter.
+        packed: Which of them are in panels.
         adapters: A and B of every layer that takes LoRA adapters.
         pages: The shapes of the KV pages of all layers.
         executables: The table of compiled steps.
     """
 
     parameters: dict[str, Any]
+    packed: Packings
     adapters: Sequence[ShardedWeight]
     pages: KVPages
     executables: Executables
@@ -49,9 +65,10 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     drafting = spec.described.drafting
     hooks.phase(PHASES[3])
     adapters = adapters_of(files, spec)
-    parameters = load_parameters(files, spec, mesh, adapters, progress=hooks.progress)
+    model, packed = step_model(files, spec)
+    parameters = load_parameters(files, spec, mesh, packed, adapters, progress=hooks.progress)
     hooks.phase(PHASES[4])
-    options = _step_options(spec, files, by_row=mesh.first.platform == "cpu")
+    options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
     try:
         executables = Executables(
@@ -61,14 +78,19 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             options,
             mesh=mesh,
             target_only=drafting.may_be_off,
-            stored=stored_executables(mesh),
+            stored=open_stored_executables(mesh),
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
-    return Compiled(parameters, adapters, pages, executables)
+    all_packed = _below("target", packed) | _below("drafter", drafting.packed(spec))
+    return Compiled(parameters, all_packed, adapters, pages, executables)
+
+
+def _below(key: str, packed: Packings) -> dict[Path, Packing]:
+    return {(key, *path): size for path, size in packed.items()}
 
 
 def adapters_of(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
@@ -83,32 +105,37 @@ def load_parameters(
     files: ModelFiles,
     spec: EngineSpec,
     mesh: DeviceMesh,
+    packed: Packings,
     adapters: Sequence[ShardedWeight],
     *,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Loads the weights of a model and of its drafter; see `load_model`."""
     drafting = spec.described.drafting
-    return {
-        "target": load_model(files, spec, mesh, adapters, progress=progress),
-        "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=progress),
-    }
+    target = load_model(files, spec, mesh, packed, adapters, progress=progress)
+    drafter = drafting.load(spec.layout.dtype, mesh.put, progress=progress)
+    pack_weights(drafter, drafting.packed(spec))
+    return {"target": target, "drafter": drafter}
 
 
 def load_model(
     files: ModelFiles,
     spec: EngineSpec,
     mesh: DeviceMesh,
+    packed: Packings,
     adapters: Sequence[ShardedWeight] = (),
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Loads each weight onto its device, and adds LoRA adapters that are zero.
+    """Loads each weight onto its device, in panels where the kernels multiply by such.
+
+    LoRA adapters that are zero are added.
 
     Args:
         files: The model's files.
         spec: The engine's specification.
         mesh: The devices.
+        packed: Which of the weights go into panels; see `step_model`.
         adapters: The LoRA weights A and B of every layer that takes adapters.
         progress: True shows a bar.
     """
@@ -124,7 +151,16 @@ def load_model(
     arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
     for (place, _), zeros in zip(places, arrays, strict=True):
         insert(weights, place.path, zeros)
+    pack_weights(weights, packed)
     return weights
+
+
+def step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packings]:
+    """Returns the model that the steps compute, and which of its weights are in panels."""
+    lora = spec.described.lora
+    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
+    model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
+    return model, spec.packed(model)
 
 
 def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
@@ -136,15 +172,13 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
     )
 
 
-def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepOptions:
+def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepOptions:
     lora = spec.described.lora
     kernels = spec.described.kernels
     drafter = spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
-    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
-    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
-        graph,
+        abstract(model)[0],
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,

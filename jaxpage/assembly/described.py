@@ -4,60 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import jax
-
 from jaxpage.assembly.drafting import Drafting
-from jaxpage.device import gpu_memory
-from jaxpage.device.backends import Backend, has_bfloat16
-from jaxpage.device.sizing import available_bytes
-from jaxpage.models.base import ModelSpec
-from jaxpage.models.lora import LoRASpec
+from jaxpage.device import Backend, DeviceSpec
+from jaxpage.models import LoRASpec, ModelSpec
 from jaxpage.settings.engine_config import EngineConfig
-
-
-@dataclass(frozen=True)
-class DeviceSpec:
-    """Describes the device that an engine runs on, or one that `jaxpage plan` plans for.
-
-    Attributes:
-        name: The name, which begins with the platform.
-        available_bytes: The memory that the engine may use.
-        notice: A warning if that memory is not what the settings ask for, else empty.
-        has_bfloat16: True if the device computes in bfloat16.
-    """
-
-    name: str
-    available_bytes: int
-    notice: str = ""
-    has_bfloat16: bool = True
-
-    @property
-    def is_cpu(self) -> bool:
-        """Returns whether the device is a CPU."""
-        return self.name.startswith("cpu")
-
-    @property
-    def platform(self) -> str:
-        """Returns the platform whose kernel sets are asked; all devices but CPUs count as GPUs."""
-        return "cpu" if self.is_cpu else "gpu"
-
-
-def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
-    """Describes a device.
-
-    Args:
-        device: The device.
-        utilization: The share of a GPU's memory that the engine may use.
-        num_devices: The number of devices, which are all alike. Devices that are made of one CPU
-            share its memory.
-    """
-    notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
-    available = available_bytes(device, utilization) // (
-        num_devices if device.platform == "cpu" else 1
-    )
-    return DeviceSpec(
-        f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device)
-    )
 
 
 @dataclass(frozen=True)

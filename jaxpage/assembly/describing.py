@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
@@ -21,16 +20,18 @@ from jaxpage.checkpoints import (
     resolve_model,
     resolve_tokenizer,
 )
-from jaxpage.device.backends import choose_backend
-from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
-from jaxpage.device.executables import use_compile_cache
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.mesh import DeviceMesh, make_mesh
-from jaxpage.device.stored_executables import compile_cache_directory
+from jaxpage.device import (
+    DeviceMesh,
+    DeviceSpec,
+    choose_backend,
+    compile_cache_directory,
+    make_mesh,
+    open_devices,
+    use_compile_cache,
+)
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec
-from jaxpage.models.lora import LoRASpec, lora_targets
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
+from jaxpage.models.quantization import Scheme
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def describe(
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     drafting = open_drafting(config.speculative_config, files)
-    device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
+    device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
     described = Described(
@@ -110,9 +111,10 @@ def opened_files(config: EngineConfig) -> ModelFiles:
 def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
     """Returns the dtype of a model.
 
-    "auto" follows the checkpoint. On CPU it is float32, unless the checkpoint is in bfloat16 and
-    that is faster there. On a GPU without bfloat16 it is float16, with a warning. For a family
-    whose numbers overflow float16, bfloat16 or float32 takes its place.
+    "auto" follows the checkpoint. On CPU it is float32 for a checkpoint in float16, and for one in
+    bfloat16 without the kernels for CPUs, since XLA is slow in it. On a GPU without bfloat16 it is
+    float16, with a warning. For a family whose numbers overflow float16, bfloat16 or float32 takes
+    its place.
 
     Args:
         asked: The dtype in the settings.
@@ -141,7 +143,7 @@ def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) ->
     if stored == "bfloat16" and not device.has_bfloat16:
         logger.warning("%s: dtype 'auto' is %s", lacking, instead)
         return instead
-    if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
+    if device.is_cpu and not (stored == "bfloat16" and device.keeps_bfloat16):
         return "float32"
     return stored
 
@@ -158,19 +160,12 @@ def choose_kv_cache_dtype(asked: str, spec: ModelSpec, quantization: Scheme | No
 
 
 def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
-    """Returns the reason for the dtype that "auto" gives, if it depends on the machine."""
+    """Returns the reason for the dtype that "auto" gives, if it is not the checkpoint's."""
     if asked != "auto" or not device.is_cpu or stored == "float32":
         return ""
     if stored != "bfloat16":
         return f"the checkpoint is in {stored}"
-    products = cpu_products()
-    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    hint = (
-        ""
-        if products.prefer_bfloat16 or sys.version_info >= (3, 12)
-        else "; with Python 3.12 a newer JAX is faster"
-    )
-    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
+    return "" if device.keeps_bfloat16 else "without the kernels for CPUs, bfloat16 is slow"
 
 
 def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:

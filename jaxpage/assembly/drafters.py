@@ -21,6 +21,7 @@ from jaxpage.checkpoints import (
     HUB_FILES,
     MEDUSA_FILES,
     EagleMethod,
+    LoadPlan,
     MedusaFiles,
     ModelFiles,
     load_eagle,
@@ -34,27 +35,33 @@ from jaxpage.checkpoints import (
     open_mtp,
     resolve_model,
 )
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
-from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
+from jaxpage.device import (
+    BucketMenu,
+    Choice,
+    DeviceDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    Packings,
+    TopIdsDrafter,
+    TreeShape,
+)
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
-from jaxpage.models.base import KVSpec, abstract
-from jaxpage.models.draft_model import DraftModel
-from jaxpage.models.medusa import MedusaHeads
-from jaxpage.models.mtp import MtpHead, layer_spec
-from jaxpage.models.replacing import Path as LayerPath
-from jaxpage.models.replacing import replace_modules
-from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation import (
-    METHODS,
-    NUM_RECYCLED,
-    Choices,
-    DrafterKind,
-    assumed_accuracies,
-    choices_of,
+from jaxpage.models import (
+    DraftModel,
+    KVSpec,
+    MedusaHeads,
+    MtpHead,
+    abstract,
+    layer_spec,
+    replace_modules,
 )
+from jaxpage.models import Path as LayerPath
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_methods import METHODS, DrafterKind
+from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.speculation import NUM_RECYCLED, Choices, assumed_accuracies, choices_of
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec
@@ -75,12 +82,28 @@ class DrafterFiles(Protocol):
         """Returns the KV caches of its own layers, which follow the target's in every block."""
         ...
 
+    @property
+    def plan_in_model(self) -> LoadPlan | None:
+        """Returns the tensors of the model's checkpoint that fill its weights, if any do."""
+        ...
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the values of `StepPlan.draft_depth` to choose from.
+
+        There are none if the drafter costs so little that it always runs.
+        """
+        ...
+
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of its own weights."""
         ...
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         """Returns its own parameters, each one `put(array)`."""
+        ...
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
         ...
 
     def make(self, spec: EngineSpec) -> DeviceDrafter:
@@ -95,6 +118,11 @@ class HeadFiles:
     files: MedusaFiles
     choices: Choices
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the one depth: the heads draft for all places at once."""
+        return (MOST_DRAFTS,)
 
     @property
     def num_candidates(self) -> int:
@@ -109,11 +137,18 @@ class HeadFiles:
         """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
+        return spec.packed(self._module(spec))
+
     def make(self, spec: EngineSpec) -> HeadDrafter:
         """Returns the drafter for the engine of this specification."""
-        return HeadDrafter(
-            abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates
-        )
+        module = self._module(spec)
+        spec.packed(module)
+        return HeadDrafter(abstract(module)[0], self.num_candidates)
+
+    def _module(self, spec: EngineSpec) -> nnx.Module:
+        return MedusaHeads(self.files.spec, dtype=spec.layout.dtype)
 
 
 @dataclass(frozen=True)
@@ -121,6 +156,11 @@ class NoFiles:
     """Makes drafts of the target's own most likely tokens; there are no files."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns no depths, since the most likely tokens are always taken."""
+        return ()
 
     def num_bytes(self, dtype: str) -> int:
         """Returns 0, since there are no weights."""
@@ -129,6 +169,10 @@ class NoFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
         """Returns None, since there are no weights."""
         return None
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns nothing, since there are no weights."""
+        return {}
 
     def make(self, spec: EngineSpec) -> TopIdsDrafter:
         """Returns the drafter for the engine of this specification."""
@@ -145,6 +189,7 @@ class ModelDrafterFiles:
         module: Makes the module, a `models.drafter.Drafter`, for a dtype.
         num_bytes: Gives the bytes of its weights in a dtype.
         load: Loads its parameters.
+        plan_in_model: The tensors that fill them, if they are in the model's checkpoint.
     """
 
     kv: KVSpec
@@ -152,14 +197,19 @@ class ModelDrafterFiles:
     module: Callable[[DTypeLike], nnx.Module]
     num_bytes: Callable[[str], int]
     load: Callable[..., dict[str, Any]]
+    plan_in_model: LoadPlan | None = None
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
         """Returns the KV cache of its own layers."""
         return (self.kv,)
 
-    def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
-        """Returns the graph for `models.drafter.join`.
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns how many places ahead it can draft."""
+        return range(1, 1 + tree_shape(menu).num_levels)
+
+    def divided(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
+        """Returns the module whose graph `models.drafter.join` takes.
 
         Args:
             dtype: The dtype of the model.
@@ -174,7 +224,11 @@ class ModelDrafterFiles:
 
         if sharding.is_divided:
             replace_modules(module, divided)
-        return abstract(module)[0]
+        return module
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of its weights the engine of this specification has in panels."""
+        return spec.packed(self.divided(spec.layout.dtype, spec.sharding))
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
         """Returns the drafter for the engine of this specification."""
@@ -184,8 +238,11 @@ class ModelDrafterFiles:
         if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
         own_groups = spec.layer_groups[-self.kv.num_layers :]
-        graph = self.graph(spec.layout.dtype, spec.sharding)
-        return ModelDrafter(graph, self.aux_layers, own_groups, shape, spec.num_blocks, choice)
+        module = self.divided(spec.layout.dtype, spec.sharding)
+        spec.packed(module)
+        return ModelDrafter(
+            abstract(module)[0], self.aux_layers, own_groups, shape, spec.num_blocks, choice
+        )
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:
@@ -253,7 +310,9 @@ def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFile
     files = open_mtp(target)
     load = functools.partial(load_mtp, files)
     kv = layer_spec(files.spec).kv
-    return ModelDrafterFiles(kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load)
+    return ModelDrafterFiles(
+        kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load, files.plan
+    )
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:

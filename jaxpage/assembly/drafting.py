@@ -5,26 +5,23 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from jax.typing import DTypeLike
 
 from jaxpage.assembly.drafters import (
     DrafterFiles,
     ModelDrafterFiles,
-    NoFiles,
     open_drafter,
     tree_shape,
 )
-from jaxpage.checkpoints import ModelFiles
-from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.checkpoints import LoadPlan, ModelFiles
+from jaxpage.device import BucketMenu, KVPages, Packings, page_shapes
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.settings.speculative_methods import AUTO
 from jaxpage.speculation import (
     Controller,
     DraftedModel,
@@ -81,6 +78,22 @@ class Drafting:
             and self.config.num_speculative_tokens == "auto"
         )
 
+    @property
+    def plan_in_model(self) -> LoadPlan | None:
+        """Returns the tensors of the model's checkpoint that fill the drafter's weights."""
+        return self.drafter.plan_in_model if self.drafter else None
+
+    def with_weights_of(self, target: ModelFiles) -> Drafting:
+        """Returns the same drafter for other weights of the model, whose checkpoint may have it.
+
+        Raises:
+            CheckpointError: The checkpoint has no such weights.
+            UnsupportedError: The drafter's weights cannot be read from it.
+        """
+        if self.config is None or self.plan_in_model is None:
+            return self
+        return replace(self, drafter=open_drafter(self.config, target))
+
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of the drafter's weights."""
         return self.drafter.num_bytes(dtype) if self.drafter else 0
@@ -92,6 +105,10 @@ class Drafting:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
+
+    def packed(self, spec: EngineSpec) -> Packings:
+        """Returns which of the drafter's weights the engine has in panels."""
+        return self.drafter.packed(spec) if self.drafter else {}
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
@@ -108,7 +125,7 @@ class Drafting:
         return tuple(
             layer
             for kv in self.kvs
-            for layer in kv_pages.page_shapes(
+            for layer in page_shapes(
                 kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype
             )
         )
@@ -127,11 +144,8 @@ class Drafting:
             self.config, DraftedModel(spec.vocab_size, getattr(self.drafter, "choices", ()))
         )
         controller = sync = None
-        learns_top_ids = isinstance(self.drafter, NoFiles)
         has_kv = bool(self.kvs)
-        depths = cast(Sequence[int], ())
-        if self.drafter and not learns_top_ids:  # heads draft all depths at once
-            depths = range(1, 1 + tree_shape(spec.menu).num_levels) if has_kv else (MOST_DRAFTS,)
+        depths = self.drafter.depths(spec.menu) if self.drafter else ()
         if self.config.num_speculative_tokens == "auto":
             unit = proposer.num_together
             warm_up = proposer.warm_up_steps
@@ -145,7 +159,7 @@ class Drafting:
             vocab_size=spec.vocab_size,
             strategies=strategies,
             sync=sync,
-            learns_top_ids=learns_top_ids,
+            always_drafts=self.drafter is not None and not depths,
         )
 
 
@@ -170,14 +184,18 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
 
 
 def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
-    """Returns MTP where the checkpoint has a head that can be used, or else suffix decoding."""
-    chosen = config.model_copy(update={"method": "mtp"})
-    reason = "the checkpoint has a head"
-    try:
-        drafting = Drafting(chosen, open_drafter(chosen, target))
-    except (CheckpointError, UnsupportedError) as error:
-        reason = str(error)
-        chosen = config.model_copy(update={"method": "suffix"})
-        drafting = Drafting(chosen, open_drafter(chosen, target))
-    logger.info("speculative_config: method 'auto' is %r: %s", chosen.method, reason)
-    return drafting
+    """Returns the first method of `AUTO` that the checkpoint has the weights for."""
+    *tried, last = AUTO
+    reasons = []
+    for method in tried:
+        chosen = config.model_copy(update={"method": method})
+        try:
+            drafting = Drafting(chosen, open_drafter(chosen, target))
+        except (CheckpointError, UnsupportedError) as error:
+            reasons.append(str(error))
+        else:
+            logger.info("speculative_config: method 'auto' is %r", method)
+            return drafting
+    logger.info("speculative_config: method 'auto' is %r: %s", last, "; ".join(reasons))
+    chosen = config.model_copy(update={"method": last})
+    return Drafting(chosen, open_drafter(chosen, target))

@@ -10,29 +10,38 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
+from jaxpage.assembly.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.assembly.capacity import notices, plan_memory
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.checkpoints import ModelFiles
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import attention_sets, prefers_mixed_steps
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
-from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
-from jaxpage.device.executables import check_graphs
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.sizing import MemoryPlan
-from jaxpage.device.step_inputs import TableShape
+from jaxpage.device import (
+    BucketMenu,
+    DeviceMesh,
+    DeviceSpec,
+    KVPages,
+    Packings,
+    TableShape,
+    attention_sets,
+    check_graphs,
+    divided_shapes,
+    make_menu,
+    page_dtype,
+    page_shapes,
+)
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
+from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits
@@ -78,6 +87,15 @@ class EngineSpec:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
 
+    def packed(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where the kernels multiply by such.
+
+        Returns:
+            What `pack_modules` returns.
+        """
+        kernels = self.described.kernels
+        return {} if kernels is None else kernels.pack_modules(module)
+
     @property
     def vocab_size(self) -> int:
         """Returns the number of the model's token ids (V)."""
@@ -86,7 +104,7 @@ class EngineSpec:
     @property
     def page_dtype(self) -> jnp.dtype:
         """Returns the type of the numbers in the KV pages."""
-        return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
+        return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
@@ -118,7 +136,7 @@ class EngineSpec:
         """Returns the shapes of the pages of the model's layers, in one of its shards."""
         kv = self.described.model.kv
         num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
-        return kv_pages.page_shapes(
+        return page_shapes(
             kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype
         )
 
@@ -128,7 +146,7 @@ class EngineSpec:
         A model that is divided has the pages of each layer once for each shard of a device. Each
         device has all pages of a drafter.
         """
-        pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        pages = divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
         if not (drafting := self.described.drafting).kvs:
             return pages
         num_blocks = [
@@ -245,7 +263,12 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
     if not_loaded := getattr(files.spec, "not_loaded", ""):
-        yield f"{not_loaded} are not supported, and not loaded: this is the text model alone"
+        globs = getattr(files.family, "others", ())
+        count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
+        yield (
+            f"this is the text model alone: {not_loaded} are not supported, and the checkpoint's "
+            f"{count} tensors for them are not loaded"
+        )
     if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
         yield (
             f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
@@ -291,14 +314,14 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         kvs,
         longest=config.max_model_len or longest,
         block_size=config.block_size,
-        dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
+        dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
     memory = plan_memory(
         described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps
     )
     if memory.num_host_blocks or config.prefix_cache_directory:
-        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
+        menu = menu.swapping(memory.block_bytes)
     return EngineSpec(described, sharding, groups, menu, limits, memory)
 
 
@@ -327,7 +350,7 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     """
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, device.platform)
+    return device.prefers_mixed_steps(config.attention_backend)
 
 
 def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxpage.assembly.described import ModelLayout
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 

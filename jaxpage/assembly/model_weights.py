@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from jaxpage.assembly.compiling import (
@@ -9,33 +10,44 @@ from jaxpage.assembly.compiling import (
     load_model,
     load_parameters,
     shards_of_weights,
+    step_model,
 )
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
+    LoadPlan,
     ModelFiles,
     Parameters,
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device.host_weights import to_device
-from jaxpage.device.mesh import make_mesh
+from jaxpage.device import make_mesh, pack_weights, to_device, unpacked_weights
 from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import joined
+from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
 
 
-def whole_weights(
-    files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]
-) -> dict[Any, Any]:
-    """Returns the weights undivided, as the checkpoint has them."""
-    return (
-        joined(shards_of_weights(files, spec), parameters)
-        if spec.sharding.is_divided
-        else parameters
-    )
+def checkpoint_parts(
+    files: ModelFiles, spec: EngineSpec, parameters: Mapping[str, Any]
+) -> Iterator[tuple[LoadPlan, Any]]:
+    """Yields the weights of the model's checkpoint as it has them, and where each of them is.
+
+    They are undivided and not in panels. A drafter in the checkpoint follows the model.
+
+    Args:
+        files: The model's files.
+        spec: The engine's specification.
+        parameters: The parameters of the steps: those of the model, and those of the drafter.
+    """
+    target = unpacked_weights(parameters["target"], step_model(files, spec)[1])
+    if spec.sharding.is_divided:
+        target = joined(shards_of_weights(files, spec), target)
+    yield files.plan, target
+    drafting = spec.described.drafting
+    if plan := drafting.plan_in_model:
+        yield plan, unpacked_weights(parameters["drafter"], drafting.packed(spec))
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
@@ -59,8 +71,10 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
         )
 
 
-def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
+def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> dict[str, Any]:
     """Loads weights for `Engine.replace_weights`; the device then holds the old ones, too.
+
+    A drafter that is in the model's checkpoint is replaced with it.
 
     Args:
         files: The model's files, with the other weights.
@@ -69,10 +83,18 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
 
     Raises:
         CheckpointError: The weights do not fit the model, or are not finite.
+        UnsupportedError: The weights of the drafter cannot be read from these.
     """
-    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    drafting = spec.described.drafting.with_weights_of(files)
+    mesh = make_mesh(spec.layout.tensor_parallel_size)
+    _, packed = step_model(files, spec)
+    weights = {"target": load_model(files, spec, mesh, packed)}
+    if drafting.plan_in_model:
+        weights["drafter"] = drafting.load(spec.layout.dtype, mesh.put, progress=False)
+        pack_weights(weights["drafter"], drafting.packed(spec))
     if finite:
-        check_all_finite(files, whole_weights(files, spec, weights))
+        for plan, part in checkpoint_parts(files, spec, weights):
+            check_all_finite(plan, part)
     return weights
 
 
@@ -86,7 +108,8 @@ def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> d
         kept: dict[str, Any] = to_device(runner.kept)
         return kept
     mesh = make_mesh(spec.layout.tensor_parallel_size)
-    return load_parameters(files, spec, mesh, adapters_of(files, spec))
+    _, packed = step_model(files, spec)
+    return load_parameters(files, spec, mesh, packed, adapters_of(files, spec))
 
 
 def given_weights(
@@ -110,7 +133,7 @@ def given_weights(
 
     Raises:
         ValueError: The mode is unknown.
-        UnsupportedError: Weights cannot be replaced; see `check_replaceable`.
+        UnsupportedError: Weights cannot be replaced; see `check_replaceable`, `weights_on_device`.
         CheckpointError: The weights do not fit the model, or are not finite.
     """
     check_choice("mode", mode, get_args(Mode))

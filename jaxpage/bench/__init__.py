@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from jaxpage.bench.latency import run_latency
     from jaxpage.bench.measure import parameters
     from jaxpage.bench.quantization import run_quantization
-    from jaxpage.bench.report import environment
+    from jaxpage.bench.results import environment
     from jaxpage.bench.roofline import run_roofline
     from jaxpage.bench.serve import run_serve
     from jaxpage.bench.shape_times import measure_shapes
     from jaxpage.bench.speculation import run_speculation
-    from jaxpage.bench.startup import run_startup
+    from jaxpage.bench.start_times import run_startup
     from jaxpage.bench.throughput import run_throughput
     from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths, make_workload
 
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "environment": "jaxpage.bench.report",
+    "environment": "jaxpage.bench.results",
     "make_workload": "jaxpage.bench.workloads",
     "parameters": "jaxpage.bench.measure",
     "run_kv_dtype": "jaxpage.bench.kv_dtype",
@@ -68,7 +68,7 @@ _HOMES = {
     "run_serve": "jaxpage.bench.serve",
     "measure_shapes": "jaxpage.bench.shape_times",
     "run_speculation": "jaxpage.bench.speculation",
-    "run_startup": "jaxpage.bench.startup",
+    "run_startup": "jaxpage.bench.start_times",
     "run_throughput": "jaxpage.bench.throughput",
     "DATASETS": "jaxpage.bench.workloads",
     "Lengths": "jaxpage.bench.workloads",

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from jaxpage.bench.report import Measurement
+from jaxpage.bench.results import Measurement
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import is_gguf
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpage.errors import JaxpageError
 from jaxpage.llm import LLM
@@ -31,11 +31,14 @@ class Run(NamedTuple):
         seconds: The time that the engine took in its turns.
         tokens_per_step: The tokens of a sequence per step, after its first token.
         outputs: The token ids of each output.
+        accepted: The share of steps with drafts that accepted so many drafts or more: 1, 2 and so
+            on.
     """
 
     seconds: float
     tokens_per_step: float
     outputs: list[list[int]]
+    accepted: tuple[float, ...] = ()
 
 
 class EngineInTurns:
@@ -75,11 +78,19 @@ class EngineInTurns:
         num_tokens, num_rows = (
             now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total")
         )
-        return Run(self._seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
+        per_step = num_tokens / num_rows if num_rows else 1.0
+        return Run(self._seconds, per_step, self._outputs, _accepted(self._before, now))
 
     def shutdown(self) -> None:
         """Shuts the engine down."""
         self._llm.shutdown()
+
+
+def _accepted(before: dict[str, Any], now: dict[str, Any]) -> tuple[float, ...]:
+    drafted = now["spec_decode_num_drafts_total"] - before["spec_decode_num_drafts_total"]
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    added = [count - before[name].get(place, 0) for place, count in now[name].items()]
+    return tuple(count / drafted for count in added if count) if drafted else ()
 
 
 class _Process(BaseManager):

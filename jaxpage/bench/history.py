@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpage.bench.report import fingerprint
+from jaxpage.bench.results import fingerprint
 from jaxpage.errors import UsageError
 
 BEGIN = "<!-- rows by `jaxpage bench throughput --record` -->"

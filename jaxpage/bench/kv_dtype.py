@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,24 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.assembly import choose_dtype, device_spec_of, refuse_recurrent
+from jaxpage.assembly import choose_dtype, refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model, resolve_model
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import choose_backend
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.embedder import packed_chunk
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.step_inputs import TableShape, unpack, views
-from jaxpage.device.steps import StepOptions, logits_step
+from jaxpage.device import (
+    DeviceSpec,
+    bytes_per_layer,
+    choose_backend,
+    logits_of_prompt,
+    pack_weights,
+    page_dtype,
+)
 from jaxpage.errors import UsageError
-from jaxpage.models.base import abstract_model
+from jaxpage.models import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-STEP_TOKENS = 128
-# There are as many rows as tokens, so that the step returns every token's logits.
-_BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)
 Logits = npt.NDArray[np.float32]  # [T, V]
 
 DIFFERENCES = (
@@ -59,22 +56,17 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     refuse_recurrent("bench kv-dtype", files.spec.kv)
-    place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
+    place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
-    parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
     columns: dict[str, dict[str, float]] = {}
     for kv_cache_dtype in KV_CACHE_DTYPES:
-        page_dtype = kv_pages.page_dtype(kv_cache_dtype, dtype)
-        logits_TV = position_logits(
-            config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype
-        )
+        held_dtype = page_dtype(kv_cache_dtype, dtype)
+        logits_TV = position_logits(config, files, token_ids, dtype=dtype, page_dtype=held_dtype)
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(
-            files.spec.kv, config.block_size, page_dtype
-        )
+        block_bytes = sum(bytes_per_layer(files.spec.kv, config.block_size, held_dtype))
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / config.block_size,
@@ -167,53 +159,29 @@ def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: Model
 def position_logits(
     config: EngineConfig,
     files: ModelFiles,
-    parameters: Any,
     token_ids: Sequence[int],
     *,
-    dtype: DTypeLike,
+    dtype: str,
     page_dtype: DTypeLike,
 ) -> Logits:
     """Returns the logits [T, V] after each token of one sequence, over pages of `page_dtype`.
 
     The engine's own step computes them.
     """
-    width = -(-len(token_ids) // config.block_size)
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
-    context = len(token_ids)
     backend = choose_backend(config.attention_backend, jax.devices()[0])
-    options = StepOptions(
-        graph,
-        files.spec.vocab_size,
-        context,
-        TableShape(1, width),
-        (0,) * files.spec.kv.num_layers,
-        backend,
-        sample_by_row=True,
+    model = make_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
+    packings = backend.pack_modules(model)
+    parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
+    pack_weights(parameters, packings)
+    return logits_of_prompt(
+        files.spec,
+        abstract(model)[0],
+        parameters,
+        token_ids,
+        backend=backend,
+        block_size=config.block_size,
+        page_dtype=page_dtype,
     )
-
-    def step(
-        parameters: Any, pages: kv_pages.KVPages, packed: jax.Array
-    ) -> tuple[jax.Array, kv_pages.KVPages]:
-        return logits_step(
-            {"target": parameters},
-            pages,
-            unpack(packed, _BUCKET, TableShape(1, width)),
-            bucket=_BUCKET,
-            options=options,
-        )
-
-    compiled = jax.jit(step, donate_argnums=1)
-    pages = make_mesh().zeros(
-        kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype)
-    )
-    rows = []
-    for start in range(0, len(token_ids), STEP_TOKENS):
-        part = token_ids[start : start + STEP_TOKENS]
-        packed = packed_chunk(part, start, _BUCKET, TableShape(1, width), config.block_size)
-        views(packed, _BUCKET, TableShape(1, width))["drawn_token_R"][:] = np.arange(STEP_TOKENS)
-        logits_TV, pages = compiled(parameters, pages, packed)
-        rows.append(np.asarray(logits_TV)[: len(part)])
-    return np.concatenate(rows)
 
 
 def table(measures: Sequence[tuple[str, str, str]], columns: dict[str, dict[str, float]]) -> str:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes, parameters
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model

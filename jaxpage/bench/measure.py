@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.bench.report import Measurement
+from jaxpage.bench.results import Measurement
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.llm import LLM
 from jaxpage.settings.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxpage.assembly import choose_dtype, device_spec_of
+from jaxpage.assembly import choose_dtype
 from jaxpage.bench.kv_dtype import (
     DIFFERENCES,
     Logits,
@@ -25,11 +25,11 @@ from jaxpage.bench.kv_dtype import (
     table,
     text_tokens,
 )
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import load_weights, open_model, resolve_model
-from jaxpage.device.kv_pages import page_dtype
+from jaxpage.checkpoints import open_model, resolve_model
+from jaxpage.device import DeviceSpec, page_dtype
 from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
@@ -54,7 +54,7 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
         raise UsageError(
             f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
         )
-    place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
+    place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     token_ids = text_tokens(arguments, config, files)
     exact_TV: Logits | None = None
@@ -62,11 +62,9 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
     for quantization in tqdm(_quantizations(files.directory), desc="Measuring", unit="model"):
         asked = config.replace(quantization=quantization, dtype=dtype, enable_prefix_caching=False)
         files = open_model(files.directory, quantization)
-        parameters = load_weights(files.plan, dtype, jax.device_put)
         logits_TV = position_logits(
-            asked, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
+            asked, files, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
         )
-        del parameters
         exact_TV = logits_TV if exact_TV is None else exact_TV
         found = differences(exact_TV, logits_TV, token_ids)
         columns[quantization or dtype] = {

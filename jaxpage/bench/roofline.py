@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
@@ -24,17 +23,14 @@ from tqdm import tqdm
 from jaxpage.assembly import Hooks, refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
-from jaxpage.device.cpu_products import cpu_products
-from jaxpage.device.kv_pages import bytes_per_layer
+from jaxpage.device import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
-from jaxpage.models.base import Family, ModelSpec, model_weights
-from jaxpage.models.replacing import Rule
-from jaxpage.models.weights import Weight, num_bytes
+from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -79,14 +75,16 @@ def work_of(
         num_tokens: The query tokens of each row.
         context: The tokens of each row before these.
     """
-    positions = sum(
-        min(context + num_tokens, window or context + num_tokens)
-        for window in spec.kv.sliding_windows
+    longest = context + num_tokens
+    slots = bytes_per_layer(spec.kv, 1, page_dtype)
+    pages_bytes = num_rows * sum(
+        min(longest, window or longest) * slot
+        for window, slot in zip(spec.kv.sliding_windows, slots, strict=True)
     )
-    pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
     # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.
-    seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers
-    widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # keys, then values
+    seen = context + (num_tokens + 1) / 2
+    heads = [spec.kv.heads_of(layer)[1] for layer in range(spec.kv.num_layers)]
+    widths = sum(width + (spec.kv.value_width or width) for width in heads)  # keys, then values
     attention = 2 * spec.num_query_heads * widths * seen
     return Work(
         weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention)
@@ -178,10 +176,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     )
     rate = product_rate(built.spec.layout.dtype)
     rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
-    library = f", {cpu_products().library or 'plain XLA'}" if jax.default_backend() == "cpu" else ""
-    print(
-        f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s{library}\n\n{_table(rows)}\n"
-    )
+    print(f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s\n\n{_table(rows)}\n")
     result = {
         "steps": rows,
         "context": arguments.context,

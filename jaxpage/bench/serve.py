@@ -18,7 +18,7 @@ from jaxpage.bench.answer_latencies import goals_of, rate_held, summary
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.http_client import Client
 from jaxpage.bench.load import Endpoint, Load
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.serve_comparison import (
     COMPARED,
     check_same_work,

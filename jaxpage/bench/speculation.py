@@ -6,9 +6,10 @@ It shows tokens per step and per second, for each batch and each way to draft.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, zip_longest
 from statistics import median
 from typing import Any
 
@@ -17,12 +18,13 @@ from tqdm import tqdm
 
 from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
 from jaxpage.bench.file_texts import read_token_ids
-from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.results import environment, print_result
+from jaxpage.bench.task_prompts import TASKS, task_prompts
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import FIXED
+from jaxpage.settings.speculative_methods import METHODS, Method
 from jaxpage.tables import aligned
 
 NONE = "none"
@@ -51,6 +53,9 @@ class Cell:
         tokens_per_second: The tokens of all sequences per second.
         ratio: The tokens per second over those of the two engines without drafts next to it.
         identical: Says whether the tokens are those without drafts, in every repeat.
+        task: The task that the prompts are of; empty for `--text` and random prompts.
+        ratios: The lowest and the highest ratio of all repeats.
+        accepted: See `Run`.
     """
 
     batch: int
@@ -60,6 +65,9 @@ class Cell:
     tokens_per_second: float
     ratio: float
     identical: bool
+    task: str = ""
+    ratios: tuple[float, float] = (1.0, 1.0)
+    accepted: tuple[float, ...] = ()
 
 
 def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None:
@@ -70,9 +78,10 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     """
     _check(arguments, config)
     ways = _ways(arguments)
-    config = _sized(config, max(arguments.batches), NUM_INPUT_TOKENS + arguments.max_output)
-    configs = {way: _config(config, way) for way in ways}
     prompts = _prompts(arguments, config)
+    longest = max(len(prompt) for each in prompts.values() for prompt in each)
+    config = _sized(config, max(arguments.batches), longest + arguments.max_output)
+    configs = {way: _config(config, way) for way in ways}
     params = [
         SamplingParams(
             temperature=arguments.temperature,
@@ -80,18 +89,17 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
             ignore_eos=True,
             seed=seed,
         )
-        for seed in range(len(prompts))
+        for seed in range(max(arguments.batches))
     ]
-    pairs: dict[tuple[int, Way], Pairs] = {
-        (batch, way): [] for batch in arguments.batches for way in ways
-    }
+    cases = [(task, batch) for task in prompts for batch in arguments.batches]
+    pairs: dict[tuple[str, int, Way], Pairs] = {(*case, way): [] for case in cases for way in ways}
     each_start = [
         (start, way)
         for start in range(1, 1 + arguments.starts)
         for way in ways
         if way not in (ALONE, CONTROL)
     ]
-    with tqdm(total=len(each_start) * (1 + len(arguments.batches)), disable=None) as bar:
+    with tqdm(total=len(each_start) * (1 + len(cases)), disable=None) as bar:
         for start, way in each_start:
             bar.set_description(f"Start {start} of {arguments.starts}, {' '.join(way)}")
             with ExitStack() as stack:
@@ -100,15 +108,16 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                     for each in (ALONE, way, CONTROL)
                 }
                 bar.update()
-                for batch in arguments.batches:
+                for task, batch in cases:
+                    rows = prompts[task][:batch]
                     for each, more in measure(
-                        engines, prompts[:batch], params[:batch], arguments.repeats
+                        engines, rows, params[:batch], arguments.repeats, apart=bool(task)
                     ).items():
-                        pairs[batch, each] += more
+                        pairs[task, batch, each] += more
                     bar.update()
     cells = [
-        _cell(batch, way, batch * arguments.max_output, runs)
-        for (batch, way), runs in pairs.items()
+        _cell(batch, way, batch * arguments.max_output, runs, task)
+        for (task, batch, way), runs in pairs.items()
     ]
     print(table(cells))
     print(
@@ -116,7 +125,7 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     )
     context = {
         name: getattr(arguments, name)
-        for name in ("temperature", "max_output", "starts", "repeats", "text", "seed")
+        for name in ("temperature", "max_output", "starts", "repeats", "text", "tasks", "seed")
     }
     results = [asdict(cell) for cell in cells]
     result = {
@@ -133,16 +142,28 @@ def measure(
     prompts: Prompts,
     params: Sequence[SamplingParams],
     repeats: int,
+    *,
+    apart: bool = False,
 ) -> dict[Way, Pairs]:
     """Measures one batch: an engine with drafts next to two engines without.
 
     The first turn is not counted.
+
+    Args:
+        engines: The engines by their ways to draft.
+        prompts: The prompts of the batch.
+        params: The sampling parameters of each.
+        repeats: The turns that are counted.
+        apart: True gives each request a cache salt of its own, so that no method drafts from what
+            the same prompt became in an earlier run, or in another row.
     """
     pairs: dict[Way, Pairs] = {way: [] for way in engines}
     ways = list(engines)
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for index in range((1 + repeats) * runs_of_a_turn):
         ways.append(ways.pop(0))  # so that each engine is first in its turn
+        if apart:
+            params = [replace(each, cache_salt=f"{index} {row}") for row, each in enumerate(params)]
         runs = dict(
             zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True)
         )
@@ -173,7 +194,7 @@ def _run_together(
     return [engine.end() for engine in engines]
 
 
-def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
+def _cell(batch: int, way: Way, wanted: int, pairs: Pairs, task: str = "") -> Cell:
     """Returns the medians of some pairs.
 
     Args:
@@ -181,24 +202,34 @@ def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
         way: The way to draft.
         wanted: The tokens of all sequences in a run.
         pairs: The runs.
+        task: The task of the prompts.
     """
     method, number = way
+    ratios = [none.seconds / run.seconds for none, run in pairs]
+    shares = zip_longest(*(run.accepted for _, run in pairs), fillvalue=0.0)
     return Cell(
         batch,
         _method_and_model(method)[0] + ("+tree" if method.endswith("+tree") else ""),
         number,
         tokens_per_step=median(run.tokens_per_step for _, run in pairs),
         tokens_per_second=median(wanted / run.seconds for _, run in pairs),
-        ratio=median(none.seconds / run.seconds for none, run in pairs),
+        ratio=median(ratios),
         identical=all(none.outputs == run.outputs for none, run in pairs),
+        task=task,
+        ratios=(min(ratios), max(ratios)),
+        accepted=tuple(median(each) for each in shares),
     )
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Returns a row for each way at each batch; a star marks the fastest of a batch."""
-    rows = [["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
+    """Returns a row for each way at each batch of a task; a star marks the fastest of a batch."""
+    has_tasks = any(cell.task for cell in cells)
+    tasks = ["task"] if has_tasks else []
+    rows = [[*tasks, "drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
     for cell in cells:
-        best = max(other.ratio for other in cells if other.batch == cell.batch)
+        best = max(
+            other.ratio for other in cells if (other.task, other.batch) == (cell.task, cell.batch)
+        )
         way = f"{cell.method} {cell.num_speculative_tokens}".strip()
         numbers = (
             f"{cell.tokens_per_step:.2f}",
@@ -208,6 +239,7 @@ def table(cells: Sequence[Cell]) -> str:
         mark = "*" if cell.ratio == best else ""
         rows.append(
             [
+                *([cell.task] if has_tasks else []),
                 way,
                 str(cell.batch),
                 *numbers[:2],
@@ -215,7 +247,7 @@ def table(cells: Sequence[Cell]) -> str:
                 "yes" if cell.identical else "no",
             ]
         )
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(aligned(rows, num_words=1 + has_tasks))
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
@@ -227,6 +259,8 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError(
             f"--methods {' '.join(methods)}: speculative_config is for {given}, name it in --methods, too"
         )
+    if unknown := [task for task in arguments.tasks if task not in TASKS]:
+        raise UsageError(f"--tasks {unknown[0]}: it is not one of {', '.join(TASKS)}")
     for name in ("batches", "num_speculative_tokens"):
         if min(getattr(arguments, name)) < 1:
             raise UsageError(
@@ -256,7 +290,7 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
     ways = [
         (asked, number)
         for asked, number in ways
-        if number != "auto" or _method_and_model(asked)[0] not in FIXED
+        if number != "auto" or not METHODS.get(_method_and_model(asked)[0], Method()).is_fixed
     ]
     return [ALONE, *ways, CONTROL]
 
@@ -298,13 +332,20 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         raise UsageError(f"--methods {asked}: {error}") from None
 
 
-def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Prompts:
-    """Returns prompts of 64 tokens each: parts of the text, or random ids."""
+def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str, Prompts]:
+    """Returns prompts for the largest batch by task, or else under an empty name.
+
+    Those that are of no task have 64 tokens each: parts of the text, or random ids.
+    """
     count = max(arguments.batches)
+    if arguments.tasks:
+        found = task_prompts(arguments.tasks, config)
+        return {task: [*islice(cycle(each), count)] for task, each in found.items()}
     if arguments.text is None:
         vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]
         draw = np.random.default_rng(arguments.seed)
-        return [draw.integers(0, vocab_size, NUM_INPUT_TOKENS).tolist() for _ in range(count)]
+        drawn = [draw.integers(0, vocab_size, NUM_INPUT_TOKENS).tolist() for _ in range(count)]
+        return {"": drawn}
     token_ids = read_token_ids(arguments.text, config)
     if len(token_ids) < NUM_INPUT_TOKENS:
         raise UsageError(
@@ -312,4 +353,4 @@ def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Prompts:
         )
     room = len(token_ids) - NUM_INPUT_TOKENS
     starts = [room * index // max(1, count - 1) for index in range(count)]
-    return [token_ids[start : start + NUM_INPUT_TOKENS] for start in starts]
+    return {"": [token_ids[start : start + NUM_INPUT_TOKENS] for start in starts]}

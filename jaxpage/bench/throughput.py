@@ -19,7 +19,7 @@ from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import (
+from jaxpage.bench.results import (
     Measurement,
     as_result,
     num_identical,

@@ -20,10 +20,12 @@ To read and load it:
     open_model              reads all of a local model but its weights
     ModelFiles              holds a checkpoint that fits
     with_weights_of         gives the same model with the weights of another directory
+    LoadPlan                says which tensors of a checkpoint fill which parameters
     load_weights            loads all weights
     load_shards             loads the weights of a model that is divided among devices
     insert                  puts a value into a nested dict of weights
     check_all_finite        refuses weights that are no numbers
+    read_embedding_files    reads how a model embeds texts
     read_config             reads config.json
     read_generation_config  reads generation_config.json
     stated_dtype            gives the dtype that config.json says the weights have
@@ -64,7 +66,9 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.checkpoints.config_file import read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, EagleMethod, load_eagle, open_eagle
+from jaxpage.checkpoints.embedding_files import read_embedding_files
 from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
+from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.in_memory import (
     ModelConfig,
@@ -107,6 +111,7 @@ __all__ = [
     "AdapterVersion",
     "EagleMethod",
     "Fetchable",
+    "LoadPlan",
     "MedusaFiles",
     "ModelConfig",
     "ModelDescription",
@@ -137,6 +142,7 @@ __all__ = [
     "open_parameters",
     "read_adapter",
     "read_config",
+    "read_embedding_files",
     "read_generation_config",
     "resolve_model",
     "resolve_model_config",

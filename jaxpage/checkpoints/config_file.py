@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpage.checkpoints.files import has_file, read_object
+from jaxpage.checkpoints.files import has_file, infinity_as_object, read_object
 from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
-from jaxpage.models.fields import text_part
+from jaxpage.models import text_part
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ LIMITS = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), MAX_WIDTH),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
+# The least value is 1, except for these.
+LEAST = {"num_local_experts": 0}
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES_OF_TORCH = ("auto", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 MODELOPT_FILE = "hf_quant_config.json"
@@ -80,7 +82,9 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     for name in CODE_FILES:
         if name == "config.json" or has_file(directory, name):
             with problems.collect():
-                content = read_object(directory, name, MAX_CONFIG_BYTES)
+                content = read_object(
+                    directory, name, MAX_CONFIG_BYTES, constant=infinity_as_object
+                )
                 if name == "generation_config.json":
                     generation = content
                 if name == "config.json":
@@ -197,7 +201,7 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
         problems.add("config.json is an empty object")
     for key in out_of_bounds(config):
         problems.add(
-            f"config.json: {key} is {quoted(config[key])}, not a whole number from 1 to {LIMITS[key]}"
+            f"config.json: {key} is {quoted(config[key])}, not a whole number from {LEAST.get(key, 1)} to {LIMITS[key]}"
         )
 
 
@@ -207,5 +211,5 @@ def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
     return [
         key
         for key, value in values.items()
-        if type(value) is not int or not 1 <= value <= LIMITS[key]
+        if type(value) is not int or not LEAST.get(key, 1) <= value <= LIMITS[key]
     ]

@@ -8,9 +8,7 @@ from typing import Any, cast
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.models.config_fields import ConfigFields, RefusedField, WrongField
-from jaxpage.models.registry import load_family
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec
+from jaxpage.models import ConfigFields, RefusedField, RotaryDecoderSpec, WrongField, load_family
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {

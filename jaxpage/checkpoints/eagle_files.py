@@ -21,9 +21,7 @@ from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, r
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
-from jaxpage.models.eagle import Eagle3Spec, EagleSpec
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
-from jaxpage.models.weights import weights_of
+from jaxpage.models import Eagle3Spec, EagleSpec, RotaryDecoderSpec, ignored, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
             "%s takes hidden states that enter layers %s of %d",
             directory,
             spec.aux_layers,
-            target.spec.kv.num_layers,
+            target.spec.kv.num_decoder_layers,
         )
     return EagleFiles(spec, plan, token_map)
 
@@ -168,7 +166,9 @@ def _spec(
         fc_bias="fc.bias" in stored,
         own_tokens=own["tokens"],
         own_head=own["head"],
-        aux_layers=config.aux_layers(target.spec.kv.num_layers) if method == "eagle3" else (),
+        aux_layers=config.aux_layers(target.spec.kv.num_decoder_layers)
+        if method == "eagle3"
+        else (),
     )
     if method == "eagle":
         return spec

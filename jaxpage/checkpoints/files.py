@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -59,7 +60,25 @@ def has_file(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
-def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def infinity_as_object(text: str) -> Any:
+    """Returns Infinity in the form of transformers 5, an object; NaN and -Infinity are refused.
+
+    Older files have it where a number has no limit. No reader of a number takes an object.
+    """
+    return {"__float__": text} if text == "Infinity" else _refuse_constant(text)
+
+
+def read_object(
+    directory: Path,
+    name: str,
+    max_bytes: int = MAX_JSON_BYTES,
+    *,
+    constant: Callable[[str], Any] = _refuse_constant,
+) -> dict[str, Any]:
     """Returns the JSON object in the file `name`.
 
     Raises:
@@ -76,12 +95,12 @@ def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> 
     except OSError as error:
         raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error
     try:
-        return parse_object(data)
+        return parse_object(data, constant)
     except ValueError as error:
         raise CheckpointError(f"{quoted(name)} {error}") from error
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:
     """Returns the JSON object in `data`, in UTF-8 with or without a byte order mark.
 
     This is stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow
@@ -96,7 +115,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         value = json.loads(
             data.decode("utf-8-sig"),
             object_pairs_hook=_object_without_duplicates,
-            parse_constant=_refuse_constant,
+            parse_constant=constant,
             parse_float=_finite,
         )
     except RecursionError:
@@ -119,10 +138,6 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"the key {quoted(key)} is given twice")
             seen.add(key)
     return result
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -29,10 +29,9 @@ from jaxpage.checkpoints.safetensors_files import (
     read_tensors,
 )
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-from jaxpage.models.quantization.scheme_choice import METHODS, SIZES
-from jaxpage.models.quantization.stacked import refused_experts
-from jaxpage.models.weights import FLOATS, Piece, Source, Weight
+from jaxpage.layers.parameter import Piece, Source
+from jaxpage.models import FLOATS, Weight
+from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, refused_experts
 
 COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.
 CODES = ("I8", "U8", "I32", "F8_E4M3")  # The types that quantised weights are stored in.
@@ -76,6 +75,7 @@ class LoadPlan:
         parameters: The parameters with their tensors.
         names: The names of tensors in a GGUF file, by the names that the model's family has.
         arrays: The arrays that are in memory, by name.
+        unused: The names of tensors that fill nothing, and need not.
     """
 
     directory: Path
@@ -83,6 +83,7 @@ class LoadPlan:
     parameters: tuple[Filled, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    unused: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -227,7 +228,8 @@ def fit_stored(
     for name in _unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
-    return replace(plan, parameters=tuple(parameters))
+    unused = tuple(sorted(stored.keys() - used))
+    return replace(plan, parameters=tuple(parameters), unused=unused)
 
 
 def renamed(
@@ -370,12 +372,21 @@ def _searched(stored: Mapping[str, TensorInfo]) -> str:
 
 
 def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
-    """Returns the first source of which all tensors are there, else the first."""
+    """Returns the first source of which all tensors are there, else the first.
 
-    def is_there(source: Source) -> bool:
-        return all(any(name in stored for name in piece.names) for piece in source.pieces)
+    Two sources may take the same tensors in two shapes.
+    """
 
-    return next(filter(is_there, sources), sources[0])
+    def is_there(source: Source, fits: Callable[[TensorInfo, Piece], bool]) -> bool:
+        return all(
+            any(name in stored and fits(stored[name], piece) for name in piece.names)
+            for piece in source.pieces
+        )
+
+    there = [source for source in sources if is_there(source, lambda *_: True)]
+    if len(there) > 1:
+        there = [source for source in there if is_there(source, _has_shape)] or there
+    return next(iter(there), sources[0])
 
 
 def _unexpected(

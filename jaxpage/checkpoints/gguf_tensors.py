@@ -15,9 +15,8 @@ from jaxpage.checkpoints.gguf_types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.gguf import kept_scheme
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.weights import Weight
+from jaxpage.models import Weight
+from jaxpage.models.quantization import Scheme, kept_scheme
 
 _AT_ONCE = 1 << 18  # The numbers that are dequantised at a time.
 # The config is made of these (`gguf_config`); they are no parameters.

@@ -21,11 +21,9 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import ignored_tensors, model_weights
-from jaxpage.models.fields import text_part
-from jaxpage.models.quantization.scheme_choice import quantization_of
-from jaxpage.models.sharding import at
-from jaxpage.models.weights import Weight, tensor
+from jaxpage.layers.parameter import tensor
+from jaxpage.models import Weight, entry_at, ignored_tensors, model_weights, text_part
+from jaxpage.models.quantization import quantization_of
 
 PLACE = Path("(parameters in memory)")  # Messages give this place.
 Parameters = Mapping[str, Any] | nnx.Module
@@ -134,12 +132,9 @@ def _fitted(
     problems: Problems,
 ) -> LoadPlan:
     refused = {name: problem for name, array in arrays.items() if (problem := _unusable(array))}
-    stored = {
-        name: TensorInfo(name, "", (), PLACE, 0, 0)
-        if name in refused
-        else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
-        for name, array in arrays.items()
-    }
+    stored = {name: TensorInfo(name, "", (), PLACE, 0, 0) for name in refused} | array_headers(
+        {name: array for name, array in arrays.items() if name not in refused}
+    )
     empty = LoadPlan(PLACE, "memory", arrays=arrays)
     ignored = ignored_tensors(files.family, files.spec)
     plan = fit_stored(
@@ -170,6 +165,14 @@ def _fitted(
     return plan
 
 
+def array_headers(arrays: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Returns what a file would say of arrays that can be weights."""
+    return {
+        name: TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
+        for name, array in arrays.items()
+    }
+
+
 def _unusable(array: Any) -> str | None:
     """Returns why an array cannot be a weight of any model; None if it can."""
     if not isinstance(array, np.ndarray | jax.Array):
@@ -183,19 +186,19 @@ def _unusable(array: Any) -> str | None:
 
 def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
-    each = ((filled, at(tree, filled.weight.path)) for filled in plan.parameters)
+    each = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
     return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
 
 
-def check_all_finite(files: ModelFiles, tree: Mapping[Any, Any]) -> None:
-    """Checks the tensors of a loaded model, one at a time on the host.
+def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:
+    """Checks the tensors of loaded weights, one at a time on the host.
 
     Raises:
         CheckpointError: Some have numbers that are NaN or infinite.
     """
-    problems = Problems(files.directory)
-    for filled in files.plan.parameters:
-        for name, part in _parts(files.plan, filled, np.asarray(at(tree, filled.weight.path))):
+    problems = Problems(plan.directory)
+    for filled in plan.parameters:
+        for name, part in _parts(plan, filled, np.asarray(entry_at(tree, filled.weight.path))):
             if not np.isfinite(part).all():
                 problems.add(f"{name!r} has numbers that are NaN or infinite")
     problems.raise_if_any()

@@ -21,9 +21,8 @@ from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import Box, Place, ShardedWeight
-from jaxpage.models.weights import Piece, Weight
+from jaxpage.layers.parameter import Piece
+from jaxpage.models import Path, Place, ShardedWeight, Weight
 
 
 def load_weights(
@@ -133,7 +132,9 @@ def load_shards(
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded = divided[filled.weight.path]
         wanted = filled.dtype(dtype)
-        part_of: Callable[[Box], np.ndarray] = functools.partial(_assembled, filled, arrays, wanted)
+        part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
+            _assembled, filled, arrays, wanted
+        )
         # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
             part_of = part_of(_whole(filled)).__getitem__
@@ -151,7 +152,10 @@ def load_shards(
 
 
 def _shard(
-    sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.ndarray], device: int
+    sharded: ShardedWeight,
+    place: Place,
+    part_of: Callable[[tuple[slice, ...]], np.ndarray],
+    device: int,
 ) -> np.ndarray:
     """Returns the part of a weight that a device has for one of its parameters.
 

@@ -20,8 +20,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
-from jaxpage.models.medusa import MedusaHeads, MedusaSpec
-from jaxpage.models.weights import weights_of
+from jaxpage.models import MedusaHeads, MedusaSpec, weights_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ say that modules are quantised which are not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,19 +14,24 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpage.checkpoints.eagle_files import TABLES
 from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit_stored
+from jaxpage.checkpoints.in_memory import array_headers
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.mtp import TABLES, MtpHead
-from jaxpage.models.mtp_names import MtpNames
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.replacing import replace_modules
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec
-from jaxpage.models.weights import weights_of
+from jaxpage.models import (
+    MtpHead,
+    MtpNames,
+    RotaryDecoderSpec,
+    other_names,
+    replace_modules,
+    weights_of,
+)
+from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
 
@@ -62,32 +68,42 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         UnsupportedError: Heads of this family, of this number or in this layout are not read.
     """
     spec = target.spec
-    names = getattr(spec, "mtp_names", None)
+    names = getattr(spec, "draft_heads", None)
     if not isinstance(spec, RotaryDecoderSpec) or names is None:
         raise UnsupportedError(
             f"{WHAT} needs a model with MTP heads, and config.json in {target.directory} counts "
             "none (num_nextn_predict_layers, mtp_num_hidden_layers); use another method"
         )
-    if target.plan.layout != "safetensors":
+    if target.plan.layout not in ("safetensors", "memory"):
         raise UnsupportedError(
-            f"{WHAT} reads heads in safetensors files alone, and {target.directory} is in the "
-            f"layout {target.plan.layout!r}; use the published checkpoint"
+            f"{WHAT} reads heads in safetensors files and in arrays by name alone, and "
+            f"{target.directory} is in the layout {target.plan.layout!r}; use the published "
+            "checkpoint"
         )
     problems = Problems(target.directory)
-    stored = {
-        name: info
-        for name, info in read_tensors(target.directory, problems).items()
-        if name.startswith(names.prefixes)
-    }
+    in_memory = target.plan.layout == "memory"
+    headers = (
+        array_headers(target.plan.arrays) if in_memory else read_tensors(target.directory, problems)
+    )
+    stored = {name: info for name, info in headers.items() if name.startswith(names.prefixes)}
     _check_count(names, stored, problems)
     problems.raise_if_any()
     scheme = target.quantization
     if scheme is not None:
         scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
-    files = MtpFiles(spec, names, scheme, LoadPlan(target.directory, "safetensors"))
+    files = MtpFiles(spec, names, scheme, replace(target.plan, parameters=()))
     with problems.collect():
-        weights = weights_of(files.make("float32"), target.family.prefix)
-        plan = fit_stored(files.plan, stored, weights, names.shared, problems, scheme=files.scheme)
+        names_of = functools.partial(other_names, target.family)
+        weights = weights_of(files.make("float32"), names_of)
+        plan = fit_stored(
+            files.plan,
+            stored,
+            weights,
+            names.shared,
+            problems,
+            compare=not in_memory,
+            scheme=files.scheme,
+        )
         files = replace(files, plan=plan)
     problems.raise_if_any()
     return files

@@ -5,6 +5,7 @@ All that is wrong is raised as one error.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,13 +18,18 @@ from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec, ignored_tensors, model_weights
-from jaxpage.models.config_fields import FieldError
-from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.quantization.scheme_choice import FIELDS, quantization_of, without_quantization
-from jaxpage.models.registry import load_family
-from jaxpage.models.replacing import Rule
+from jaxpage.models import (
+    Family,
+    FieldError,
+    ModelSpec,
+    Rule,
+    ignored_tensors,
+    leaves_tying_open,
+    load_family,
+    model_weights,
+    other_names,
+)
+from jaxpage.models.quantization import FIELDS, GGUF, Scheme, quantization_of, without_quantization
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,10 @@ def _describe(
     config = check_config(directory, problems)
     if not config:
         return None
+    if leaves_tying_open(config):
+        _, stored = read_layout(directory, Problems(directory))
+        has_head = any("lm_head." in name for name in stored)
+        config["tie_word_embeddings"] = bool(stored) and not has_head
     if quantization == GGUF and is_gguf(directory):
         return describe_config(config, lambda: gguf_scheme(directory), problems)
     return describe_config(config, lambda: quantization_of(config, quantization), problems)
@@ -213,6 +223,9 @@ def describe_config(
         family = load_family(config)
     with problems.collect():
         scheme = scheme_of()
+    if scheme and hasattr(family, "older_names"):
+        assert family is not None
+        scheme = scheme.under_names(functools.partial(other_names, family))
     if family:
         spec = check_spec(family, without_quantization(config), problems)
     return (

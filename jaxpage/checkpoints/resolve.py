@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jaxpage.checkpoints.config_file import MODELOPT_FILE
+from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
 from jaxpage.checkpoints.fetched import FETCHABLE, check_fetched, fetched_path
 from jaxpage.checkpoints.gguf_header import looks_like_gguf
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, weight_map
@@ -39,7 +40,10 @@ TOKENIZER_FILES = (
     ),
     *("vocab.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*"),
 )
-HUB_FILES = (*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, SINGLE, INDEX, "orbax/*")
+HUB_FILES = (
+    *(*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, *EMBEDDING_FILES),
+    *(SINGLE, INDEX, "orbax/*"),
+)
 # They are fetched after the index, together with the shards that it names.
 _WEIGHTS = (SINGLE, "orbax/*")
 

@@ -421,8 +421,24 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="measurements per start, of 512 tokens or more per engine; medians are shown; default: 6",
     )
-    add("--text", metavar="FILE", help="text to take prompts from; default: random token ids")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
+    _add_prompts(parser)
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_speculation"))
+
+
+def _add_prompts(parser: Parser) -> None:
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument(
+        "--text", metavar="FILE", help="text to take prompts from; default: random token ids"
+    )
+    texts.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="tasks with twenty prompts each, measured one by one: summarise, edit (code), continue (tables), chat, translate",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0"
+    )

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 from jaxpage.cli.conversation import Conversation, Message, is_open, unquoted
-from jaxpage.cli.generating import print_stream
+from jaxpage.cli.generate import print_stream
 from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, say, teller
 from jaxpage.errors import JaxpageError
 

@@ -61,6 +61,24 @@ def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> 
         return start_several(entries, memory_bytes, config, listener)
 
 
+def run_batch(arguments: argparse.Namespace) -> None:
+    """Runs `jaxpage run-batch IN OUT`, which prints one line about what was done."""
+    settings, server = resolved_both(arguments)
+    if arguments.sort_window < 1:
+        raise UsageError(f"--sort-window must be at least 1, not {arguments.sort_window}")
+    from jaxpage.serving import run_batch as answer_batch
+
+    done = answer_batch(
+        settings.config,
+        server.config,
+        Path(arguments.input),
+        Path(arguments.output),
+        window=arguments.sort_window,
+        quiet=arguments.quiet,
+    )
+    print(done)
+
+
 def convert(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage convert SRC DST`, which writes a checkpoint in another format."""
     from jaxpage.checkpoints import convert as convert_checkpoint

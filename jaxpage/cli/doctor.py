@@ -67,7 +67,6 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
     yield from _part("tensor parallel", _tensor_parallel)
     yield from _part("several hosts", _several_hosts)
     yield from _part("host memory", _host_memory)
-    yield from _part("CPU products", _cpu_products)
     yield from _part("CPU kernels", _cpu_kernels)
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
@@ -154,7 +153,7 @@ def _tensor_parallel() -> Iterator[str]:
 
 
 def _several_hosts() -> Iterator[str]:
-    from jaxpage.device.mesh import find_job
+    from jaxpage.serving import find_job
 
     job = find_job(DETECTION_SECONDS)
     if job is None:
@@ -169,25 +168,14 @@ def _host_memory() -> Iterator[str]:
     yield f"{_gib(memory.available)} free of {_gib(memory.total)}, {os.cpu_count()} cores"
 
 
-def _cpu_products() -> Iterator[str]:
-    from jaxpage.device.cpu_products import cpu_products
-
-    found = cpu_products()
-    yield found.described() + (
-        "" if found.library else ": slow for a few rows; a newer jax may have a library for them"
-    )
-
-
 def _cpu_kernels() -> Iterator[str]:
-    from jaxpage.device.backends import cpu_kernels
-    from jaxpage.device.few_rows import described
+    from jaxpage.device import cpu_kernels
 
     yield cpu_kernels()
-    yield described()
 
 
 def _compile_cache() -> Iterator[str]:
-    from jaxpage.device.stored_executables import compile_cache_directory
+    from jaxpage.device import compile_cache_directory
 
     directory = compile_cache_directory()
     if not directory.is_dir():
@@ -255,14 +243,14 @@ def _chat_form(model: str) -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    from jaxpage.models.registry import FAMILIES
+    from jaxpage.models import FAMILIES
 
     yield ", ".join(FAMILIES)
 
 
 def families_of_packages() -> Iterator[str]:
     """Yields the model families that other installed packages add."""
-    from jaxpage.models.registry import ENTRY_POINTS
+    from jaxpage.models import ENTRY_POINTS
 
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
     described = [
@@ -273,11 +261,9 @@ def families_of_packages() -> Iterator[str]:
 
 
 def _quantizations() -> Iterator[str]:
-    from jaxpage.models.quantization.gguf import FORMATS
-    from jaxpage.models.quantization.on_load import SCHEMES
-    from jaxpage.models.quantization.scheme_choice import METHODS
+    from jaxpage.models.quantization import GGUF_FORMATS, METHODS, SCHEMES
 
-    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
+    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(GGUF_FORMATS)}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 from jaxpage.cli.flag import Flag, json_object
@@ -36,6 +37,16 @@ PLAN_SETTINGS = (
 PLANNED_SETTINGS = (
     "kv_cache_dtype",
     "tensor_parallel_size",
+)
+# Settings of the server that change its answers, for `jaxpage run-batch`.
+BATCH_SETTINGS = (
+    "served_model_name",
+    "lora_modules",
+    "max_body_bytes",
+    "strict_requests",
+    "tool_parser",
+    "reasoning_parser",
+    "rerank_method",
 )
 
 SAMPLING_FLAGS = (
@@ -93,11 +104,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] =
             flag.add_to(group)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a server's settings."""
+def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """Adds the flags of a server's settings, or of those in `only`."""
     group = parser.add_argument_group("server")
     for flag in SERVER_FLAGS:
-        flag.add_to(group)
+        if only is None or flag.setting in only:
+            flag.add_to(group)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

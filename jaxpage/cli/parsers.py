@@ -10,7 +10,13 @@ import argparse
 from jaxpage import __version__
 from jaxpage.cli.bench_parsers import add_bench
 from jaxpage.cli.flag import byte_size
-from jaxpage.cli.flags import PLAN_SETTINGS, add_engine_flags, add_sampling_flags, add_server_flags
+from jaxpage.cli.flags import (
+    BATCH_SETTINGS,
+    PLAN_SETTINGS,
+    add_engine_flags,
+    add_sampling_flags,
+    add_server_flags,
+)
 from jaxpage.cli.parsing import (
     Commands,
     Parser,
@@ -42,6 +48,7 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
+    _add_run_batch(commands)
     _add_fetch(commands)
     _add_convert(commands)
     _add_plan(commands)
@@ -97,6 +104,32 @@ def _add_serve(commands: Commands[Parser]) -> None:
     add_server_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=lazily("commands", "serve"))
+
+
+def _add_run_batch(commands: Commands[Parser]) -> None:
+    parser = add_command(
+        commands,
+        "run-batch",
+        "answer a file of requests in OpenAI's batch format, or go on with it",
+    )
+    add = parser.add_argument
+    add("input", metavar="FILE", help="JSON lines with custom_id, method, url and body")
+    add(
+        "output",
+        metavar="OUTPUT",
+        help="file of the answers, in the order in which they are ready; lines that it has are not asked again",
+    )
+    add(
+        "--sort-window",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="most lines that are sorted by their prompts, for hits in the prefix cache; 1: the order of the file; default: 4096",
+    )
+    add_verbosity(parser)
+    add_server_flags(parser, only=BATCH_SETTINGS)
+    add_engine_flags(parser)
+    parser.set_defaults(run=lazily("commands", "run_batch"))
 
 
 def _add_fetch(commands: Commands[Parser]) -> None:

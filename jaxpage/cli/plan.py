@@ -17,13 +17,12 @@ import jax
 
 from jaxpage.assembly import (
     Described,
-    DeviceSpec,
     Drafting,
     EngineSpec,
+    MemoryPlan,
     ModelLayout,
     choose_dtype,
     choose_kv_cache_dtype,
-    device_spec_of,
     engine_spec_of,
     lora_spec,
     notices,
@@ -39,15 +38,11 @@ from jaxpage.checkpoints import (
     stated_dtype,
 )
 from jaxpage.cli import plan_devices
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.device import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
-from jaxpage.models.base import KVSpec, ModelSpec, model_weights
-from jaxpage.models.lora import LoRASpec
-from jaxpage.models.sharding import Divisions
-from jaxpage.models.weights import num_bytes
+from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned
+from jaxpage.tables import aligned, gib
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +234,7 @@ def _drafting(config: EngineConfig) -> Drafting:
 def _place(memory: int | None, utilization: float) -> DeviceSpec:
     if memory is None:
         open_devices(utilization)
-        return device_spec_of(jax.devices()[0], utilization)
+        return DeviceSpec.of(jax.devices()[0], utilization)
     return DeviceSpec(
         f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})",
         int(memory * utilization),
@@ -276,11 +271,18 @@ def _kept_text(kv: KVSpec) -> str:
     if kv.value_width is not None:
         return f"{kv.num_layers} layers, a latent of {kv.head_width} for all heads"
     states = [state for state in kv.states if state is not None]
-    kept = f"{kv.num_layers - len(states)} layers, {kv.num_kv_heads} heads of {kv.head_width}"
+    heads = " or ".join(
+        f"{count} heads of {width}"
+        for count, width in dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
+    )
+    kept = f"{kv.num_layers - len(states)} layers, {heads}"
     if not states:
         return kept
-    shape = " x ".join(map(str, states[0].shape))
-    return f"{kept}; {len(states)} layers, a state of {shape} after each block and {states[0].input_width} numbers of each token"
+    state = states[0]
+    of_block = ""
+    if state.shape is not None:
+        of_block = f"a state of {' x '.join(map(str, state.shape))} after each block and "
+    return f"{kept}; {len(states)} layers, {of_block}{state.input_width} numbers of each token"
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:

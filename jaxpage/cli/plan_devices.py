@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxpage.assembly import ModelLayout
-from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.assembly import MemoryPlan, ModelLayout
 from jaxpage.errors import CapacityError, JaxpageError
-from jaxpage.tables import aligned
+from jaxpage.tables import aligned, gib
 
 
 class Planned(Protocol):

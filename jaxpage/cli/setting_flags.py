@@ -254,6 +254,25 @@ SERVER_FLAGS = (
         metavar="FILE",
     ),
     Flag(
+        "allowed_origins",
+        str,
+        "exact origins of other sites whose pages may use the server; default: none",
+        metavar="ORIGIN",
+        several=True,
+    ),
+    Flag(
+        "batch_directory",
+        str,
+        "files and batches of /v1/files and /v1/batches are kept here; default: none",
+        metavar="DIRECTORY",
+    ),
+    Flag(
+        "batch_directory_bytes",
+        byte_size,
+        "most bytes of these files together; default: 1GiB",
+        metavar="SIZE",
+    ),
+    Flag(
         "max_queued_requests",
         int,
         "most requests that wait, in addition to running ones; more get 429; default: 256",
@@ -307,6 +326,12 @@ SERVER_FLAGS = (
         str,
         "format of the model's reasoning, which is returned apart from the answer: auto (derived "
         "from its chat template), think or none; default: auto",
+    ),
+    Flag(
+        "rerank_method",
+        str,
+        "how /v1/rerank scores: yes_no (the form of Qwen3-Reranker), embedding, or auto (by the "
+        "model's files); default: auto",
     ),
     Flag(
         "ui",

@@ -13,24 +13,27 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rounded_product, few_rows_product
 from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.packing import multiply_packed, packed_rows
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from jaxpage.layers.trace_scope import ProductKernels
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
     AttentionOptions,
     QuantizedWeight,
+    attend_to_pages,
     grouped_product,
     has_grouped_product,
     numbers,
     quantized_product,
     write_and_attend,
 )
+from pallas_kernels.cpu import rows
 
+ROW_KERNELS = RowKernels(rows.takes, rows.gate, rows.rms_norm, rows.rotate)
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +58,7 @@ def make_attend(
     def attend(
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         options: AttentionOptions,
@@ -63,26 +66,29 @@ def make_attend(
     ) -> tuple[jax.Array, LayerPages]:
         group = layer_groups[layer_index]
         slots_T = inputs.slots_ZT[group]
+        options = dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ)
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=inputs.block_table_ZBM[group],
             context_len_B=inputs.context_len_B,
             query_start=inputs.query_start,
-            options=dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ),
+            options=options,
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
         )
+        if k_TKH is None:
+            return attend_to_pages(arguments, **backend.options), layer_pages
         out_TNH, pages = write_and_attend(k_TKH, v_TKH, slots_T, arguments, **backend.options)
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
 
 
-def make_product_kernels(backend: Backend) -> ProductKernels:
-    """Returns the kernels for products with weights.
+def make_layer_kernels(backend: Backend) -> LayerKernels:
+    """Returns the kernels of layers.
 
-    They multiply by weights of few bits, look up rows in a table of such weights, multiply few
-    rows, and multiply rows by the weights of their experts.
+    They multiply by weights of few bits or in panels, look up rows in a table of such weights, and
+    multiply rows by the weights of their experts.
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
@@ -101,10 +107,11 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
     has_groups = has_grouped_product(
         jax.default_backend(), backend=backend.name, interpret=backend.interpret
     )
-    return ProductKernels(
+    return LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        few_rows_product if backend.few_rows else None,
-        few_rounded_product if backend.few_rows else None,
+        multiply_packed,
+        packed_rows,
         by_group if has_groups else None,
+        ROW_KERNELS if backend.in_cpp else None,
     )

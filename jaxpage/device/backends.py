@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
+from jaxpage.device.packing import Packings
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
+from jaxpage.models import pack_modules
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
+from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
+from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
@@ -24,12 +29,22 @@ class Backend(NamedTuple):
 
     name: str  # a kernel set, or "auto"
     interpret: bool = False  # kernels run on CPU, operation by operation
-    few_rows: bool = False  # a kernel multiplies few rows where it has XLA's bits
+    in_cpp: bool = False  # kernels for CPUs multiply by weights, which may be in panels
 
     @property
     def options(self) -> dict[str, Any]:
         """Returns the keyword arguments of every operation of `pallas_kernels`."""
         return {"backend": self.name, "interpret": self.interpret}
+
+    def pack_modules(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where kernels multiply by such.
+
+        Returns:
+            What `models.pack_modules` returns.
+        """
+        if not self.in_cpp:
+            return {}
+        return pack_modules(module, lambda dtype: NUMBERS.get(jnp.dtype(dtype).name))
 
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
@@ -42,7 +57,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         UnsupportedError: The device does not run that kernel set; the text says what it needs.
     """
     if name == "auto":
-        return Backend(name, few_rows=device.platform == "cpu" and not load_cpu_library().reason)
+        return Backend(name, in_cpp=device.platform == "cpu" and not load_cpu_library().reason)
     chosen = SETS[name]
     interpret = not chosen.runs_on(device.platform)
     if interpret and not (chosen.interpretable and device.platform == "cpu"):
@@ -56,7 +71,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         raise UnsupportedError(
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
         )
-    return Backend(name, interpret, few_rows=name == "cpu")
+    return Backend(name, interpret, in_cpp=name == "cpu")
 
 
 def attention_sets(
@@ -165,24 +180,6 @@ def _attention_set(
     return chosen
 
 
-def unaddressable_blocks(
-    name: str, platform: str, block_elements: int, dtype: DTypeLike
-) -> tuple[int, int]:
-    """Returns the numbers of blocks with which a kernel set cannot address a layer's keys.
-
-    Args:
-        name: The kernel set; of "auto", the one that is tried first.
-        platform: The platform of the device.
-        block_elements: The elements of one block in one layer's keys.
-        dtype: The type of the pages.
-
-    Returns:
-        The first such number, and the next number of blocks that it can address.
-    """
-    elements = candidates(name, platform)[0].unaddressable(dtype)
-    return -(-elements.start // block_elements), -(-elements.stop // block_elements)
-
-
 def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
     found = capability(device) or (0, 0)
@@ -192,16 +189,8 @@ def has_bfloat16(device: Any) -> bool:
 def cpu_kernels() -> str:
     """Returns the instruction set that the kernels for CPUs use, or why there are none."""
     library = load_cpu_library()
-    return (
-        library.instruction_set
-        or f"none: {library.reason}. Plain XLA takes their place, which is slow"
-    )
-
-
-def prefers_mixed_steps(name: str, platform: str) -> bool:
-    """Returns whether a kernel set computes decodes and prompt chunks best in one step.
-
-    "auto" is here the kernel set that is tried first.
-    """
-    chosen = candidates(name, platform)[0]
-    return chosen.prefers_mixed_steps and chosen.runs_on(platform)
+    if library.reason:
+        return f"none: {library.reason}. Plain XLA takes their place, which is slow"
+    named = {DOT: "dot products", TILES: "tiles (AMX)"}
+    used = [f"{named[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
+    return library.instruction_set + "".join(f", {each}" for each in used)

@@ -6,7 +6,7 @@ service.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
 # matrix product: no step has fewer rows.
@@ -107,6 +107,11 @@ class BucketMenu:
     def max_chunk_rows(self) -> int:
         """Returns the most sequences that share a chunk step."""
         return self.chunk[-1].num_rows
+
+    def swapping(self, block_bytes: int) -> BucketMenu:
+        """Returns the menu with the number of blocks that one call swaps: a power of two."""
+        most = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
+        return replace(self, num_swapped=min(MOST_SWAPPED, most))
 
     def choose(
         self,
@@ -210,11 +215,6 @@ def make_menu(
             sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)
         ),
     )
-
-
-def swapped_at_once(block_bytes: int) -> int:
-    """Returns how many blocks are moved to or from the host in one call: a power of two."""
-    return min(MOST_SWAPPED, 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1))
 
 
 def _ladder(first: int, last: int) -> list[int]:

@@ -24,15 +24,14 @@ from jaxtyping import Array, Float, Int
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.cache_groups import in_groups
 from jaxpage.device.drafter import TargetStep
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.kv_pages import KVPages, in_groups
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
 from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.device.verify import moves
 from jaxpage.layers.context import ForwardContext
-from jaxpage.models.drafter import Drafter, join
+from jaxpage.models import Drafter, join
 from jaxpage.shapes import MOST_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or

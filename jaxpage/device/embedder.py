@@ -7,7 +7,7 @@ scheduler, its pool or its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,12 +17,11 @@ from jaxpage.device import kv_pages
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import compiled
 from jaxpage.device.mesh import DeviceMesh, shapes_of
-from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
+from jaxpage.device.step_inputs import TableShape, empty_inputs, packed_size, unpack
 from jaxpage.device.steps import StepOptions, pooled_step
-from jaxpage.models.base import KVSpec
-from jaxpage.models.sharding import kv_of_shard
+from jaxpage.models import KVSpec, kv_of_shard
+from jaxpage.outputs import Pooling
 
-Pooling = Literal["last", "mean"]
 CHUNK_TOKENS = 128
 # The positions of the smallest pages. Longer prompts take twice as many, and so on; each size is
 # compiled when it is first needed.
@@ -123,12 +122,6 @@ class Embedder:
         return compiled(step, self._parameters, pages, packed, graphs=options.graphs)
 
 
-def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Returns the vectors [..., D], each scaled to length 1."""
-    lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / lengths
-
-
 def packed_chunk(
     token_ids: Sequence[int], start: int, bucket: Bucket, tables: TableShape, block_size: int
 ) -> npt.NDArray[np.int32]:
@@ -137,8 +130,7 @@ def packed_chunk(
     Its block table has the blocks from 1 on.
     """
     count = len(token_ids)
-    packed = np.zeros(packed_size(bucket, tables), np.int32)
-    fields: dict[str, Any] = views(packed, bucket, tables)
+    packed, fields = empty_inputs(bucket, tables)
     fields["token_ids_T"][:count] = token_ids
     fields["positions_T"][:count] = np.arange(start, start + count)
     fields["slots_ZT"][0, :count] = block_size + np.arange(start, start + count)

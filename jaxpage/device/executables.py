@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.cache_groups import in_groups
 from jaxpage.device.drafter import DeviceDrafter, split_layers
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.kv_pages import KVPages, in_groups
 from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes

@@ -8,7 +8,7 @@ Block 0 is the null block, which takes padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.device.mesh import DeviceMesh
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 from pallas_kernels import is_quantized
 
 KV_HEAD_AXIS = 2  # the axis of K in pages and in their scales
@@ -37,8 +37,9 @@ class StatePages(NamedTuple):
     """Holds one recurrent layer's blocks; see `device.recurrence`."""
 
     inputs: jax.Array  # [P, S, E], the inputs of tokens
-    state: jax.Array  # [P, ...] in float32, after the last computed token of a block
-    num_seen: jax.Array  # [P] in int32: the tokens of its sequence that the state has seen
+    # [P, ...] in float32, after the last computed token of a block; None for a convolution alone.
+    state: jax.Array | None
+    num_seen: jax.Array | None  # [P] in int32: the tokens of its sequence that the state has seen
 
 
 KVPages = tuple[LayerPages | StatePages, ...]
@@ -49,12 +50,12 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the bytes of one block in the first layer, scales included."""
-    return num_bytes(page_shapes(kv, 1, block_size, dtype)[:1])
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> tuple[int, ...]:
+    """Returns the bytes of one block in each layer, scales included."""
+    return tuple(bytes_of_pages((layer,)) for layer in page_shapes(kv, 1, block_size, dtype))
 
 
-def num_bytes(pages: KVPages) -> int:
+def bytes_of_pages(pages: KVPages) -> int:
     """Returns the bytes of pages, or of their shapes."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
@@ -75,12 +76,15 @@ def page_shapes(
     for layer, count in enumerate(of_layers):
         if (state := kv.state_of(layer)) is not None:
             inputs = jax.ShapeDtypeStruct((count, block_size, state.input_width), dtype)
-            states = jax.ShapeDtypeStruct((count, *state.shape), jnp.float32)
-            num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
+            states = num_seen = None
+            if state.shape is not None:
+                states = jax.ShapeDtypeStruct((count, *state.shape), jnp.float32)
+                num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
             shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
             continue
-        slots = (count, block_size, kv.num_kv_heads)
-        page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
+        num_kv_heads, head_width = kv.heads_of(layer)
+        slots = (count, block_size, num_kv_heads)
+        page = jax.ShapeDtypeStruct((*slots, head_width), dtype)
         scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
         if kv.value_width is not None:
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
@@ -104,3 +108,25 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
             each,
         )
     )
+
+
+def in_groups(
+    pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]
+) -> KVPages:
+    """Moves the pages of each cache group that has layers, and returns the pages of all layers.
+
+    Args:
+        pages: The pages of all layers.
+        layer_groups: The cache group of each layer.
+        move: Takes the place of a group and the pages of its layers, and returns their new pages.
+    """
+    if len(set(layer_groups)) == 1:
+        return move(layer_groups[0], pages)
+    moved = list(pages)
+    for group in sorted(set(layer_groups)):
+        layers = [layer for layer, of_layer in enumerate(layer_groups) if of_layer == group]
+        for layer, new in zip(
+            layers, move(group, tuple(pages[layer] for layer in layers)), strict=True
+        ):
+            moved[layer] = new
+    return tuple(moved)

@@ -15,7 +15,8 @@ does not matter what a step has written after a row's tokens, and copying, swapp
 blocks is all that a fork, a preemption or a prefix hit needs.
 
 Each state is updated token by token in one order, however the tokens are divided into steps, so the
-bits are the same.
+bits are the same. A layer without a state, which is a convolution alone, computes all tokens at
+once from the inputs in the slots.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
             start_B=inputs.query_start[:-1],
         )
         pages = _written(layer_pages, x_TE, inputs.slots_ZT[group])
+        if recurrence.update is None:
+            return _convolved(rows, inputs.positions_T, pages, recurrence), pages
         out_TO = jnp.zeros((x_TE.shape[0], _out_width(recurrence, x_TE)), jnp.float32)
         if not by_row:
             return _updated(rows, out_TO, pages, recurrence)
@@ -88,10 +91,12 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
 
 def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
     state = recurrence.state
+    update = recurrence.update
+    assert update is not None and state.shape is not None
     states = jax.ShapeDtypeStruct((1, *state.shape), jnp.float32)
     inputs = jax.ShapeDtypeStruct((1, 1 + state.lookback, state.input_width), x_TE.dtype)
     _, out = jax.eval_shape(
-        lambda states, inputs: recurrence.update(states, recurrence.prepare(inputs)), states, inputs
+        lambda states, inputs: update(states, recurrence.prepare(inputs)), states, inputs
     )
     return int(out.shape[1])
 
@@ -105,6 +110,22 @@ def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePag
     return pages._replace(inputs=written)
 
 
+def _convolved(
+    rows: _Rows, positions_T: jax.Array, pages: StatePages, recurrence: Recurrence
+) -> jax.Array:
+    """Returns the outputs of a layer without a state, of all tokens at once.
+
+    It has no sums but those over a token's last inputs, whose order is always the same.
+    """
+    token_T = jnp.arange(len(positions_T))
+    # Padding takes the last row, of whose table any block will do.
+    row_T = jnp.searchsorted(rows.start_B, token_T, side="right", method="compare_all") - 1
+    lookback = recurrence.state.lookback
+    inputs_TWE = _last_inputs(pages.inputs, rows.table_BM, positions_T, lookback, row_T)
+    found: jax.Array = recurrence.prepare(inputs_TWE)
+    return found
+
+
 def _updated(
     rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence
 ) -> tuple[jax.Array, StatePages]:
@@ -113,6 +134,8 @@ def _updated(
     It goes block by block, and in each token by token. The inputs of a token's update are prepared
     in the turn before: XLA on CPU would compute them anew for each number of the state.
     """
+    update = recurrence.update
+    assert update is not None and pages.state is not None and pages.num_seen is not None
     block_size = pages.inputs.shape[1]
     num_tokens = out_TO.shape[0]
     is_one = len(rows.first_B) == 1  # then no turn of a loop belongs to another row
@@ -143,7 +166,7 @@ def _updated(
         ) -> tuple[jax.Array, jax.Array, Any]:
             state, out_TO, ready = carry
             position_B = from_B + step
-            new_state, out_BO = recurrence.update(state, ready)
+            new_state, out_BO = update(state, ready)
             is_there_B = position_B < to_B
             is_new_B = is_there_B & (position_B >= rows.first_B)
             place_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
@@ -154,6 +177,7 @@ def _updated(
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
         # A row without tokens in this turn writes to the null block.
         block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)
+        assert pages.state is not None and pages.num_seen is not None
         pages = pages._replace(
             state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B)
         )
@@ -165,6 +189,7 @@ def _updated(
 
 def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
     """Returns the position of each row's first update; there is a state for all before it."""
+    assert pages.num_seen is not None
     block_size = pages.inputs.shape[1]
     num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
     return jnp.where(
@@ -173,14 +198,23 @@ def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
 
 
 def _last_inputs(
-    inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, lookback: int
+    inputs: jax.Array,
+    table_BM: jax.Array,
+    position_B: jax.Array,
+    lookback: int,
+    row_B: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the inputs [B, 1 + lookback, E] up to each row's position."""
+    """Returns the inputs [B, 1 + lookback, E] up to each position, each of another row.
+
+    Positions of the same row come with the row of each (`row_B`).
+    """
     block_size = inputs.shape[1]
     position_BW = position_B[:, None] + jnp.arange(-lookback, 1)
-    block_BW = jnp.take_along_axis(
-        table_BM, jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1), axis=1
-    )
+    place_BW = jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1)
+    if row_B is None:
+        block_BW = jnp.take_along_axis(table_BM, place_BW, axis=1)
+    else:
+        block_BW = table_BM[row_B[:, None], place_BW]
     found = inputs[block_BW, position_BW % block_size]
     return jnp.where((position_BW >= 0)[..., None], found, 0)
 

@@ -26,10 +26,8 @@ from jaxpage.device.logits_processors import (
 from jaxpage.device.selection_kernels import bound_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.device.truncation import Asked, truncate, where_wanted
-from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED, NUM_CANDIDATES
 
-# W: candidates whose log probabilities leave the device when a row asks for any
-NUM_CANDIDATES = 64
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
 # processing takes several times the memory of their logits.
 PROCESSED_AT_ONCE = 16

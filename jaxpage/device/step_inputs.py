@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket
+from jaxpage.shapes import MAX_BIASES
 from jaxpage.step.token_masks import num_mask_words
 
-MAX_BIASES = 1024  # E: entries of logit_bias of one draw
 NUM_FLAGS = 7
 
 
@@ -154,6 +154,14 @@ def _slices(bucket: Bucket, tables: TableShape) -> dict[str, tuple[slice, tuple[
         slices[name] = (slice(start, stop), shape)
         start = stop
     return slices
+
+
+def empty_inputs(
+    bucket: Bucket, tables: TableShape
+) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
+    """Returns a packed vector of zeros, and its fields, to be written in place."""
+    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    return packed, views(packed, bucket, tables)
 
 
 def views(

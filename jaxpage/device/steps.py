@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
-from jaxpage.device.attention import make_attend, make_product_kernels
+from jaxpage.device.attention import make_attend, make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
@@ -20,7 +20,7 @@ from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
-from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
+from jaxpage.device.sampler import draw, log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import (
     Flags,
@@ -36,6 +36,7 @@ from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
+from jaxpage.shapes import NUM_CANDIDATES
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little
 # (docs/lab-log.md).
@@ -133,7 +134,7 @@ def _step(
         parameters["target"], pages, inputs, processor_inputs, bucket, options
     )
     if options.drafter is not None:
-        with TraceScope(make_product_kernels(options.attention_backend)).opened():
+        with TraceScope(make_layer_kernels(options.attention_backend)).opened():
             draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
         output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
@@ -258,7 +259,7 @@ def _multi_step(
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
     """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
-    kernels = make_product_kernels(options.attention_backend)
+    kernels = make_layer_kernels(options.attention_backend)
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
 

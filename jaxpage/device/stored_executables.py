@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
-from jaxpage.device.cpu_products import processor_lines
+from jaxpage.device.host_processor import processor_lines
 from jaxpage.device.mesh import DeviceMesh
 from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
@@ -253,7 +253,7 @@ def compile_cache_directory() -> Path:
     return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
-def stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
+def open_stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
     """Returns the executables in our own cache, on CPUs of one process; None on other devices.
 
     The cache is our own if the user has not chosen its directory.

@@ -13,11 +13,12 @@ Other rooms take:
     prepared, check_streamable   encode and check a request
     copy_error      copies an error for one more receiver
     stacked         makes one array of the vectors of several prompts
+    normalized      scales vectors to length 1
 """
 
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
-from jaxpage.driver.front import DrivenModel, stacked
+from jaxpage.driver.front import DrivenModel, normalized, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
@@ -31,6 +32,7 @@ __all__ = [
     "Update",
     "check_streamable",
     "copy_error",
+    "normalized",
     "prepared",
     "stacked",
 ]

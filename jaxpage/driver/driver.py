@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.embedder import Embedder, Pooling
+from jaxpage.device import Embedder
 from jaxpage.driver.handle import Handle, copy_error
 from jaxpage.driver.orders import Answer, Change, Order
 from jaxpage.driver.pinning import Pinning
@@ -33,6 +33,7 @@ from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import ShuttingDown
+from jaxpage.outputs import Pooling
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -285,8 +286,8 @@ class Driver:
         return self.call(lambda engine: turns.wake(parameters))
 
     def weights(self) -> Answer[Any]:
-        """Asks for the weights of the model as they are on the device."""
-        return self.call(lambda engine: engine.runner.parameters["target"])
+        """Asks for the weights of the model and of its drafter as they are on the device."""
+        return self.call(lambda engine: engine.runner.parameters)
 
     def embed(
         self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: Pooling

@@ -11,11 +11,22 @@ import numpy.typing as npt
 
 from jaxpage.assembly import BuiltModel, Mode, given_weights, weights_for_waking
 from jaxpage.checkpoints import Parameters
-from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
 from jaxpage.driver.orders import Answer
-from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest, normalise, one_each
+from jaxpage.engine import (
+    ByVectors,
+    CheckedParams,
+    Engine,
+    NamedAdapter,
+    PreparedRequest,
+    RerankMethod,
+    YesNo,
+    normalise,
+    one_each,
+    reranker_of,
+)
+from jaxpage.outputs import Pooling
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -128,6 +139,22 @@ class DrivenModel(BuiltModel):
             return requests
         raise ValueError("embed needs at least one prompt")
 
+    def _reranker(self, method: RerankMethod) -> YesNo | ByVectors:
+        """Returns the way in which the model ranks.
+
+        Raises:
+            ValueError: The model has no tokenizer, or cannot rank in this way.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"The model {self.config.model!r} has no tokenizer to rank texts")
+        return reranker_of(self.tokenizer, self._model.directory, method)
+
+    def _prompt_of(self, text: str) -> dict[str, Any]:
+        """Returns a text that has all its special tokens in itself, as a prompt."""
+        assert self.tokenizer is not None  # `_reranker` needs one
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
         """Returns other weights as they are on the device; see `given_weights`."""
         self._driver.check_awake()
@@ -165,3 +192,9 @@ def stacked(
     """
     found = np.stack(vectors)
     return normalized(found) if normalize else found
+
+
+def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Returns the vectors [..., D], each scaled to length 1."""
+    lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / lengths

@@ -25,6 +25,11 @@ Other rooms take:
     scored_pairs           gives each prompt its continuation
     scores_of              makes scores of outputs
     continuation_logprobs  gives the log probability of each token after a prompt
+    reranker_of            says how a model ranks documents
+    YesNo, ByVectors       rank by the probabilities of two tokens; by vectors
+    RerankMethod           names these ways
+    checked_documents      gives the documents of a caller as a list
+    ranked                 puts documents in the order of their scores
 """
 
 from jaxpage.engine.adapters import Adapters, directory_of
@@ -41,6 +46,14 @@ from jaxpage.engine.prompts import (
     one_each,
 )
 from jaxpage.engine.reporting import Reporter
+from jaxpage.engine.reranking import (
+    ByVectors,
+    RerankMethod,
+    YesNo,
+    checked_documents,
+    ranked,
+    reranker_of,
+)
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs, scores_of
 from jaxpage.engine.text import NoText
@@ -50,6 +63,7 @@ __all__ = [
     "Adapters",
     "Batch",
     "BatchBuilder",
+    "ByVectors",
     "CheckedParams",
     "Engine",
     "EngineParts",
@@ -59,14 +73,19 @@ __all__ = [
     "PreparedRequest",
     "Prompt",
     "Reporter",
+    "RerankMethod",
     "Runner",
+    "YesNo",
     "chat_prompt",
+    "checked_documents",
     "checked_token_ids",
     "continuation_logprobs",
     "directory_of",
     "named_params",
     "normalise",
     "one_each",
+    "ranked",
+    "reranker_of",
     "scored_pairs",
     "scores_of",
 ]

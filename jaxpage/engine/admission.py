@@ -13,10 +13,9 @@ import numpy as np
 
 from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
-from jaxpage.device.sampler import NUM_CANDIDATES
-from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.shapes import MAX_BIASES, NUM_CANDIDATES
 from jaxpage.step.request import LoRAAdapter, Request
 
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids

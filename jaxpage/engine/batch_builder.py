@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, TableShape, packed_size, views
+from jaxpage.device import Bucket, BucketMenu, Flags, ProcessorInputs, TableShape, empty_inputs
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
@@ -119,8 +118,7 @@ class BatchBuilder:
             branches=plan.branches,
             multi_step=plan.is_multi_step,
         )
-        packed = np.zeros(packed_size(bucket, self.tables), np.int32)
-        fields: dict[str, Any] = views(packed, bucket, self.tables)
+        packed, fields = empty_inputs(bucket, self.tables)
         self._fill_rows(fields, plan.rows)
         if lora_slots:
             slots = [0 if row.lora is None else lora_slots[row.lora] for row in plan.rows]

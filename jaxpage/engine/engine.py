@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any, TypedDict
@@ -292,17 +292,21 @@ class Engine:
         self.scheduler.block_manager.forget_cached()
         self.events.prefix_cache_reset()
 
-    def replace_weights(self, target: Any) -> int:
+    def replace_weights(self, weights: Mapping[str, Any]) -> int:
         """Gives the model other weights, and returns their version.
 
         No request finds blocks that were computed with the old weights.
+
+        Args:
+            weights: The model's, and its drafter's if they are replaced; see
+                `Runner.replace_parameters`.
 
         Raises:
             RuntimeError: A request is running or waiting, or a prefix is pinned.
         """
         self._check_unused("weights cannot be replaced", "prefixes of the old ones")
         self.reset_prefix_cache()
-        self.runner.replace_parameters(target)
+        self.runner.replace_parameters(weights)
         self.weights_version += 1
         self.events.weights_replaced()
         return self.weights_version

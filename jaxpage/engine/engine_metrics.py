@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxpage.device.executables import Executables
+from jaxpage.device import Executables
 from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics

@@ -5,7 +5,7 @@ It owns the parameters, the pages and the host's pages, and never sees a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +13,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.executables import Executables
-from jaxpage.device.host_pages import HostPages
-from jaxpage.device.host_weights import to_host
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.steps import unpack_drawn
+from jaxpage.device import Executables, HostPages, KVPages, Packings, to_host, unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import ShardedWeight, at
-from jaxpage.models.weights import add_missing
+from jaxpage.models import Path, ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult
 
 
@@ -43,6 +37,7 @@ class Runner:
         executables: Executables,
         host_pages: Sequence[HostPages],
         adapters: Sequence[ShardedWeight] = (),
+        packed: Packings | None = None,
     ):
         """Makes the pages.
 
@@ -52,11 +47,13 @@ class Runner:
             executables: The table of executables.
             host_pages: The host's pages of each cache group.
             adapters: The LoRA weights A and B of every layer that takes adapters.
+            packed: The weights that are in panels.
         """
         self.executables = executables
         self.is_asleep = False
         self.kept: Any | None = None
         self._parameters = parameters
+        self.packed = packed or {}
         self._new_pages = new_pages
         self._pages = new_pages()
         self._host_pages = host_pages
@@ -134,13 +131,16 @@ class Runner:
         """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
-    def replace_parameters(self, target: Any) -> None:
+    def replace_parameters(self, others: Mapping[str, Any]) -> None:
         """Takes other weights of the same shapes and types, from the next step on.
 
-        Adapters stay.
+        Adapters stay, and so do weights that are not given.
+
+        Args:
+            others: The model's weights under "target", those of its drafter under "drafter".
         """
-        add_missing(target, self._parameters["target"], lambda adapters: adapters)
-        self._parameters = {**self._parameters, "target": target}
+        _add_missing(others["target"], self._parameters["target"])
+        self._parameters = {**self._parameters, **others}
 
     def write_adapter(
         self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None
@@ -152,7 +152,7 @@ class Runner:
         for index, name in enumerate(("a", "b")):
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
-                module = at(self._parameters["target"], place.path[:-1])
+                module = entry_at(self._parameters["target"], place.path[:-1])
                 before = module[name]
                 parts = []
                 for shard in before.addressable_shards:
@@ -205,3 +205,12 @@ class Runner:
         for host_pages in self._host_pages:
             host_pages.close()
         self.executables.close()
+
+
+def _add_missing(parameters: dict[Any, Any], others: dict[Any, Any]) -> None:
+    """Adds the parameters of another tree that these lack: no checkpoint has them."""
+    for key, other in others.items():
+        if key not in parameters:
+            parameters[key] = other
+        elif isinstance(other, dict):
+            _add_missing(parameters[key], other)

@@ -7,6 +7,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpage.layers.trace_scope import row_kernels
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -39,3 +42,15 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
 }
+# The formulas that kernels have for gates, with their names there.
+_IN_KERNELS = {_gelu_tanh: "gelu_tanh", jax.nn.silu: "silu"}
+
+
+def gated(both_TF: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:
+    """Returns `activation(gate) * up`, where each row has the gates and then the ups."""
+    function = ACTIVATIONS[activation]
+    kernels = row_kernels(both_TF.dtype)
+    if kernels is not None and function in _IN_KERNELS:
+        return kernels.gate(both_TF, _IN_KERNELS[function])
+    gate_TF, up_TF = jnp.split(both_TF, 2, axis=-1)
+    return function(gate_TF) * up_TF

@@ -26,7 +26,9 @@ class Attention(nnx.Module):
 
     Attributes:
         layer_index: The layer's place in its model.
-        query_key_value: The product for queries, keys and values: three parts in this order.
+        query_key_value: The product for queries, keys and values: three parts in this order. Where
+            it has two, the keys before their norm are the values too; where it has one, the layer
+            reads the keys and values of another one, whose number and pages it has.
         output: The product for the output.
         head_width: The width of a head (H).
         scale: The factor of the scores; `head_width ** -0.5` where None is given.
@@ -34,7 +36,9 @@ class Attention(nnx.Module):
         rope: The rotation of queries and keys; None if there is none.
         query_norm: The norm of queries; None if there is none.
         key_norm: The norm of keys; None if there is none.
+        value_norm: The norm of values; None if there is none.
         norm_together: True if the norms are over all heads together, not over each head.
+        turned_first: True if queries and keys are turned before the norms (HunYuan).
         logit_softcap: See `AttentionOptions`.
         query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
             (Llama 4, Ministral 3).
@@ -59,7 +63,9 @@ class Attention(nnx.Module):
         rope: Rope | None = None,
         query_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
         key_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
+        value_norm: RMSNorm | None = None,
         norm_together: bool = False,
+        turned_first: bool = False,
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
@@ -72,7 +78,9 @@ class Attention(nnx.Module):
         self.output = output
         self.query_norm = query_norm
         self.key_norm = key_norm
+        self.value_norm = value_norm
         self.norm_together = norm_together
+        self.turned_first = turned_first
         self.logit_softcap = logit_softcap
         self.query_growth = query_growth
         self.sinks = sinks
@@ -93,8 +101,10 @@ class Attention(nnx.Module):
             q, k = self._normed(q, k)
         return self.attended(q, k, v, layer_pages, context)
 
-    def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values [T, heads x H].
+    def projected(
+        self, x_TI: Float[Array, "T I"]
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns queries, keys and values [T, heads x H]; see `query_key_value`.
 
         A model over several devices calls this and `attended` by themselves, with a norm over all
         devices in between.
@@ -102,8 +112,8 @@ class Attention(nnx.Module):
         fused = self.query_key_value(x_TI)
         if self.num_groups is None:
             ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-            q, k, v = jnp.split(fused, ends[:-1], axis=-1)
-            return q, k, v
+            q, *kept = jnp.split(fused, ends[:-1], axis=-1)
+            return (q, kept[0], kept[-1]) if kept else (q, None, None)
         num_tokens = fused.shape[0]
         grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
         q = grouped[:, :, :-2]
@@ -114,8 +124,8 @@ class Attention(nnx.Module):
     def attended(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
@@ -124,19 +134,26 @@ class Attention(nnx.Module):
         Norms over all heads together must have been applied already.
         """
         if self.limit is not None:
-            q, k, v = (jnp.clip(part, -self.limit, self.limit) for part in (q, k, v))
+            q = jnp.clip(q, -self.limit, self.limit)
+            k = None if k is None else jnp.clip(k, -self.limit, self.limit)
+            v = None if v is None else jnp.clip(v, -self.limit, self.limit)
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
-        q_TNH, k_TKH, v_TKH = (
-            part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v)
-        )
-        if not self.norm_together:
+        heads = (len(q), -1, self.head_width)
+        q_TNH = q.reshape(heads)
+        k_TKH = None if k is None else k.reshape(heads)
+        v_TKH = None if v is None else v.reshape(heads)
+        if not self.norm_together and not self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+        if self.value_norm is not None and v_TKH is not None:
+            v_TKH = self.value_norm(v_TKH)
         if self.rope is not None:
             angles = context.angles(self.rope)
             q_TNH = angles.rotate(q_TNH)
-            k_TKH = angles.rotate(k_TKH)
+            k_TKH = None if k_TKH is None else angles.rotate(k_TKH)
+        if self.turned_first:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.query_growth is not None:
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(
@@ -156,16 +173,22 @@ class Attention(nnx.Module):
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 
-    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (
-            (q, k)
-            if self.query_norm is None or self.key_norm is None
-            else (self.query_norm(q), self.key_norm(k))
-        )
+    def _normed(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        return q, k if k is None or self.key_norm is None else self.key_norm(k)
 
 
 def query_key_value(
-    num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike
+    num_in: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    name: str,
+    fused: str | None = None,
+    is_grouped: bool = False,
+    bias: bool,
+    dtype: DTypeLike,
 ) -> Linear:
     """Returns one product for Llama's `q_proj`, `k_proj` and `v_proj`, or for Phi-3's `qkv_proj`.
 
@@ -174,15 +197,23 @@ def query_key_value(
         num_queries: The rows of the queries: heads times head width.
         num_keys: The rows of the keys, and of the values.
         name: The module of the checkpoint that has these modules.
+        fused: The product in files of a family whose products are never apart.
+        is_grouped: True if that product is one part; see `Attention.num_groups`.
         bias: True if the products have biases.
         dtype: The type of the weights.
     """
+    if is_grouped:
+        part = Part(num_queries + 2 * num_keys, "kv_heads", f"{name}.{fused}")
+        return linear(num_in, part, input_axis="embed", bias=bias, dtype=dtype)
+    each = (("q_proj", num_queries, "heads"), ("k_proj", num_keys, "kv_heads"))
+    parts = [
+        Part(rows, axis, None if fused else f"{name}.{module}")
+        for module, rows, axis in (*each, ("v_proj", num_keys, "kv_heads"))
+    ]
     return linear(
         num_in,
-        Part(num_queries, "heads", f"{name}.q_proj"),
-        Part(num_keys, "kv_heads", f"{name}.k_proj"),
-        Part(num_keys, "kv_heads", f"{name}.v_proj"),
-        fused=f"{name}.qkv_proj",
+        *parts,
+        fused=f"{name}.{fused or 'qkv_proj'}",
         input_axis="embed",
         bias=bias,
         dtype=dtype,

@@ -30,7 +30,7 @@ class Attend(Protocol):
         self,
         layer_index: int,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         options: AttentionOptions,
@@ -43,7 +43,7 @@ class Attend(Protocol):
         Args:
             layer_index: The layer's place in its model, which decides its cache group.
             q_TNH: The queries.
-            k_TKH: The keys.
+            k_TKH: The keys; None where the layer before it with these pages has written them.
             v_TKH: The values; None where they are within the keys (`options.value_width`).
             layer_pages: The pages of this layer.
             options: The options, which the kernels get as they are. The step adds a tree mask to
@@ -56,13 +56,14 @@ class StateSpec:
     """Describes what a recurrent layer keeps: each token's input, and each sequence's state.
 
     Attributes:
-        shape: The shape of a sequence's state, which is in float32.
+        shape: The shape of a sequence's state, which is in float32; None if there is no state, only
+            a convolution.
         input_width: The width of a token's input.
         lookback: The number of earlier inputs that an update takes with the token's own: the reach
             of a causal convolution.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     input_width: int
     lookback: int
 
@@ -72,14 +73,14 @@ class Recurrence(NamedTuple):
 
     Attributes:
         prepare: Takes the last inputs [B, 1 + lookback, E], with zeros before the first one, and
-            returns any arrays [B, ...].
+            returns any arrays [B, ...]; without a state, the outputs [B, O].
         update: Takes the states [B, *shape] and those arrays, and returns the states after the
-            token and the outputs [B, O].
+            token and the outputs [B, O]; None without a state.
         state: The shapes of the state.
     """
 
     prepare: Callable[[jax.Array], Any]
-    update: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    update: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]] | None
     state: StateSpec
 
 

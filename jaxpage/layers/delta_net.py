@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, StateSpec
+from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Axis, parameter, tensor
@@ -179,9 +180,7 @@ class GatedDeltaNet(nnx.Module):
         widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
         kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T
-        mixed_BC = inputs_BWE[:, 0, : widths.convolved] * kernel_WC[:1]
-        for place in range(1, widths.kernel):
-            mixed_BC += inputs_BWE[:, place, : widths.convolved] * kernel_WC[place][None]
+        mixed_BC = short_convolution(inputs_BWE[..., : widths.convolved], kernel_WC)
         q, k, v = jnp.split(jax.nn.silu(mixed_BC), [widths.keys, 2 * widths.keys], axis=-1)
 
         def of_heads(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
+from jaxpage.layers.weight_kinds import StoredWeight
 
 
 class Embedding(nnx.Module):
@@ -20,7 +22,10 @@ class Embedding(nnx.Module):
         name: The module of the checkpoint; None for a table that no checkpoint has.
         axis: The name of the axis of the rows.
         table: The parameter.
+        bias: The biases of logits, or None.
     """
+
+    bias: nnx.Param[jax.Array] | None = None
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Embedding(nnx.Module):
         name: str | None,
         axis: str | None = "vocab",
         aliases: tuple[str, ...] = (),
+        bias: str | None = None,
         dtype: DTypeLike,
     ):
         others = tuple(f"{alias}.weight" for alias in aliases)
@@ -41,6 +47,14 @@ class Embedding(nnx.Module):
         self.table = parameter(
             (num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources
         )
+        if bias is not None:
+            source = tensor(bias, num_rows)
+            self.bias = parameter((num_rows,), axes=(axis,), dtype=dtype, sources=[source])
+
+    @property
+    def weight(self) -> StoredWeight:
+        """Returns the table as it is stored."""
+        return self.table[...]
 
     @property
     def num_rows(self) -> int:
@@ -56,16 +70,41 @@ class Embedding(nnx.Module):
 
         An untied head is such a table too: checkpoints store it in this order.
         """
-        return product(hidden_BD, self.table[...], result=jnp.float32)
+        logits_BV = product(hidden_BD, self.weight, result=jnp.float32)
+        return (
+            logits_BV
+            if self.bias is None
+            else logits_BV + self.bias[...].astype(jnp.float32)[None, :]
+        )
 
 
 def token_tables(
-    vocab_size: int, width: int, *, name: str, tied: bool, dtype: DTypeLike
+    vocab_size: int,
+    width: int,
+    *,
+    name: str,
+    heads: tuple[str, ...] = ("lm_head",),
+    tied: bool,
+    bias: bool = False,
+    dtype: DTypeLike,
 ) -> tuple[Embedding, Embedding | None]:
     """Returns the token table and the head; None for the head where it is tied to the table.
 
     A checkpoint of a tied model may have the name of the table, or of the head, or both.
+
+    Args:
+        vocab_size: The number of token ids.
+        width: The width of the model.
+        name: The name of the token table.
+        heads: The names of the head.
+        tied: True if the table is the head too.
+        bias: True if logits have biases.
+        dtype: The type of the parameters.
     """
-    head = "lm_head"
-    tokens = Embedding(vocab_size, width, name=name, aliases=(head,) if tied else (), dtype=dtype)
-    return tokens, None if tied else Embedding(vocab_size, width, name=head, dtype=dtype)
+    biases = f"{heads[0]}.bias" if bias else None
+    sizes = (vocab_size, width)
+    if tied:
+        return Embedding(*sizes, name=name, aliases=heads, bias=biases, dtype=dtype), None
+    tokens = Embedding(*sizes, name=name, dtype=dtype)
+    head = Embedding(*sizes, name=heads[0], aliases=heads[1:], bias=biases, dtype=dtype)
+    return tokens, head

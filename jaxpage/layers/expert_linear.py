@@ -24,7 +24,7 @@ from jaxpage.layers.parameter import (
     tensor,
 )
 from jaxpage.layers.product import product, product_by_group
-from jaxpage.layers.weight_kinds import Grouped, StoredWeight
+from jaxpage.layers.weight_kinds import Grouped, PackedCodes, StoredWeight
 
 MXFP4_GROUP = 32  # inputs that share a scale
 
@@ -45,6 +45,8 @@ class ExpertLinearSpec:
             equal part of the outputs. Empty if all checkpoints stack them.
         bias: True if there are biases, in the tensor `{name}_bias` [E, out].
         dtype: The type of the parameters.
+        aliases: Other names of the tensor that has the weights of all experts.
+        in_rows_too: True if that tensor may also have the weights as [out, in].
     """
 
     num_experts: int
@@ -57,6 +59,8 @@ class ExpertLinearSpec:
     modules: tuple[tuple[str, ...], ...]
     bias: bool
     dtype: DTypeLike
+    aliases: tuple[str, ...] = ()
+    in_rows_too: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -104,7 +108,14 @@ class ExpertLinear(nnx.Module):
             apart = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
-            return [*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)]
+            stacked = [
+                tensor(
+                    spec.name, *spec.stacked_shape, transpose=spec.transposed, aliases=spec.aliases
+                )
+            ]
+            if spec.in_rows_too:
+                stacked.append(tensor(spec.name, spec.num_experts, spec.num_out, spec.num_in))
+            return [*apart, *stacked]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),
@@ -138,6 +149,9 @@ class MXFP4ExpertLinear(ExpertLinear):
     byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with the exponents.
     """
 
+    in_panels = False
+    block_rows = 1
+
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
         leading = (spec.num_experts, spec.num_out)
@@ -164,7 +178,9 @@ class MXFP4ExpertLinear(ExpertLinear):
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> StoredWeight:
         """Returns the quantised weight of one expert, or for `...` of all."""
-        return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
+        codes = Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
+        spec = self.spec
+        return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
 
 def _powers_of_two(exponents: np.ndarray) -> np.ndarray:

@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.activations import ACTIVATIONS, gated
 from jaxpage.layers.linear import Linear
+from jaxpage.layers.parameter import parameter, tensor
+
+
+class XIELU(nnx.Module):
+    """Computes xIELU, whose curvature is learned (Huang and Schlag, 2024; Apertus).
+
+    Attributes:
+        positive: The curvature of positive numbers, before a softplus.
+        negative: The curvature of negative numbers, before a softplus and without the slope.
+    """
+
+    slope: float = 0.5
+    epsilon: float = -1e-6
+
+    def __init__(self, *, name: str, dtype: DTypeLike):
+        self.positive, self.negative = (
+            parameter((1,), axes=(None,), dtype=dtype, sources=[tensor(f"{name}.{part}", 1)])
+            for part in ("alpha_p", "alpha_n")
+        )
+
+    def __call__(self, x_TF: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        """Returns the function's value."""
+        positive, negative = (
+            jax.nn.softplus(each[...].astype(jnp.float32))[None, :]
+            for each in (self.positive, self.negative)
+        )
+        wide = x_TF.astype(jnp.float32)
+        above = positive * wide * wide
+        below = (jnp.expm1(jnp.minimum(wide, self.epsilon)) - wide) * (self.slope + negative)
+        return (jnp.where(wide > 0, above, below) + self.slope * wide).astype(x_TF.dtype)
 
 
 class MLP(nnx.Module):
-    """Computes `down(activation(up(x)))`."""
+    """Computes `down(activation(up(x)))`.
 
-    def __init__(self, up: Linear, down: Linear, *, activation: str):
+    Attributes:
+        up: The product for the inner layer.
+        down: The product for the output.
+        activation: The name of the activation function, or one that has parameters.
+    """
+
+    def __init__(self, up: Linear, down: Linear, *, activation: str | XIELU):
         self.up = up
         self.down = down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        return self.down(ACTIVATIONS[self.activation](self.up(x_TD)))
+        own = self.activation
+        function = ACTIVATIONS[own] if isinstance(own, str) else own
+        return self.down(function(self.up(x_TD)))
 
 
 class GatedMLP(nnx.Module):
@@ -39,5 +79,4 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        gate_TF, up_TF = jnp.split(self.gate_up(x_TD), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate_TF) * up_TF)
+        return self.down(gated(self.gate_up(x_TD), self.activation))

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.layers.trace_scope import row_kernels
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -39,45 +40,60 @@ def _declare(name: str, width: int, axis: str | None, dtype: DTypeLike) -> nnx.P
     return parameter((width,), axes=(axis,), dtype=dtype, sources=[tensor(name, width)])
 
 
-def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
-    return parameter[...].astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+def _scale(parameter: nnx.Param[jax.Array], offset: float) -> jax.Array:
+    scale = _row(parameter)
+    if not offset:
+        return scale
+    # XLA moves this sum out of a loop over steps, and rounds the product in another way where both
+    # are together. The barrier keeps them apart, so that one step and several have the same bits.
+    return jax.lax.optimization_barrier(scale + offset)
+
+
+def _row(parameter: nnx.Param[jax.Array]) -> jax.Array:
+    return parameter[...].astype(jnp.float32)[None, :]
 
 
 class RMSNorm(nnx.Module):
     """Computes `scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019).
 
     Attributes:
-        scale: The scale, a parameter of the checkpoint's module.
+        scale: The scale, a parameter of the checkpoint's module; None for a factor of one.
         epsilon: The number that is added to the mean of squares.
         offset: The number that is added to the stored scale (Gemma stores it less 1).
+        groups: The number of equal parts of the width, each of which has a mean of its own.
     """
 
     def __init__(
         self,
         width: int,
         *,
-        name: str,
+        name: str | None,
         epsilon: float,
         axis: str | None = "embed",
         offset: float = 0.0,
+        groups: int = 1,
         dtype: DTypeLike,
     ):
-        self.scale = _declare(f"{name}.weight", width, axis, dtype)
+        self.scale = None if name is None else _declare(f"{name}.weight", width, axis, dtype)
+        self.groups = groups
         self.epsilon = epsilon
         self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
+        kernels = row_kernels(x.dtype)
+        if kernels is not None and self.groups == 1:
+            rows = x.reshape(-1, x.shape[-1])
+            scale = jnp.ones(rows.shape[1:], x.dtype) if self.scale is None else self.scale[...]
+            normed = kernels.rms_norm(rows, scale, self.epsilon, self.offset)
+            return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
-        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1] // self.groups)
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
-        scale = _along_last_axis(self.scale, 2)
-        if self.offset:
-            # XLA moves this sum out of a loop over steps, and rounds the product in another way
-            # where both are together. The barrier keeps them apart, so that one step and several
-            # have the same bits.
-            scale = jax.lax.optimization_barrier(scale + self.offset)
-        return (normed * scale).astype(x.dtype).reshape(x.shape)
+        normed = normed.reshape(-1, x.shape[-1])
+        if self.scale is None:
+            return normed.astype(x.dtype).reshape(x.shape)
+        return (normed * _scale(self.scale, self.offset)).astype(x.dtype).reshape(x.shape)
 
 
 def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
@@ -89,7 +105,8 @@ def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
 class LayerNorm(nnx.Module):
     """Computes `scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016).
 
-    The scale is there only if `affine` is True, the bias only if `bias` is True too.
+    The scale is there only if `affine` is True, the bias only if `bias` is True too. For `offset`
+    see `RMSNorm`.
     """
 
     def __init__(
@@ -98,22 +115,26 @@ class LayerNorm(nnx.Module):
         *,
         name: str,
         epsilon: float = 1e-5,
+        axis: str | None = "embed",
         affine: bool = True,
         bias: bool = True,
+        offset: float = 0.0,
         dtype: DTypeLike,
     ):
-        self.scale = _declare(f"{name}.weight", width, "embed", dtype) if affine else None
-        self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine and bias else None
+        self.scale = _declare(f"{name}.weight", width, axis, dtype) if affine else None
+        self.bias = _declare(f"{name}.bias", width, axis, dtype) if affine and bias else None
         self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
-        normed = _standardised(x.astype(jnp.float32), self.epsilon)
+        # Two axes, as in `RMSNorm`.
+        normed = _standardised(x.astype(jnp.float32).reshape(-1, x.shape[-1]), self.epsilon)
         if self.scale is not None:
-            normed = normed * _along_last_axis(self.scale, x.ndim)
+            normed = normed * _scale(self.scale, self.offset)
         if self.bias is not None:
-            normed = normed + _along_last_axis(self.bias, x.ndim)
-        return normed.astype(x.dtype)
+            normed = normed + _row(self.bias)
+        return normed.astype(x.dtype).reshape(x.shape)
 
 
 class HeadNorm(nnx.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int32
 
-from jaxpage.layers.trace_scope import ProductKernels, trace_scope
-from jaxpage.layers.weight_kinds import Grouped, Scaled, StoredWeight
+from jaxpage.layers.trace_scope import LayerKernels, trace_scope
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
 TOKENS_BY_HEAD = 16  # the tokens of a tile: see `product_by_head`
 SMALLEST_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
@@ -20,9 +20,10 @@ def product(
 ) -> Float[Array, "T O"]:
     """Returns `x @ weight.T` for a weight that is stored [out, in], as a torch `Linear` stores it.
 
-    This order spares a transposition, and in it XLA on CPU computes a row in the same way among 2
-    rows as among 512 (docs/lab-log.md). So a token's result depends neither on the batch nor on the
-    chunks of its prompt.
+    An engine on a CPU has weights in panels, whose kernel computes a row in the same way among any
+    others. Where it has none, XLA multiplies: this order spares a transposition, and in it XLA on
+    CPU computes a row in the same way among 2 rows as among 512 (docs/lab-log.md). So a token's
+    result depends neither on the batch nor on the chunks of its prompt.
 
     Float32 means float32: by default XLA would use TF32 for it on GPU and one bfloat16 pass on TPU.
 
@@ -34,33 +35,25 @@ def product(
     if isinstance(weight, Scaled):
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
-        return _for_grouped().multiply(x_TI, weight, result or x_TI.dtype)
-    kernels = trace_scope().kernels
-    if kernels is not None and kernels.few_rows is not None:
-        y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
-        if y_TO is not None:
-            return y_TO
-    return xla_product(x_TI, weight, result)
-
-
-def xla_product(
-    x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
-) -> Float[Array, "T O"]:
-    """Multiplies as `product` does, by XLA alone."""
+        return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
+    if isinstance(weight, Packed | PackedCodes):
+        return _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)
     precision = (
         jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
-def _for_grouped() -> ProductKernels:
+def _kernels() -> LayerKernels:
     kernels = trace_scope().kernels
     assert kernels is not None, "bound where a model with such weights is traced"
     return kernels
 
 
-def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
-    """Returns rows of a quantised table, in float32."""
+def rows_of(weight: Grouped | Packed | PackedCodes, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
+    """Returns rows of a table; those of a quantised one in float32."""
+    if isinstance(weight, Packed | PackedCodes):
+        return _kernels().packed_rows(weight, ids_T)
     zero, minimum = (
         None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ)
     )
@@ -70,14 +63,17 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
         zero_OJ=zero,
         minimum_OJ=minimum,
     )
-    return _for_grouped().numbers(rows)
+    return _kernels().numbers(rows)
 
 
 def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
     """Returns the weight itself, dequantised, for uses other than its product with an input."""
+    assert not isinstance(weight, Packed | PackedCodes), (
+        "only weights that inputs are multiplied by are packed"
+    )
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
-    return _for_grouped().numbers(weight) if isinstance(weight, Grouped) else weight
+    return _kernels().numbers(weight) if isinstance(weight, Grouped) else weight
 
 
 @jax.named_scope("product")
@@ -123,19 +119,16 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 
     The sums are of integers, which are exact in any order.
     """
-    x_TI = x_TI.astype(jnp.float32)
-    kernels = trace_scope().kernels
-    found = None
-    if kernels is not None and kernels.few_rounded is not None:
-        found = kernels.few_rounded(x_TI, weight.values_OI)
-    sums_TO, scale_T1 = rounded_product(x_TI, weight.values_OI) if found is None else found
+    sums_TO, scale_T1 = rounded_product(x_TI.astype(jnp.float32), weight.values_OI)
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
-def has_product_by_group() -> bool:
-    """Returns whether there is a kernel that multiplies rows by the weights of their groups."""
+def has_product_by_group(weight: StoredWeight) -> bool:
+    """Returns whether there is a kernel that multiplies rows by such weights of their groups."""
     kernels = trace_scope().kernels
-    return kernels is not None and kernels.by_group is not None
+    return isinstance(weight, Packed | PackedCodes) or (
+        kernels is not None and kernels.by_group is not None
+    )
 
 
 @jax.named_scope("product")
@@ -159,6 +152,8 @@ def product_by_group(
     Returns:
         The products; None where no kernel takes them.
     """
+    if isinstance(weight, Packed | PackedCodes):
+        return _kernels().multiply_packed(x_PI, weight, x_PI.dtype, count_E)
     kernels = trace_scope().kernels
     if kernels is None or kernels.by_group is None:
         return None

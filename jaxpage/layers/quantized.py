@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import product, rows_of
-from jaxpage.layers.weight_kinds import Grouped, Scaled
+from jaxpage.layers.product import rows_of
+from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
 
 # The types of the arrays that hold the codes.
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}
@@ -141,7 +141,14 @@ class WeightFormat:
 
 
 class Quantized(nnx.Module):
-    """Holds the arrays of a quantised weight, for a linear layer or a table."""
+    """Holds the arrays of a quantised weight, for a linear layer or a table.
+
+    Attributes:
+        in_panels: True if the arrays are in panels (`models.packing`).
+    """
+
+    in_panels = False
+    block_rows = 1  # here the scale of a block of outputs is repeated for each
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
@@ -180,12 +187,16 @@ class Quantized(nnx.Module):
         )
 
     @property
-    def weight(self) -> Scaled | Grouped:
+    def weight(self) -> Scaled | Grouped | PackedCodes:
         """Returns the weight in the kind that `product` takes."""
         if self.int8_inputs:
             return Scaled(self.kernel[...], self.scale[...][:, 0])
         zero, minimum = (None if each is None else each[...] for each in (self.zero, self.minimum))
-        return Grouped(self.kernel[...], self.scale[...], zero, self.code, self.group_size, minimum)
+        codes = Grouped(
+            self.kernel[...], self.scale[...], zero, self.code, self.group_size, minimum
+        )
+        spec = self.spec
+        return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
 
 class QuantizedLinear(Quantized, Linear):
@@ -210,16 +221,13 @@ class QuantizedEmbedding(Quantized, Embedding):
     @property
     def num_rows(self) -> int:
         """Returns the number of rows."""
-        return self.kernel.get_value().shape[0]
+        return self.spec.num_out
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the dequantised rows of these ids."""
-        assert isinstance(self.weight, Grouped)
-        return rows_of(self.weight, ids_T).astype(self.spec.dtype)
-
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns the logits of these hidden states, in float32."""
-        return product(hidden_BD, self.weight, result=jnp.float32)
+        weight = self.weight
+        assert not isinstance(weight, Scaled)
+        return rows_of(weight, ids_T).astype(self.spec.dtype)
 
 
 class LinearOfParts(Linear):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
 from jaxpage.layers.quantized import CODE_DTYPES, CODES_PER_BYTE, StoredArray, WeightFormat
-from jaxpage.layers.weight_kinds import Grouped, Scaled
+from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
 
 
 class QuantizedExpertLinear(ExpertLinear):
@@ -26,6 +26,8 @@ class QuantizedExpertLinear(ExpertLinear):
     Codes of float8 are kept as their bits (see `pallas_kernels.QuantizedWeight`), and the scale of
     a block of outputs is kept once.
     """
+
+    in_panels = False
 
     def __init__(self, spec: ExpertLinearSpec, form: WeightFormat):
         self.spec = spec
@@ -84,12 +86,18 @@ class QuantizedExpertLinear(ExpertLinear):
             shape,
             (
                 Piece(
-                    spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored
+                    spec.name,
+                    spec.stacked_shape,
+                    shape,
+                    (0, 0, 0),
+                    spec.transposed,
+                    aliases=spec.aliases,
+                    stored=stored,
                 ),
             ),
         )
 
-    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped | PackedCodes:
         """Returns the quantised weight of one expert, or for `...` of all."""
         values = self.kernel[...][expert]
         scale = self.scale[...][expert]
@@ -103,7 +111,9 @@ class QuantizedExpertLinear(ExpertLinear):
         zero, minimum = (
             None if each is None else each[...][expert] for each in (self.zero, self.minimum)
         )
-        return Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
+        codes = Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
+        spec = self.spec
+        return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
     def _block_of_output(self) -> np.ndarray:
         """Returns the block of each output. Each part begins with a block of its own."""

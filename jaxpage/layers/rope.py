@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.trace_scope import row_kernels
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -41,6 +43,9 @@ class Rope:
         return Angles(jnp.cos(angles_TE) * factor, jnp.sin(angles_TE) * factor, self.interleaved)
 
 
+NO_ROTATION = Rope(())
+
+
 @dataclass(frozen=True)
 class Angles:
     """Holds the cosines and sines of a stream of tokens, for E pairs of each head."""
@@ -51,6 +56,9 @@ class Angles:
 
     def rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         """Turns the pairs of every head, in float32."""
+        kernels = row_kernels(x_TNH.dtype)
+        if kernels is not None and not self.interleaved:
+            return kernels.rotate(x_TNH, self.cos_TE, self.sin_TE)
         cos_T1E = self.cos_TE[:, None, :]
         sin_T1E = self.sin_TE[:, None, :]
         width = 2 * self.cos_TE.shape[1]

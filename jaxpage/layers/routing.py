@@ -47,6 +47,8 @@ class Routing:
             the weight; otherwise ratings are scores.
         groups: The groups of experts, or None.
         factor: The factor of the weights.
+        jitter: Half the distance, as a share of the best score, from which experts have no part in
+            the softmax that weighs the best one (Phi-3.5-MoE); None for other models.
     """
 
     num_experts: int
@@ -57,6 +59,7 @@ class Routing:
     corrected: bool = False
     groups: Groups | None = None
     factor: float = 1.0
+    jitter: float | None = None
 
 
 class Router(nnx.Module):
@@ -105,10 +108,14 @@ class Router(nnx.Module):
         self, logits_TE: Float[Array, "T E"]
     ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         routing = self.routing
+        if routing.jitter is not None:
+            return _each_among_close(logits_TE, routing.per_token, routing.jitter)
         if routing.sigmoid:
             odds_TE = jax.nn.sigmoid(logits_TE)
         else:
             odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
+            if self.correction is not None:
+                odds_TE = odds_TE / _total(odds_TE)
         rated_TE = odds_TE if self.correction is None else odds_TE + self.correction[...][None, :]
         if routing.groups is not None:
             rated_TE = _only_best(rated_TE, routing.groups)
@@ -157,6 +164,29 @@ def _best(
     expert_TE = jnp.broadcast_to(jnp.arange(rated_TE.shape[1]), rated_TE.shape)
     _, sorted_TE, expert_TE = jax.lax.sort((-rated_TE, odds_TE, expert_TE), num_keys=1)
     return sorted_TE[:, :count], expert_TE[:, :count]
+
+
+def _each_among_close(
+    logits_TE: Float[Array, "T E"], count: int, jitter: float
+) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+    """Returns the experts with the highest logits, and their weights, one after the other.
+
+    The weight is a softmax over the experts that were not chosen before and are close to this one
+    (`Routing.jitter`); see "sparse mixer" in Liu et al., 2024.
+    """
+    experts = []
+    weights = []
+    left_TE = logits_TE
+    for _ in range(count):
+        best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
+        scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
+        is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
+        odds_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))
+        experts.append(expert_T1)
+        weights.append(1 / _total(odds_TE))
+        is_chosen_TE = jnp.arange(logits_TE.shape[1])[None, :] == expert_T1
+        left_TE = jnp.where(is_chosen_TE, -jnp.inf, left_TE)
+    return jnp.concatenate(experts, axis=1), jnp.concatenate(weights, axis=1)
 
 
 def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T E"]:

@@ -11,7 +11,7 @@ number of devices, and the sum is in the fastest order:
     device 1   shard 2 ─┐    + ── hidden state, on both devices
                shard 3 ─┴ + ─┘
 
-No family knows of this: `models.sharding` puts these layers in the place of the family's own.
+No family knows of this: `models.dividing` puts these layers in the place of the family's own.
 """
 
 from __future__ import annotations
@@ -396,7 +396,9 @@ class ShardedMLP(nnx.Module):
                 return GatedMLP(
                     shard_of(whole.gate_up, sharding), down, activation=whole.activation
                 )
-            return MLP(shard_of(whole.up, sharding), down, activation=whole.activation)
+            own = whole.activation
+            activation = own if isinstance(own, str) else shard_of(own, sharding)
+            return MLP(shard_of(whole.up, sharding), down, activation=activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.down = Summed(whole.down, sharding)

@@ -18,31 +18,52 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jaxpage.layers.weight_kinds import Grouped
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 
 
-class ProductKernels(NamedTuple):
-    """Holds the kernels for products with weights, which `jaxpage/device/` binds.
+class RowKernels(NamedTuple):
+    """Holds kernels for what layers compute between products, row by row.
 
-    The last three return None for a product that they do not take, and are None where there is no
-    such kernel.
+    Each is one call in place of what the layer says in jnp. See `pallas_kernels.cpu.rows`.
+
+    Attributes:
+        takes: Returns whether there are kernels for numbers of a type.
+        gate: Returns an activation of gates times ups; its name is one of `rows.ACTIVATIONS`.
+        rms_norm: Returns rows with an RMS norm, of x, the scale, epsilon and the offset of scales.
+        rotate: Returns x with its pairs turned, of x, cosines and sines.
+    """
+
+    takes: Callable[[DTypeLike], bool]
+    gate: Callable[[jax.Array, str], jax.Array]
+    rms_norm: Callable[[jax.Array, jax.Array, float, float], jax.Array]
+    rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class LayerKernels(NamedTuple):
+    """Holds the kernels of layers, which `jaxpage/device/` binds: most multiply by weights.
 
     Attributes:
         multiply: Returns `x @ weight.T` in the type that is given.
         numbers: Returns the weight in float32 [O, I].
-        few_rows: Returns `x @ w.T` in the type that is given, with the bits of `xla_product`.
-        few_rounded: Returns the result of `rounded_product`.
+        multiply_packed: Returns `x @ weight.T` in the type that is given. With a number of rows of
+            each group, it multiplies rows that are sorted by group by the weights of their groups.
+        packed_rows: Returns rows of a weight in panels.
         by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
-            is given.
+            is given, or None for a product that it does not take. It is None where there is no such
+            kernel.
+        rows: The kernels for what is between products; None where XLA computes it.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
-    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
+    multiply_packed: Callable[
+        [jax.Array, Packed | PackedCodes, DTypeLike, jax.Array | None], jax.Array
+    ]
+    packed_rows: Callable[[Packed | PackedCodes, jax.Array], jax.Array]
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )
+    rows: RowKernels | None = None
 
 
 class Adapters(NamedTuple):
@@ -65,14 +86,14 @@ class TraceScope:
     """Holds what all layers share that are traced in one pass of a model. It belongs to that trace.
 
     Attributes:
-        kernels: The kernels for products; None where there are none: then no weight may be a
+        kernels: The kernels of layers; None where there are none: then no weight may be a
             `Grouped` one.
         adapters: The adapters of the tokens; None for a model without LoRA layers.
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
     """
 
-    kernels: ProductKernels | None = None
+    kernels: LayerKernels | None = None
     adapters: Adapters | None = None
     divided_logits: bool = False
 
@@ -93,3 +114,11 @@ _scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())
 def trace_scope() -> TraceScope:
     """Returns the scope that was opened last; an empty one if none is open."""
     return _scope.get()
+
+
+def row_kernels(dtype: DTypeLike) -> RowKernels | None:
+    """Returns the kernels for rows of this type; None where XLA computes what they would."""
+    kernels = trace_scope().kernels
+    if kernels is None or kernels.rows is None or not kernels.rows.takes(dtype):
+        return None
+    return kernels.rows

@@ -33,4 +33,33 @@ class Grouped(NamedTuple):
     scale_row_O: Int[Array, "O"] | None = None
 
 
-StoredWeight = jax.Array | Scaled | Grouped
+class Packed(NamedTuple):
+    """A weight in panels of outputs, as the kernel for CPUs multiplies by it.
+
+    See `pallas_kernels.cpu.packed`. The weights of experts have one more axis in front.
+
+    Attributes:
+        panels: The panels; of int8 for inputs of eight bits (W8A8).
+        num_out: The number of outputs.
+        num_in: The number of inputs.
+        scale_O: The scale of each output, of int8; else None.
+    """
+
+    panels: Shaped[Array, "... P K 16 _"]
+    num_out: int
+    num_in: int
+    scale_O: Float[Array, "... O"] | None = None
+
+
+class PackedCodes(NamedTuple):
+    """A weight of few bits whose arrays are in panels, multiplied by inputs as they are.
+
+    Scales, zeros and minima are not in panels where outputs share them (`scale_row_O`).
+    """
+
+    codes: Grouped
+    num_out: int
+    num_in: int
+
+
+StoredWeight = jax.Array | Scaled | Grouped | Packed | PackedCodes

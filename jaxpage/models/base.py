@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -23,7 +24,7 @@ class KVSpec:
     """Describes what a sequence keeps for each position: keys and values, or a state.
 
     Attributes:
-        num_layers: The number of layers.
+        num_layers: The number of layers that keep something; others may read what these keep.
         num_kv_heads: The number of key/value heads.
         head_width: The width of a head.
         sliding_windows: For each layer, how many positions a token sees, its own included (see
@@ -32,6 +33,10 @@ class KVSpec:
             kept apart (latents); None if values are kept, as wide as keys.
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
+        decoder_layers: The number of layers of the decoder, where some have two of these layers
+            (Falcon-H1) or none (Nemotron-H); None if it is `num_layers`.
+        heads: For each layer, its number of key/value heads and their width, in a model whose
+            layers differ in them; empty if all have `num_kv_heads` of `head_width`.
     """
 
     num_layers: int
@@ -40,10 +45,21 @@ class KVSpec:
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
+    decoder_layers: int | None = None
+    heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Returns the number of layers of the decoder."""
+        return self.decoder_layers or self.num_layers
 
     def state_of(self, layer: int) -> StateSpec | None:
         """Returns the state of a layer; None if it keeps keys and values."""
         return self.states[layer] if self.states else None
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Returns the number of key/value heads of a layer, and their width."""
+        return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_width)
 
 
 @runtime_checkable
@@ -135,7 +151,7 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
+    prefix: str | tuple[str, ...]  # the prefix of names in the checkpoint; see `other_names`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 
@@ -147,14 +163,24 @@ def run_layers(
     hidden_TD: jax.Array,
     pages: Pages,
     context: ForwardContext,
+    places: Sequence[int] | None = None,
 ) -> Hidden:
-    """Runs layers and a final norm, and returns what `Model.__call__` returns."""
+    """Runs layers and a final norm, and returns what `Model.__call__` returns.
+
+    Args:
+        layers: The layers.
+        norm: The norm; None if there is none.
+        hidden_TD: The input of the first layer.
+        pages: The pages of all layers that keep something.
+        context: The context.
+        places: For each layer, the place of its pages, which layers may share; None if each has its
+            own.
+    """
     entering = [hidden_TD]
-    new_pages = []
-    for layer, layer_pages in zip(layers, pages, strict=True):
-        hidden_TD, layer_pages = layer(hidden_TD, layer_pages, context)
+    new_pages = list(pages)
+    for layer, place in zip(layers, places or range(len(pages)), strict=True):
+        hidden_TD, new_pages[place] = layer(hidden_TD, new_pages[place], context)
         entering.append(hidden_TD)
-        new_pages.append(layer_pages)
     output_TD = hidden_TD if norm is None else norm(hidden_TD)
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
@@ -167,13 +193,32 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
         spec: The spec of the model.
         rule: Gives the modules that replace those of the family; None if none are replaced.
     """
-    return weights_of(make_model(family, spec, "float32", rule), family.prefix)
+    module = make_model(family, spec, "float32", rule)
+    return weights_of(module, functools.partial(other_names, family))
+
+
+def other_names(family: Family, name: str) -> tuple[str, ...]:
+    """Returns the other names that a tensor, or a module, may have in a checkpoint of the family.
+
+    Files that were saved from the headless model lack the prefix. Several prefixes are those that
+    files may have, the modules' first. A family may have `older_names`: beginnings of names, each
+    with those that older files have in its place.
+    """
+    prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
+    own, *others = prefixes
+    stem = name.removeprefix(own)
+    found = [stem, *(other + stem for other in others)] if name.startswith(own) else []
+    for begin, others in getattr(family, "older_names", ()):
+        if name.startswith(begin):
+            found += [other + name.removeprefix(begin) for other in others]
+    return tuple(found)
 
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
-    heads = getattr(spec, "mtp_names", None)
-    return family.ignored if heads is None else (*family.ignored, *heads.globs)
+    heads = getattr(spec, "draft_heads", None)
+    own = () if heads is None else heads.globs
+    return (*family.ignored, *own, *getattr(spec, "idle_tensors", ()))
 
 
 def abstract_model(

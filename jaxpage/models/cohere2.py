@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]

@@ -10,18 +10,17 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
-from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import read_latent
-from jaxpage.models.mtp_names import MtpNames, numbered_names
+from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-MAX_DRAFT_LAYERS = 64
 ALIASES = {
     "n_routed_experts": "num_local_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
@@ -35,28 +34,33 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "deepseek_v3", ALIASES) as fields:
-            first = fields.integer("first_k_dense_replace", 3, least=0)
             return cls._from_fields(
                 fields,
                 experts=corrected_experts(
                     fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
                 ),
                 expert_names=DEEPSEEK_NAMES,
-                sparse_layers=tuple(
-                    index >= first for index in range(fields.integer("num_hidden_layers"))
-                ),
+                sparse_layers=first_dense(fields, 3),
                 **latent_knobs(fields, longest=4096, query_rank=1536),
             )
+
+
+def first_dense(fields: Fields, default: int) -> tuple[bool, ...]:
+    """Returns which layers have experts: all but the first `first_k_dense_replace`."""
+    first = fields.integer("first_k_dense_replace", default, least=0)
+    return tuple(index >= first for index in range(fields.integer("num_hidden_layers")))
 
 
 def corrected_experts(
     fields: Fields,
     *,
-    count: int,
-    per_token: int,
+    count: Any,
+    per_token: Any,
     width: int,
     groups: tuple[int, int],
     factor: float,
+    normalized: bool = True,
+    shared: Any = 1,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections.
 
@@ -69,14 +73,14 @@ def corrected_experts(
         count=named_count,
         per_token=per_token,
         width=named_width,
-        normalized=fields.flag("norm_topk_prob", True),
+        normalized=fields.flag("norm_topk_prob", normalized),
         routing={
             "sigmoid": True,
             "corrected": True,
             "groups": read_groups(fields, named_count, best=2, default=groups, per_token=per_token),
             "factor": fields.number("routed_scaling_factor", factor),
         },
-        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", 1),
+        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", shared),
     )
 
 
@@ -119,10 +123,7 @@ def latent_knobs(
     fields: Fields, *, longest: int, query_rank: int, plain: int = 128, value: int = 128
 ) -> dict[str, Any]:
     """Returns arguments of `RotaryDecoderSpec._from_fields`; see `read_latent` for the defaults."""
-    for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
-        if fields.get(name, None) not in (None, only):
-            error = RefusedField(f"{name} = {fields.get(name)!r} is not supported")
-            fields.note(error, **{name: None})
+    fields.only(moe_layer_freq=1, ep_size=1)
     latent, rope, length = read_latent(
         fields, longest=longest, query_rank=query_rank, plain=plain, value=value
     )
@@ -133,15 +134,5 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "mtp_names": _mtp_names(fields),
+        "draft_heads": read_numbered_names(fields),
     }
-
-
-def _mtp_names(fields: Fields) -> MtpNames | None:
-    """Returns the names of MTP heads; None if the config counts none."""
-    field = "num_nextn_predict_layers"
-    count = fields.integer(field, 0, least=0)
-    if count > MAX_DRAFT_LAYERS:
-        fields.note(WrongField(f"{field} = {count} is above {MAX_DRAFT_LAYERS}"), **{field: 0})
-        count = 0
-    return numbered_names("model", fields.integer("num_hidden_layers"), count, field)

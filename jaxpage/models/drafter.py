@@ -71,6 +71,12 @@ class Drafter(Protocol):
         """
 
 
+def output_alone(states: Sequence[jax.Array]) -> jax.Array:
+    """Returns the output of the target: `Drafter.fuse` of drafters that take nothing else."""
+    (output_TD,) = states
+    return output_TD
+
+
 def join(graph: Any, parameters: Mapping[str, Any]) -> Drafter:
     """Returns the drafter, for use in a jitted function.
 

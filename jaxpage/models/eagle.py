@@ -24,6 +24,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
+from jaxpage.models.drafter import output_alone
 from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, make_attention, make_mlp
 
 
@@ -128,6 +129,8 @@ class Eagle(_Eagle):
     The first layer has no norm before attention, and there is no final norm.
     """
 
+    fuse = staticmethod(output_alone)
+
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
         self.layers = nnx.List(
@@ -136,11 +139,6 @@ class Eagle(_Eagle):
             )
             for index in range(spec.decoder.kv.num_layers)
         )
-
-    def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
-        """Returns the output of the target, which is the feature."""
-        (output_TD,) = states
-        return output_TD
 
     def __call__(
         self,

@@ -50,12 +50,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     common = {
         name: value
         for name, value in config.items()
-        if name not in ("text_config", "vision_config", "model_type")
+        if name not in ("text_config", "vision_config", "audio_config", "model_type")
     }
     decided = {
         name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config
     }
     return {**common, **text, **decided}
+
+
+def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without the axes of positions (mrope), which are the same in a text."""
+    changed = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(name), dict):
+            kept = {
+                key: value
+                for key, value in rope.items()
+                if key not in ("mrope_section", "mrope_interleaved")
+            }
+            plain = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+            changed[name] = {**kept, **plain}
+    return changed
 
 
 class Fields(ConfigFields):
@@ -117,12 +132,17 @@ class Fields(ConfigFields):
         """Returns the name of a field, and its alias if it has one."""
         return [name, self.aliases[name]] if name in self.aliases else [name]
 
+    def _in_file(self, name: str) -> str:
+        """Returns the name that the file has for a field."""
+        return next((own for own in self._names(name) if own in self.config), name)
+
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         """Returns an integer that is at least `least`."""
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        error = WrongField(f"{name} must be an integer >= {least}, not {value!r}")
+        own = self._in_file(name)
+        error = WrongField(f"{own} must be an integer >= {least}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
 
@@ -155,10 +175,19 @@ class Fields(ConfigFields):
         default: Sequence[str],
         *,
         kinds: Sequence[str] = ("full_attention", "sliding_attention"),
+        older: Mapping[str, str] | None = None,
     ) -> tuple[str, ...]:
-        """Returns `layer_types`: for each layer one of the kinds that this family has."""
+        """Returns `layer_types`: for each layer one of the kinds that this family has.
+
+        Args:
+            default: The kinds of the layers where the field is absent or null.
+            kinds: The kinds that this family has.
+            older: The names that kinds have in older files, with those of today.
+        """
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
+        if isinstance(types, list) and older:
+            types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
             text = f"layer_types must name each of the {len(default)} layers, not {types!r}"
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
@@ -185,6 +214,14 @@ class Fields(ConfigFields):
             error = RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}")
             return self._instead(error, name, default)
         return value
+
+    def only(self, **values: Any) -> None:
+        """Refuses fields that are neither absent, nor null, nor have these values."""
+        for name, value in values.items():
+            given = self.get(name, None)
+            if given is not None and given != value:
+                error = RefusedField(f"{name} = {given!r} is not supported")
+                self.note(error, **{name: None})
 
     def divided(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.

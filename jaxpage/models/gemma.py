@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,

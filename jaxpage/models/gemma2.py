@@ -9,17 +9,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma import ACTIVATION, refuse_bidirectional
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]

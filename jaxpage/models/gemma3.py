@@ -1,7 +1,6 @@
 """Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys.
 
 It has windows in 5 of 6 layers. Attention has no soft cap, and logits have none by default.
-`Gemma3ForConditionalGeneration` is not of this family.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from typing import Any
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma2 import gemma_knobs
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]

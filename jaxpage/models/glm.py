@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models import glm
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,

@@ -11,20 +11,23 @@ from typing import Any
 from jaxpage.layers.experts import ClampedSwiGLU
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-NAMES = ExpertNames(router="router", only_stacked=True)
+NAMES = ExpertNames(
+    router="router",
+    in_memory=("mlp", "router", ""),
+    only_stacked=True,
+)
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,

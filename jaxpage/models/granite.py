@@ -1,7 +1,7 @@
 """Granite 3, dense (IBM, 2024), is Llama with factors.
 
-They multiply embeddings, scores of attention, residuals and logits.
-`GraniteMoeHybridForCausalLM` is not of this family.
+They multiply embeddings, scores of attention, residuals and logits. Granite 4 has them too
+(`granitemoehybrid.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,15 @@ class Spec(RotaryDecoderSpec):
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
                 attention_bias=fields.flag("attention_bias", False),
                 mlp_bias=fields.flag("mlp_bias", False),
-                embedding_scale=fields.number("embedding_multiplier", 1.0),
-                attention_scale=fields.number("attention_multiplier", 1.0),
-                residual_scale=fields.number("residual_multiplier", 1.0),
-                logit_scale=1 / fields.number("logits_scaling", 1.0),
+                **factors(fields),
             )
+
+
+def factors(fields: Fields) -> dict[str, Any]:
+    """Returns arguments of `RotaryDecoderSpec._from_fields`."""
+    return {
+        "embedding_scale": fields.number("embedding_multiplier", 1.0),
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "residual_scale": fields.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+    }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -25,7 +26,8 @@ Model = RotaryDecoder
 class Spec(RotaryDecoderSpec):
     """Reads transformers' `LlamaConfig`.
 
-    `attention_bias` puts biases on all four products. `pretraining_tp` only splits products.
+    `attention_bias` puts biases on all four products. `pretraining_tp` only splits products. A head
+    for multi-token prediction has DeepSeek's names.
     """
 
     @classmethod
@@ -38,4 +40,5 @@ class Spec(RotaryDecoderSpec):
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
                 attention_bias=fields.flag("attention_bias", False),
                 mlp_bias=fields.flag("mlp_bias", False),
+                draft_heads=read_numbered_names(fields),
             )

@@ -1,6 +1,6 @@
 """Ministral 3, text (Mistral AI, 2025), is Llama with queries scaled by position.
 
-Llama 4 scales them so too. `Mistral3ForConditionalGeneration` is not of this family.
+Llama 4 scales them so too.
 """
 
 from __future__ import annotations

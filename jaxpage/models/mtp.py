@@ -7,11 +7,9 @@ the model has not been yet (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,10 +19,9 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec, Pages, run_layers
+from jaxpage.models.drafter import output_alone
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
-
-TABLES = ("tokens", "head")  # They are the model's.
 
 
 def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
@@ -34,7 +31,7 @@ def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """
     kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
     return replace(
-        spec, kv=kv, rope_by_layer=(), delta=None, sparse_layers=(spec.experts is not None,)
+        spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
     )
 
 
@@ -45,6 +42,7 @@ class MtpHead(nnx.Module):
     """
 
     aux_layers: ClassVar[tuple[int, ...]] = ()
+    fuse = staticmethod(output_alone)
 
     def __init__(self, spec: RotaryDecoderSpec, names: MtpNames, *, dtype: DTypeLike):
         """Makes the head.
@@ -70,11 +68,6 @@ class MtpHead(nnx.Module):
             dtype=dtype,
         )
         self.layers = nnx.List([DecoderLayer(own, 0, name=names.layer, dtype=dtype)])
-
-    def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
-        """Returns the output of the model, which is the feature."""
-        (output_TD,) = states
-        return output_TD
 
     def __call__(
         self,

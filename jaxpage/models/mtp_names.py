@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
+
+MAX_HEADS = 64
+
 
 @dataclass(frozen=True)
 class MtpNames:
@@ -39,23 +44,24 @@ class MtpNames:
         return tuple(f"{prefix}*" for prefix in self.prefixes)
 
 
-def numbered_names(decoder: str, last: int, count: int, field: str) -> MtpNames | None:
+def read_numbered_names(fields: Fields) -> MtpNames | None:
     """Returns the names of DeepSeek's form: layers whose numbers follow that of the last layer.
 
-    Args:
-        decoder: The name of the decoder in the checkpoint.
-        last: The number of the model's layers.
-        count: The number of heads; with 0 the result is None.
-        field: The field of config.json with that number.
+    The result is None if the config counts no heads.
     """
-    if not count:
+    field = "num_nextn_predict_layers"
+    count = fields.integer(field, 0, least=0)
+    if count > MAX_HEADS:
+        fields.note(WrongField(f"{field} = {count} is above {MAX_HEADS}"), **{field: 0})
+    if not 0 < count <= MAX_HEADS:
         return None
-    layer = f"{decoder}.layers.{last}"
+    last = fields.integer("num_hidden_layers")
+    layer = f"model.layers.{last}"
     numbers = range(last, last + count)
     return MtpNames(
         count,
         field,
-        tuple(f"{start}layers.{number}." for number in numbers for start in ("", f"{decoder}.")),
+        tuple(f"{start}layers.{number}." for number in numbers for start in ("", "model.")),
         layer,
         f"{layer}.eh_proj",
         f"{layer}.enorm",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,

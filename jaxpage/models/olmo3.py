@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.olmo2 import FORM
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
@@ -16,9 +17,7 @@ from jaxpage.models.rotary_decoder import (
     head_width_or_quotient,
     ignored,
     key_value_heads,
-    layer_types,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]

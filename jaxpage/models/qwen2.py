@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import windows_by_layer
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
     prefix,
-    windows_by_layer,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]

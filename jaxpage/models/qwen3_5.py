@@ -1,6 +1,6 @@
 """Qwen3.5 and 3.6, dense, text (Qwen Team, 2026), have a gated delta rule in 3 of 4 layers.
 
-The other layers have attention with gates. The text model of checkpoints with images is loaded.
+The other layers have attention with gates.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models import rotary_decoder
+from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
 from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields, text_part
+from jaxpage.models.fields import Fields, without_axes
 from jaxpage.models.mtp_names import MtpNames, named_apart
 from jaxpage.models.rotary_decoder import (
-    BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
+    ignored,
     key_value_heads,
     prefix,
 )
@@ -26,30 +26,20 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# The tensors of `visual` take images.
-ignored = (*rotary_decoder.ignored, "model.visual.*", "visual.*")
 FULL = "full_attention"
 LINEAR = "linear_attention"
 
 
 class Spec(RotaryDecoderSpec):
-    """Reads transformers' `Qwen3_5TextConfig`.
-
-    The config may also be the text part of `Qwen3_5Config`.
-    """
+    """Reads transformers' `Qwen3_5TextConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with text_fields(config, "qwen3_5_text") as fields:
+        with Fields(without_axes(config), "qwen3_5_text") as fields:
             return cls._from_fields(
                 fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields)
             )
-
-
-def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
-    """Returns the fields of the text model."""
-    return Fields({**defaults, **without_axes(text_part(config))}, model_type)
 
 
 def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
@@ -76,7 +66,6 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     )
     delta = read_delta(fields, grouped=grouped)
     head_width = fields.integer("head_dim", 256)
-    with_images = "ForConditionalGeneration" in str(fields.get("architectures", None))
     rope, longest = fields.rope(
         head_width, fields.integer("max_position_embeddings", 32768), partial=0.25
     )
@@ -88,11 +77,9 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "rope": (rope, longest),
         "norm_heads": True,
         "form": BlockForm(kind="rms+1"),
-        "delta": delta,
+        "recurrent": delta,
         "attention_gated": True,
-        "name": "model.language_model" if with_images else "model",
-        "not_loaded": "images and videos (tensors model.visual.*)" if with_images else "",
-        "mtp_names": _mtp_names(
+        "draft_heads": _mtp_names(
             fields, "num_nextn_predict_layers" if grouped else "mtp_num_hidden_layers"
         ),
     }
@@ -106,18 +93,3 @@ def _mtp_names(fields: Fields, field: str) -> MtpNames:
         field,
         "mtp_use_dedicated_embeddings = true of config.json" if dedicated else "",
     )
-
-
-def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config without the axes of positions (`mrope_section`).
-
-    Positions of images have several axes, which are all the same in a text.
-    """
-    if not isinstance(rope := config.get("rope_parameters"), dict):
-        return config
-    rope = {
-        name: value
-        for name, value in rope.items()
-        if name not in ("mrope_section", "mrope_interleaved")
-    }
-    return {**config, "rope_parameters": rope}

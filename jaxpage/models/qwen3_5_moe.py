@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.qwen3_5 import hybrid_experts, hybrid_knobs, ignored, text_fields
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
+from jaxpage.models.fields import Fields, without_axes
+from jaxpage.models.qwen3_5 import hybrid_experts, hybrid_knobs
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    prefix,
+)
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
@@ -16,14 +23,13 @@ Model = RotaryDecoder
 class Spec(RotaryDecoderSpec):
     """Reads transformers' `Qwen3_5MoeTextConfig`.
 
-    The config may also be the text part of `Qwen3_5MoeConfig`. All layers have experts, so there is
-    no other inner width.
+    All layers have experts, so there is no other inner width.
     """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with text_fields(config, "qwen3_5_moe_text", intermediate_size=1) as fields:
+        with Fields({"intermediate_size": 1, **without_axes(config)}, "qwen3_5_moe_text") as fields:
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),

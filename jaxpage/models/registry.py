@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import Family
+from jaxpage.models.multimodal import MULTIMODAL, text_family, text_module
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -17,6 +19,12 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -28,12 +36,35 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "PhimoeForCausalLM": "phimoe",
+    "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "GraniteForCausalLM": "granite",
+    "SeedOssForCausalLM": "seed_oss",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "ApertusForCausalLM": "apertus",
+    "HeliumForCausalLM": "helium",
+    "NemotronForCausalLM": "nemotron",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "BambaForCausalLM": "bamba",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Mamba2ForCausalLM": "mamba2",
+    "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",
     "StableLmForCausalLM": "stablelm",
@@ -48,6 +79,12 @@ FAMILIES = {
     "FalconForCausalLM": "falcon",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "GPTJForCausalLM": "gptj",
+    "CodeGenForCausalLM": "codegen",
+    "XGLMForCausalLM": "xglm",
 }
 
 # Packages that bring a family have entries `architecture = "module"` in this group.
@@ -91,10 +128,22 @@ def load_family(config: Mapping[str, Any]) -> Family:
         )
     name = names[0]
     if name in FAMILIES and name not in _registered:
-        return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[name]}"))
+        if name in MULTIMODAL:
+            return _text_family(name, text_module(name, config))
+        return _imported(FAMILIES[name])
     if name not in _registered:
         _register_installed(name, brings_code=bool(config.get("auto_map")))
     return _registered[name]
+
+
+def _imported(module: str) -> Family:
+    return cast(Family, importlib.import_module(f"jaxpage.models.{module}"))
+
+
+# Families are compared by identity, so that each is made once.
+@functools.cache
+def _text_family(architecture: str, module: str) -> Family:
+    return text_family(architecture, _imported(module))
 
 
 def _known() -> Iterable[str]:

@@ -6,9 +6,9 @@ configs. Their files say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,66 +18,27 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
-from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
-from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import Source, parameter, stack, tensor
-from jaxpage.layers.rope import Rope
+from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
+from jaxpage.layers.norms import HeadNorm
+from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.block_form import LLAMA_FORM, BlockForm, Norm
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.delta_config import make_delta_net
+from jaxpage.models.decoder_names import LLAMA_MODULES, DecoderNames
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
+from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.recurrent import RecurrentLayer, RecurrentSpec, make_recurrent
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
-Norm = RMSNorm | LayerNorm
-
-
-@dataclass(frozen=True)
-class BlockForm:
-    """Describes the norms of a layer, and the order of its halves.
-
-    Attributes:
-        norms: The names of the norms in the checkpoint: before attention, after it, before the
-            feed-forward half, after it; None for a norm that does not exist.
-        kind: "rms" for RMS norms; "rms+1" for those whose stored scale is less 1; "layer" for a
-            LayerNorm with scale and bias, "layer-bias" for one with a scale alone, "plain" for one
-            with neither.
-        together: True if norms of queries and keys are over all heads together (see `norm_heads`).
-        head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
-            `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
-        parallel: True if both halves take the output of the norm before attention.
-    """
-
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm",
-        None,
-        "post_attention_layernorm",
-        None,
-    )
-    kind: str = "rms"
-    together: bool = False
-    head_scales: str = "shared"
-    parallel: bool = False
-
-    def norm(
-        self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
-    ) -> Norm:
-        """Returns a norm of this kind."""
-        if self.kind in ("layer", "layer-bias", "plain"):
-            affine, bias = self.kind != "plain", self.kind == "layer"
-            return LayerNorm(
-                width, name=name, epsilon=epsilon, affine=affine, bias=bias, dtype=dtype
-            )
-        offset = 1.0 if self.kind == "rms+1" else 0.0
-        return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +58,20 @@ class RotaryDecoderSpec:
     attention_input_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    mlp_names: MLPNames = LLAMA_NAMES
     # The names of the two products of a feed-forward half without gates; None for one with gates.
     plain_mlp: tuple[str, str] | None = None
+    xielu: bool = False  # True if that half has a learned activation function
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
-    form: BlockForm = BlockForm()
+    form: BlockForm = LLAMA_FORM
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
     attention_scale: float | None = None  # None for head_width ** -0.5
     attention_softcap: float | None = None
     attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
     latent: LatentSpec | None = None  # latent attention, if the model has it
-    delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
+    recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
@@ -119,12 +82,20 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
-    mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
+    names: DecoderNames = LLAMA_MODULES  # the names of its modules
+    head_bias: bool = False  # True if logits have biases
+    draft_heads: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
+
+    @property
+    def num_layers(self) -> int:
+        """Returns the number of layers."""
+        return self.kv.num_layers
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
-        return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
+        rope = self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
+        return None if rope == NO_ROTATION else rope
 
     @classmethod
     def _from_fields(
@@ -139,9 +110,11 @@ class RotaryDecoderSpec:
         states: tuple[StateSpec | None, ...] = (),
         attention_bias: bool = False,
         attention_input_bias: bool = False,
+        attention_output_bias: bool = False,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
-        activation: tuple[str, str] = ("hidden_act", "silu"),
+        activation: tuple[str, str] | str = ("hidden_act", "silu"),
+        feed_forward_width: int | None = None,
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
@@ -157,10 +130,13 @@ class RotaryDecoderSpec:
             states: See `KVSpec`.
             attention_bias: True if all four products of attention have biases.
             attention_input_bias: True if the products for queries, keys and values have biases.
+            attention_output_bias: True if the product for the output has a bias.
+            feed_forward_width: The width of a feed-forward layer; None to read `intermediate_size`.
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
             epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
-            activation: The field of the activation, and its default.
+            activation: The field of the activation, and its default; the activation itself if it
+                has no field.
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
         """
@@ -175,7 +151,7 @@ class RotaryDecoderSpec:
         return cls(
             vocab_size=fields.integer("vocab_size"),
             model_width=fields.integer("hidden_size"),
-            feed_forward_width=fields.integer("intermediate_size"),
+            feed_forward_width=feed_forward_width or fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(
@@ -188,10 +164,12 @@ class RotaryDecoderSpec:
             ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
-            activation=fields.activation(*activation),
+            activation=activation
+            if isinstance(activation, str)
+            else fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
-            attention_output_bias=attention_bias,
+            attention_output_bias=attention_bias or attention_output_bias,
             **knobs,
         )
 
@@ -211,44 +189,6 @@ def head_width_or_quotient(fields: Fields) -> int:
     return fields.optional_integer("head_dim", None) or fields.divided(
         "hidden_size", "num_attention_heads"
     )
-
-
-def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
-    """Returns the window of each layer by Qwen's rule; None for all unless `use_sliding_window`.
-
-    Layers are those of `layer_types`, or by default the ones from `max_window_layers` on.
-    """
-    num_layers = fields.integer("num_hidden_layers")
-    window = fields.optional_integer("sliding_window", 4096)
-    if not fields.flag("use_sliding_window", False):
-        window = None
-    first = fields.integer("max_window_layers", 28, least=0)
-    full = "full_attention"
-    sliding = "sliding_attention"
-    types = fields.layer_types(
-        [sliding if window and index >= first else full for index in range(num_layers)]
-    )
-    return windows_of(fields, types, window)
-
-
-def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
-    """Returns `Fields.layer_types`, with one full layer in `every` by default.
-
-    By default a layer sees everything if `every` divides its number, from 1; the others have a
-    window.
-    """
-    numbers = range(1, fields.integer("num_hidden_layers") + 1)
-    return fields.layer_types(
-        ["sliding_attention" if number % every else "full_attention" for number in numbers]
-    )
-
-
-def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the window of each layer, and notes an error if a layer with a window finds none."""
-    if window is None and "sliding_attention" in types:
-        text = "layer_types has sliding_attention, but there is no window in use"
-        fields.note(WrongField(text), layer_types=None)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def make_attention(
@@ -271,14 +211,12 @@ def make_attention(
         dtype: The type of the parameters.
     """
     if spec.latent is not None:
-        heads = spec.num_query_heads
-        rope = spec.rope
         return make_latent_attention(
             spec.latent,
             layer_index,
             width=spec.model_width,
-            num_heads=heads,
-            rope=rope,
+            num_heads=spec.num_query_heads,
+            rope=spec.rope,
             name=name,
             dtype=dtype,
         )
@@ -286,17 +224,15 @@ def make_attention(
     head = spec.kv.head_width
     queries = spec.num_query_heads * head
     keys = spec.kv.num_kv_heads * head
+    # With one head the fused product is as others are: all queries, the key, the value.
+    is_grouped = spec.names.fused is not None and spec.kv.num_kv_heads > 1
+    query_name, key_name = (f"{name}.{norm}" for norm in spec.names.head_norms)
 
-    def norm(part: str, num_rows: int, axis: str) -> Norm | HeadNorm | None:
+    def head_norm(num_rows: int, axis: str, *, name: str) -> Norm | HeadNorm | None:
         if not spec.norm_heads:
             return None
-        if spec.form.head_scales != "shared":
-            source = _head_scales(f"{name}.{part}", num_rows // head, head, spec.form.head_scales)
-            return HeadNorm(source, axis=axis, epsilon=spec.norm_epsilon, dtype=dtype)
-        over = (num_rows, axis) if spec.form.together else (head, None)
-        return spec.form.norm(
-            over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype
-        )
+        epsilon = spec.norm_epsilon
+        return spec.form.head_norm(num_rows, head, axis, name=name, epsilon=epsilon, dtype=dtype)
 
     return Attention(
         layer_index,
@@ -305,12 +241,14 @@ def make_attention(
             queries * (2 if spec.attention_gated else 1),
             keys,
             name=name,
+            fused=spec.names.fused,
+            is_grouped=is_grouped,
             bias=spec.attention_input_bias,
             dtype=dtype,
         ),
         linear(
             queries,
-            Part(width, "embed", f"{name}.o_proj"),
+            Part(width, "embed", f"{name}.{spec.names.output}"),
             input_axis="heads",
             bias=spec.attention_output_bias,
             dtype=dtype,
@@ -319,9 +257,11 @@ def make_attention(
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
-        query_norm=norm("q_norm", queries, "heads"),
-        key_norm=norm("k_norm", keys, "kv_heads"),
+        query_norm=head_norm(queries, "heads", name=query_name),
+        key_norm=head_norm(keys, "kv_heads", name=key_name),
         norm_together=spec.form.together,
+        turned_first=spec.form.turned_first,
+        num_groups=spec.kv.num_kv_heads if is_grouped else None,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
         limit=spec.attention_limit,
@@ -330,28 +270,18 @@ def make_attention(
     )
 
 
-def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Source:
-    """Returns the scales of a `HeadNorm`; see `BlockForm.head_scales`."""
-    if kind == "stacked":
-        return tensor(f"{name}.weight", num_heads, head_width)
-    norms = f"{name.removesuffix('_norm')}_layernorm.norms"
-    return stack([tensor(f"{norms}.{head}.weight", head_width) for head in range(num_heads)])
-
-
 def make_mixer(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
-) -> Attention | LatentAttention | GatedDeltaNet:
+) -> Attention | LatentAttention | RecurrentLayer:
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
-    if spec.delta is None or spec.kv.state_of(layer_index) is None:
-        return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-    width = spec.model_width
-    epsilon = spec.norm_epsilon
-    return make_delta_net(
-        spec.delta,
+    if spec.recurrent is None or spec.kv.state_of(layer_index) is None:
+        return make_attention(spec, layer_index, name=f"{name}.{spec.names.attention}", dtype=dtype)
+    return make_recurrent(
+        spec.recurrent,
         layer_index,
-        width=width,
-        epsilon=epsilon,
-        name=f"{name}.linear_attn",
+        width=spec.model_width,
+        epsilon=spec.norm_epsilon,
+        layer=name,
         dtype=dtype,
     )
 
@@ -372,24 +302,23 @@ def make_mlp(
     width = spec.model_width
     inner = inner_width or spec.feed_forward_width
     bias = spec.mlp_bias
-    up_name, down_name = spec.plain_mlp or ("up_proj", "down_proj")
-    down = linear(
-        inner, Part(width, "embed", f"{name}.{down_name}"), input_axis="ffn", bias=bias, dtype=dtype
-    )
-    if spec.plain_mlp is not None:
-        part = Part(inner, "ffn", f"{name}.{up_name}")
-        up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
-        return MLP(up, down, activation=spec.activation)
-    gate_up = linear(
-        width,
-        Part(inner, "ffn", f"{name}.gate_proj"),
-        Part(inner, "ffn", f"{name}.up_proj"),
-        fused=f"{name}.gate_up_proj",
-        input_axis="embed",
-        bias=bias,
-        dtype=dtype,
-    )
-    return GatedMLP(gate_up, down, activation=spec.activation)
+    if spec.plain_mlp is None:
+        return make_gated_mlp(
+            spec.mlp_names,
+            width,
+            inner,
+            module=name,
+            bias=bias,
+            activation=spec.activation,
+            dtype=dtype,
+        )
+    up_name, down_name = spec.plain_mlp
+    part = Part(inner, "ffn", f"{name}.{up_name}")
+    up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
+    part = Part(width, "embed", f"{name}.{down_name}")
+    down = linear(inner, part, input_axis="ffn", bias=bias, dtype=dtype)
+    activation = XIELU(name=f"{name}.act_fn", dtype=dtype) if spec.xielu else spec.activation
+    return MLP(up, down, activation=activation)
 
 
 def make_feed_forward(
@@ -397,14 +326,17 @@ def make_feed_forward(
 ) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts = spec.experts
-    module = f"{name}.mlp"
+    module = f"{name}.{spec.mlp_names.module}".removesuffix(".")
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
     if experts.shared_width is not None:
         one, gate = spec.expert_names.shared
         expert = make_mlp(
-            spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype
+            spec,
+            name=f"{module}.{one}" if one else module,
+            inner_width=experts.shared_width,
+            dtype=dtype,
         )
         shared = expert, gate and f"{module}.{gate}"
     return make_experts(
@@ -464,7 +396,10 @@ class DecoderLayer(nnx.Module):
         normed_TD = _normed(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = x_TD + self._scaled(_normed(self.behind_attention, attended_TD))
-        fed_TD = self.mlp(normed_TD if self.parallel else _normed(self.mlp_norm, added_TD))
+        entering_TD = normed_TD if self.mlp_norm is None and self.parallel else added_TD
+        if self.mlp_norm is not None:
+            entering_TD = self.mlp_norm(x_TD if self.parallel else added_TD)
+        fed_TD = self.mlp(entering_TD)
         return added_TD + self._scaled(_normed(self.behind_mlp, fed_TD)), layer_pages
 
     def _scaled(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -476,23 +411,43 @@ def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]
 
 
 class RotaryDecoder(nnx.Module):
-    """Computes a model of one of these families; see `models.base.Model`."""
+    """Computes a model of one of these families; see `models.base.Model`.
+
+    Attributes:
+        layer: The class of the layers.
+    """
+
+    layer: ClassVar[Callable[..., nnx.Module]] = DecoderLayer
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
+        names = spec.names
         self.tokens, self.head = token_tables(
             spec.vocab_size,
             width,
-            name=f"{spec.name}.embed_tokens",
+            name=f"{spec.name}.{names.tokens}",
+            heads=names.heads,
             tied=spec.tie_word_embeddings,
+            bias=spec.head_bias,
             dtype=dtype,
         )
+        self.positions = (
+            None
+            if names.positions is None
+            else Embedding(
+                spec.max_position_embeddings,
+                width,
+                name=f"{spec.name}.{names.positions}",
+                axis=None,
+                dtype=dtype,
+            )
+        )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
+            self.layer(spec, index, name=f"{spec.name}.{names.layers}.{index}", dtype=dtype)
+            for index in range(spec.num_layers)
         )
         self.norm = spec.form.norm(
-            width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
+            width, name=f"{spec.name}.{names.norm}", epsilon=spec.norm_epsilon, dtype=dtype
         )
         self.embedding_scale = spec.embedding_scale
         self.logit_scale = spec.logit_scale
@@ -502,10 +457,17 @@ class RotaryDecoder(nnx.Module):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
+        hidden_TD = self.embedded(token_ids_T, context.positions_T)
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+
+    def embedded(
+        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
+    ) -> Float[Array, "T D"]:
+        """Returns the input of the first layer."""
         hidden_TD = self.tokens(token_ids_T)
         if self.embedding_scale != 1.0:
             hidden_TD = hidden_TD * self.embedding_scale
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+        return hidden_TD if self.positions is None else hidden_TD + self.positions(positions_T)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits in float32."""

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -15,7 +16,6 @@ from jaxpage.models.rotary_decoder import (
     ignored,
     key_value_heads,
     prefix,
-    windows_of,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.parameter import Axis, Piece, Source, sources_of, tensor
-
-__all__ = ["Piece", "Source", "Weight", "num_bytes", "tensor", "weights_of"]
+from jaxpage.layers.parameter import Axis, Source, sources_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -42,13 +40,14 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
+def weights_of(
+    module: nnx.Module, others: Callable[[str], Iterable[str]] = lambda _: ()
+) -> list[Weight]:
     """Returns every parameter of a module that a checkpoint has.
 
     Args:
         module: The module.
-        prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
-            files that were saved from the headless model lack it.
+        others: Gives the other names that a tensor may have in a checkpoint.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -60,7 +59,7 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
                 if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS
                 else None
             )
-            sources = tuple(_also_without(prefix, source) for source in found_sources)
+            sources = tuple(_with_names(others, source) for source in found_sources)
             found.append(
                 Weight(
                     cast("tuple[str | int, ...]", path),
@@ -78,25 +77,9 @@ def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
-def add_missing(
-    parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]
-) -> None:
-    """Adds the parameters of another tree that these lack, each as `take` returns it.
-
-    No checkpoint has these parameters.
-    """
-    for key, other in others.items():
-        if key not in parameters:
-            parameters[key] = take(other)
-        elif isinstance(other, dict):
-            add_missing(parameters[key], other, take)
-
-
-def _also_without(prefix: str, source: Source) -> Source:
-    pieces = (
-        piece._replace(aliases=(piece.name.removeprefix(prefix), *piece.aliases))
-        if prefix and piece.name.startswith(prefix)
-        else piece
-        for piece in source.pieces
-    )
+def _with_names(others: Callable[[str], Iterable[str]], source: Source) -> Source:
+    pieces = []
+    for piece in source.pieces:
+        names = [other for name in piece.names for other in others(name)]
+        pieces.append(piece._replace(aliases=(*names, *piece.aliases)))
     return replace(source, pieces=tuple(pieces))

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import ModelFiles, load_shards
+from jaxpage.device import Packings, cpu_kernels, unpacked_weight
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
@@ -73,14 +74,22 @@ def engine_header(
         "event": "header",
         "format": FORMAT,
         "versions": package_versions(),
-        "device": f"{spec.memory.device} of {platform.machine()}",
+        "device": _device(spec),
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(
-            target if parameters["drafter"] is None else {**parameters, "target": target}
+            target if parameters["drafter"] is None else {**parameters, "target": target},
+            engine.runner.packed,
         ),
         "engine": spec.record(),
     }
+
+
+def _device(spec: EngineSpec) -> str:
+    """Returns the device with all that decides its bits: on a CPU, the kernels' instructions."""
+    place = spec.described.device
+    kernels = f", kernels {cpu_kernels()}" if place.is_cpu else ""
+    return f"{place.name} of {platform.machine()}{kernels}"
 
 
 def package_versions() -> dict[str, str]:
@@ -199,11 +208,24 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def weights_hash(parameters: Any) -> str:
-    """Returns the hash of the names, shapes, types and bytes of all loaded parameters."""
+def weights_hash(parameters: Any, packed: Packings | None = None) -> str:
+    """Returns the hash of the names, shapes, types and bytes of all loaded parameters.
+
+    Args:
+        parameters: The parameters of a model and its drafter, or of a model alone.
+        packed: The weights that are in panels; None if there are none. The hash is that of the
+            weights as they were.
+    """
+    sizes = packed or {}
+
+    def plain(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = tuple(key.key for key in path)
+        size = sizes.get(keys) or sizes.get(("target", *keys))
+        return unpacked_weight(leaf, size) if size and isinstance(leaf, jax.Array) else leaf
+
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-        digests = pool.map(lambda leaf: _leaf_digest(*leaf), leaves)
+        digests = pool.map(lambda leaf: _leaf_digest(leaf[0], plain(*leaf)), leaves)
         return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 

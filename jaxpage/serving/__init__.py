@@ -10,10 +10,12 @@ jax and Starlette are imported. Other rooms and the tools take:
     resolve_both    finds the settings of the engine and of the server, and where each comes from
     AUTO            is the coordinator's address that a job says itself
     hosts_of_job    takes the hosts from the job that runs the process
+    find_job        asks JAX for the job that the process belongs to
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
     start_several   runs a server of several models, which are loaded when they are asked for
     read_models_file  reads which models these are
+    run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
     derived_form    does so for a tokenizer
@@ -27,8 +29,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.serving.batches.run_batch import run_batch
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
+    from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
     from jaxpage.serving.several.models_file import read_models_file
@@ -44,11 +48,13 @@ __all__ = [
     "bound_socket",
     "chat_format",
     "derived_form",
+    "find_job",
     "follow",
     "hosts_of_job",
     "open_incidents",
     "read_models_file",
     "resolve_both",
+    "run_batch",
     "start",
     "start_several",
 ]
@@ -59,7 +65,9 @@ _HOMES = {
     "ServerConfig": "jaxpage.serving.config",
     "resolve_both": "jaxpage.serving.config",
     "hosts_of_job": "jaxpage.serving.hosts.job",
+    "find_job": "jaxpage.serving.hosts.processes",
     "bound_socket": "jaxpage.serving.listening",
+    "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
     "read_models_file": "jaxpage.serving.several.models_file",

@@ -2,8 +2,8 @@
 
 A request passes the middlewares of `serving/http` before it reaches a route:
 
-    socket ─▶ Connection ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
-              deadlines     ids, errors (local only)                      Server, page, weights, ...
+    socket ─▶ Connection ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
+              deadlines               ids, errors (local only)                      Server, page
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
+from jaxpage.serving.batches.jobs import Batches, open_batches
+from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
+from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
@@ -46,6 +49,7 @@ from jaxpage.serving.lora_modules import lora_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
+from jaxpage.serving.rerank_requests import RERANK_PATHS, Reranking
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -87,6 +91,7 @@ class Server:
         preparing: The threads that read requests and prepare them for the engine.
         metrics: The counters of the server.
         routes: The routes of all paths that a `Server` answers.
+        batches: The runner of batches, or None; whoever runs the event loop starts and stops it.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Server:
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = InFlightRequests()
+        self.batches: Batches | None = None
         assert driver.num_places is not None, "a server has a number of places"
         self.preparing = Preparing(driver.engine, driver.num_places)
         if getattr(context.tokenizer, "chat_template", None):
@@ -108,6 +114,7 @@ class Server:
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
         self._embedding = Embedding(driver, self.preparing, context, driver.built.new_embedder())
+        self._reranking = Reranking(driver, self.preparing, context, self._embedding)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -127,6 +134,7 @@ class Server:
             Route("/api/version", self._version),
             post_route("/v1/embeddings", partial(self._embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
+            *(post_route(path, self._rerank) for path in RERANK_PATHS),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -158,6 +166,18 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(
                 receive, self._embedding.answer(opened, raw, arrived, scope, receive, send)
+            )
+
+    async def _rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_hosts > 1:
+            raise ApiError(
+                400, f"reranking is not supported by a server on {self._num_hosts} hosts"
+            )
+        with self.visitors.inside():
+            arrived = time.monotonic()
+            raw = await json_body(scope, receive)
+            await while_connected(
+                receive, self._reranking.answer(raw, arrived, scope, receive, send)
             )
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
@@ -303,6 +323,14 @@ def build_app(
         incidents: The records of the last steps; None where they are not kept.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
+    server.batches = open_batches(
+        config,
+        server.visitors,
+        server.routes,
+        metrics,
+        num_at_once=driver.engine.scheduler.max_num_seqs,
+        is_dead=driver.ended.done,
+    )
     pages = []
     if config.ui:
         pages = inspector.routes(
@@ -317,9 +345,12 @@ def build_app(
 
 
 def guarded(
-    server: Any, routes: Sequence[BaseRoute], config: ServerConfig, api_keys: Sequence[str]
+    server: Any,
+    routes: Sequence[BaseRoute],
+    config: ServerConfig,
+    api_keys: Sequence[str],
 ) -> Starlette:
-    """Returns an application of these routes, with its middlewares; see `build_app`.
+    """Returns an application of these routes and those of batches, with its middlewares.
 
     Args:
         server: The object that `app.state.server` is, with the counters of the server.
@@ -327,7 +358,9 @@ def guarded(
         config: The settings of the server.
         api_keys: The keys; see `build_app`.
     """
+    batches: Batches | None = server.batches
     middleware = [
+        *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
         Middleware(
@@ -339,10 +372,12 @@ def guarded(
             Limits,
             max_body_bytes=config.max_body_bytes,
             body_timeout_seconds=config.body_timeout_seconds,
+            larger=upload_limits(config.batch_directory_bytes) if batches else None,
         ),
     ]
+    files = BatchRoutes(batches).routes if batches else []
     handlers = {HTTPException: _http_error}
-    app = Starlette(routes=list(routes), middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     # A path with a slash too many is not found; Starlette would redirect it.
     app.router.redirect_slashes = False

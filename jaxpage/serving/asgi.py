@@ -10,13 +10,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from jaxpage.assembly import Built
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.app import build_app
+from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.incident_files import open_incidents
@@ -29,8 +31,9 @@ from jaxpage.settings.engine_config import EngineConfig
 class Application:
     """An ASGI application whose engine ends with the lifespan of the program's HTTP server."""
 
-    def __init__(self, app: ASGIApp, driver: AsyncDriver) -> None:
+    def __init__(self, app: Starlette, driver: AsyncDriver) -> None:
         self._app = app
+        self._batches: Batches | None = app.state.server.batches
         self._driver = driver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +42,11 @@ class Application:
             await self._app(scope, receive, send)
             return
         while (await receive())["type"] == "lifespan.startup":
+            if self._batches is not None:
+                self._batches.start()
             await send({"type": "lifespan.startup.complete"})
+        if self._batches is not None:
+            await self._batches.stop()
         await asyncio.to_thread(self._driver.stop)
         await send({"type": "lifespan.shutdown.complete"})
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
-from jaxpage.settings.base import ByteSize, Problem, Settings, setting
+from jaxpage.serving.origins import checked_origin
+from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, setting
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 
@@ -40,6 +41,7 @@ OF_ONE_MODEL = (
     "weights_directory",
     "tool_parser",
     "reasoning_parser",
+    "rerank_method",
     "ui",
     "kv_events",
     "incident_steps",
@@ -74,6 +76,7 @@ def _lora_module(value: str) -> str:
 
 
 _LoRAModule = Annotated[str, Field(max_length=4096), AfterValidator(_lora_module)]
+_Origin = Annotated[str, Field(max_length=300), AfterValidator(checked_origin)]
 _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 
 
@@ -88,6 +91,7 @@ _ModelNames = Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeVali
 _LoRAModules = Annotated[
     tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)
 ]
+_Origins = Annotated[tuple[_Origin, ...], Field(max_length=256), BeforeValidator(_as_tuple)]
 
 
 class ServerConfig(Settings):
@@ -102,6 +106,7 @@ class ServerConfig(Settings):
             "incident_directory",
             "profile_directory",
             "models",
+            "batch_directory",
         }
         | {"coordinator", "hosts_secret_file"}
     )
@@ -145,6 +150,23 @@ class ServerConfig(Settings):
         "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas",
         metavar="FILE",
     )
+    allowed_origins: _Origins | None = setting(
+        None,
+        "exact origins of other sites whose pages may use the server",
+        shown="none",
+        metavar="ORIGIN",
+    )
+    batch_directory: _Text | None = setting(
+        None,
+        "files and batches of /v1/files and /v1/batches are kept here",
+        shown="none",
+        metavar="DIRECTORY",
+    )
+    batch_directory_bytes: Annotated[ByteSize, Field(ge=2**20, le=2**50)] = setting(
+        2**30,
+        "most bytes of these files together",
+        shown="1GiB",
+    )
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = setting(
         256,
         "most requests that wait, in addition to running ones; more get 429",
@@ -182,6 +204,10 @@ class ServerConfig(Settings):
     reasoning_parser: Literal["auto", "none", "think"] = setting(
         "auto",
         "format of the model's reasoning, which is returned apart from the answer: auto (derived from its chat template), think or none",
+    )
+    rerank_method: Literal["auto", "yes_no", "embedding"] = setting(
+        "auto",
+        "how /v1/rerank scores: yes_no (the form of Qwen3-Reranker), embedding, or auto (by the model's files)",
     )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
     ui_show_prompts: bool = setting(

@@ -14,14 +14,16 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.device.embedder import Embedder
+from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
+from jaxpage.serving.wire.rerank import RerankAnswer
 
+Vectors = EmbeddingAnswer | RerankAnswer
 Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
 
 
@@ -60,8 +62,8 @@ class Embedding:
         """
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
-            requests = await self._requests(asked)
-            vectors = await self._vectors(requests, asked)
+            requests = await self.requests(asked)
+            vectors = await self.vectors(requests, asked)
         num_tokens = sum(len(request.token_ids) for request in requests)
         headers = ignored_header(asked.ignored_fields)
         answer = await asyncio.to_thread(
@@ -69,7 +71,8 @@ class Embedding:
         )
         await answer(scope, receive, send)
 
-    async def _requests(self, asked: EmbeddingAnswer) -> list[PreparedRequest]:
+    async def requests(self, asked: Vectors) -> list[PreparedRequest]:
+        """Prepares the inputs of a request, or raises the client's error."""
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
@@ -77,9 +80,10 @@ class Embedding:
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
-    async def _vectors(
-        self, requests: Sequence[PreparedRequest], asked: EmbeddingAnswer
+    async def vectors(
+        self, requests: Sequence[PreparedRequest], asked: Vectors
     ) -> list[npt.NDArray[np.float32]]:
+        """Returns the vectors of prepared inputs, which are not normalised."""
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
         vectors = []

@@ -225,6 +225,9 @@ class Serving:
         The caller stops the engine's thread.
         """
         self._driver.start()
+        batches = self._server.batches
+        if batches is not None:
+            batches.start()
         serving = asyncio.ensure_future(self._uvicorn.serve([self._listener]))
         died = asyncio.ensure_future(_ended(self._driver))
         signalled = asyncio.ensure_future(self._signalled.wait())
@@ -246,6 +249,8 @@ class Serving:
             for task in (died, signalled, hurried, activity):
                 task.cancel()
             await asyncio.gather(died, signalled, hurried, activity, return_exceptions=True)
+            if batches is not None:
+                await batches.stop()
             self._server.preparing.close()
 
     async def _part(self) -> None:

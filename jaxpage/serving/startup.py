@@ -22,7 +22,7 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.device.mesh import leave_processes
+from jaxpage.engine import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
@@ -32,6 +32,7 @@ from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
+from jaxpage.serving.hosts.processes import leave_processes
 from jaxpage.serving.incident_files import open_incidents
 from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of
@@ -121,6 +122,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
+        reranker=reranker_of(built.tokenizer, built.model.directory, server.rerank_method),
     )
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.assembly import Mode, check_replaceable, weights_on_device
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.checkpoints import with_weights_of
-from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown
+from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside
 from jaxpage.serving.generating import while_connected
@@ -72,7 +72,7 @@ class Updating:
         try:
             weights = await self._loading.run(lambda: self._loaded(path, check_finite=check_finite))
             version = await self._driver.replaced_weights(weights, abort=mode == "abort")
-        except CheckpointError as error:
+        except (CheckpointError, UnsupportedError) as error:
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
                 body
@@ -88,7 +88,7 @@ class Updating:
         return {"weights_version": version}
 
     def _loaded(self, path: Path, *, check_finite: bool) -> Any:
-        """Returns the weights on the device, or raises CheckpointError.
+        """Returns the weights on the device; raises what `weights_on_device` raises.
 
         With `check_finite` numbers that are NaN or infinite are an error, too.
         """

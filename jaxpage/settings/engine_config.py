@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
-from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name, setting
+from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, nearest_name, setting
 from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
-from jaxpage.settings.speculative_config import ON_DEVICE, SpeculativeConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -319,7 +319,8 @@ def attention_backends() -> tuple[str, ...]:
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.refused())
-        if config.enable_lora and (method := config.speculative_config.method) in ON_DEVICE:
+        if config.enable_lora and config.speculative_config.drafts_on_device:
+            method = config.speculative_config.method
             yield (
                 "speculative_config",
                 f"method {method!r} is not supported with enable_lora: it drafts without adapters",

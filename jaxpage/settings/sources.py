@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.base import (
+from jaxpage.settings.checked_settings import (
     InvalidSettings,
     Problem,
     Settings,

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
+from jaxpage.settings.speculative_methods import AUTO, METHODS, WITH_WEIGHTS
 from jaxpage.shapes import MOST_DRAFTS
 
 AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
-# The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
-FIXED = ("token_recycling",)
-WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-IN_CHECKPOINT = ("mtp", "auto")  # the weights, if there are any, are among those of the model
-# The methods that draft on the device, in the step of the model.
-ON_DEVICE = ("token_recycling", *WITH_WEIGHTS, *IN_CHECKPOINT)
 
 # The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": WITH_WEIGHTS,
-        "prompt_lookup_min": ("ngram",),
-        "prompt_lookup_max": ("ngram",),
-        "suffix_decoding_max_tree_depth": ("suffix",),
-        "suffix_decoding_max_cached_requests": ("suffix",),
-        "suffix_decoding_max_spec_factor": ("suffix",),
-        "suffix_decoding_min_token_prob": ("suffix",),
-        "medusa_choices": ("medusa",),
-        "lookahead_window": ("lookahead",),
-        "lookahead_ngram": ("lookahead",),
-        "lookahead_guesses": ("lookahead",),
+        **{field: (name,) for name, method in METHODS.items() for field in method.fields},
     }
 )
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[(*METHODS, "auto")]
 
 # A path to a draft in Medusa's tree: a rank among the predictions of the first head, a rank among
 # those of the second head, and so on.
@@ -53,18 +43,7 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    method: Literal[
-        "ngram",
-        "suffix",
-        "draft_model",
-        "medusa",
-        "eagle",
-        "eagle3",
-        "mtp",
-        "lookahead",
-        "token_recycling",
-        "auto",
-    ]
+    method: MethodName
     # The place of the drafter's weights, for methods that have any.
     model: str | None = None
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
@@ -167,7 +146,17 @@ class SpeculativeConfig(BaseModel):
     @property
     def has_weights(self) -> bool:
         """Returns whether what drafts has weights of its own, or may have."""
-        return self.method in (*WITH_WEIGHTS, *IN_CHECKPOINT)
+        return any(METHODS[name].weights for name in self._possible)
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Returns whether drafts are made, or may be made, in the step of the model."""
+        return any(METHODS[name].drafter for name in self._possible)
+
+    @property
+    def _possible(self) -> tuple[str, ...]:
+        """Returns the methods that it may turn out to be."""
+        return AUTO if self.method == "auto" else (self.method,)
 
     @property
     def branches(self) -> bool:
@@ -243,7 +232,8 @@ class SpeculativeConfig(BaseModel):
                 f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "
                 "every draft; use coupled"
             )
-        if self.method in FIXED and self.num_speculative_tokens == "auto":
+        is_fixed = all(METHODS[name].is_fixed for name in self._possible)
+        if is_fixed and self.num_speculative_tokens == "auto":
             yield (
                 f"num_speculative_tokens 'auto' is not supported: this version of method {self.method!r} drafts a fixed number; "
                 f"use 1 to {MOST_DRAFTS}"

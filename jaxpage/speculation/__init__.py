@@ -7,9 +7,7 @@ This room never imports jax. Other rooms take:
     ProposingSpeculator  asks a proposer for drafts, and a controller how many to verify
     make_proposer        makes the proposer of a method
     Proposer             proposes drafts for each sequence
-    METHODS              holds the methods by name
     DraftedModel         describes the model that drafts are for
-    DrafterKind          names what a method needs on the device
     Controller           chooses the number of drafts that gives the most tokens per second
     DrafterSync          switches a device drafter on and off
     SpeculationCounts    counts drafts that were verified and accepted
@@ -23,18 +21,16 @@ from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.counts import SpeculationCounts
 from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
-from jaxpage.speculation.methods import METHODS, DraftedModel, DrafterKind, make_proposer
+from jaxpage.speculation.methods import DraftedModel, make_proposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.speculation.speculator import NoSpeculation, ProposingSpeculator, Speculator
 
 __all__ = [
-    "METHODS",
     "NUM_RECYCLED",
     "Choices",
     "Controller",
     "DraftedModel",
-    "DrafterKind",
     "DrafterSync",
     "NoSpeculation",
     "Proposer",

@@ -1,10 +1,10 @@
-"""Lists the methods of speculation: how each makes its proposer, and what drafts on the device."""
+"""Makes the proposer of each method of speculation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.ahead import AheadProposer
@@ -15,10 +15,6 @@ from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 
-# On the device drafts come from heads or layers on the model's hidden states, from another model,
-# or from the model's own most likely tokens.
-DrafterKind = Literal["heads", "eagle_head", "mtp_head", "model", "top_ids"]
-
 
 class DraftedModel(NamedTuple):
     """Describes the model that drafts are for, with what is known of its drafter."""
@@ -27,28 +23,16 @@ class DraftedModel(NamedTuple):
     choices: Choices = ()  # the tree of drafts, where heads draft
 
 
-class Method(NamedTuple):
-    """Says how a method makes its proposer, and what it needs on the device besides the model."""
-
-    make: Callable[[SpeculativeConfig, DraftedModel], Proposer]
-    drafter: DrafterKind | None = None  # None: it drafts on the host
-
-
-METHODS: Mapping[str, Method] = MappingProxyType(
+# The methods that are not here draft with a model or a layer on the device.
+_PROPOSERS: Mapping[str, Callable[[SpeculativeConfig, DraftedModel], Proposer]] = MappingProxyType(
     {
-        "ngram": Method(lambda config, target: NGramProposer(*config.prompt_lookup)),
-        "suffix": Method(
-            lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree)
+        "ngram": lambda config, target: NGramProposer(*config.prompt_lookup),
+        "suffix": lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree),
+        "lookahead": lambda config, target: LookaheadProposer(config.lookahead),
+        "token_recycling": lambda config, target: RecyclingProposer(
+            target.vocab_size, tree=config.tree
         ),
-        "lookahead": Method(lambda config, target: LookaheadProposer(config.lookahead)),
-        "token_recycling": Method(
-            lambda config, target: RecyclingProposer(target.vocab_size, tree=config.tree), "top_ids"
-        ),
-        "medusa": Method(lambda config, target: MedusaProposer(target.choices), "heads"),
-        "draft_model": Method(lambda config, target: AheadProposer(), "model"),
-        "eagle": Method(lambda config, target: AheadProposer(), "eagle_head"),
-        "eagle3": Method(lambda config, target: AheadProposer(), "eagle_head"),
-        "mtp": Method(lambda config, target: AheadProposer(), "mtp_head"),
+        "medusa": lambda config, target: MedusaProposer(target.choices),
     }
 )
 
@@ -58,4 +42,5 @@ def make_proposer(config: SpeculativeConfig, target: DraftedModel) -> Proposer:
 
     `config` is one that its `problems` and `refused` have nothing against.
     """
-    return METHODS[config.method].make(config, target)
+    make = _PROPOSERS.get(config.method)
+    return make(config, target) if make else AheadProposer()

@@ -80,7 +80,7 @@ class ProposingSpeculator:
         vocab_size: int,
         strategies: Mapping[int, Strategy] | None = None,
         sync: DrafterSync | None = None,
-        learns_top_ids: bool = False,
+        always_drafts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins with a proposer that has not failed.
@@ -93,7 +93,7 @@ class ProposingSpeculator:
             strategies: The strategies of the requests, by sequence id: they say what their grammars
                 admit. None if there are no grammars.
             sync: The switch of a device drafter, which has to draft before it is asked.
-            learns_top_ids: The step is to tell what is likely after its draws.
+            always_drafts: The drafter on the device needs no switch, and drafts in every step.
             clock: Returns the time in seconds.
         """
         self.proposer = proposer
@@ -102,7 +102,7 @@ class ProposingSpeculator:
         self._vocab_size = vocab_size
         self._strategies = strategies
         self._sync = sync
-        self._learns_top_ids = learns_top_ids
+        self._always_drafts = always_drafts
         self._clock = clock
         self.has_failed = False
         self._proposed = 0.0  # the time when drafts were last proposed
@@ -205,7 +205,7 @@ class ProposingSpeculator:
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
         """Returns `StepPlan.draft_depth` for a plan; see `Speculator`."""
         if self._sync is None:
-            return 1 if self._learns_top_ids else None
+            return 1 if self._always_drafts else None
         return self._sync.depth(plan, others_wait)
 
     def observe(self, report: StepReport) -> None:

@@ -12,8 +12,9 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -23,15 +24,18 @@ from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, is_whole, options
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
+NONE, DOT, TILES = range(3)  # see `Library.instructions`
 # A wheel that was built with JAXPAGE_BUILD_KERNELS=1 has this directory.
 PREBUILT = Path(__file__).parent / "prebuilt"
 _FORM = "with a digest"  # part of a file's name, so that files of another form are not read
 FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
-    "jaxpage_multiply",
-    "jaxpage_multiply_few",
-    "jaxpage_multiply_rounded",
+    "jaxpage_multiply_packed",
+    "jaxpage_multiply_coded",
+    "jaxpage_gate",
+    "jaxpage_rms_norm",
+    "jaxpage_rotate",
 )
 
 
@@ -41,12 +45,13 @@ class Library(NamedTuple):
     Attributes:
         instruction_set: The name of the instruction set; empty if there are no kernels.
         reason: The reason why there are no kernels; None if there are.
-        few_rows: The types for which there is a product of few rows.
+        instructions: The instructions that multiply words of bfloat16 and of int8 (the keys): NONE,
+            DOT for those of AVX-512, TILES for AMX. A sum of bfloat16 has other bits with each.
     """
 
     instruction_set: str
     reason: str | None = None
-    few_rows: tuple[str, ...] = ()
+    instructions: Mapping[str, int] = MappingProxyType({})
 
 
 def load() -> Library:
@@ -65,18 +70,11 @@ def _load() -> Library:
         return Library("", f"this processor ({platform.machine()}) has neither AVX2 nor NEON")
     name, flags = found
     if (prebuilt := PREBUILT / f"{name}.so").exists():
-        if (reason := _register(lambda: _whole(prebuilt))) is None:
-            return Library(name, few_rows=_types_of_few_rows(name))
-        logger.warning("%s cannot be used: %s", prebuilt, reason)
-    reason = _register(lambda: compiled(name, flags))
-    return Library("", reason) if reason else Library(name, few_rows=_types_of_few_rows(name))
-
-
-def _types_of_few_rows(name: str) -> tuple[str, ...]:
-    if name != "avx512":
-        return ()
-    needed = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
-    return ("float32", *(dtype for dtype, flag in needed.items() if flag in _processor_flags()))
+        library = _registered(name, lambda: _whole(prebuilt))
+        if library.reason is None:
+            return library
+        logger.warning("%s cannot be used: %s", prebuilt, library.reason)
+    return _registered(name, lambda: compiled(name, flags))
 
 
 def _whole(path: Path) -> Path:
@@ -85,8 +83,8 @@ def _whole(path: Path) -> Path:
     return path
 
 
-def _register(find: Callable[[], Path]) -> str | None:
-    """Registers the functions with XLA, and returns the reason if that fails.
+def _registered(name: str, find: Callable[[], Path]) -> Library:
+    """Registers the functions with XLA; the result has the reason if that fails.
 
     XLA refuses functions that were built for another version of its interface.
     """
@@ -96,9 +94,12 @@ def _register(find: Callable[[], Path]) -> str | None:
             jax.ffi.register_ffi_target(
                 function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu"
             )
+        best = {
+            dtype: library.jaxpage_instructions(dtype == "int8") for dtype in ("bfloat16", "int8")
+        }
     except (OSError, AttributeError, RuntimeError) as error:
-        return str(error)
-    return None
+        return Library("", str(error))
+    return Library(name, None, MappingProxyType(best))
 
 
 def instruction_set() -> tuple[str, Sequence[str]] | None:

@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.cpu import library
 from pallas_kernels.kernel_set import Call, first_reason
-from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 from pallas_kernels.sets import reference
 
 LANES = 16  # the numbers of a vector; a head is a number of whole vectors
@@ -69,32 +67,6 @@ def write_and_attend(
     if arguments.v_pages is None:
         return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(found))
     return out_TNH, tuple(found)
-
-
-def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
-    """Multiplies in float32."""
-    library.load()
-    call = jax.ffi.ffi_call(
-        "jaxpage_multiply",
-        jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32),
-    )
-    # The kernel reads float16 scales as they are; others become float32.
-    kept = weight.scale_OJ.dtype if weight.scale_OJ.dtype == jnp.float16 else jnp.float32
-
-    def of_groups(values_OJ: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-        return jnp.zeros((0, 0), dtype) if values_OJ is None else values_OJ.astype(dtype)
-
-    groups = (
-        of_groups(weight.scale_OJ, kept),
-        of_groups(weight.zero_OJ, jnp.float32),
-        of_groups(weight.minimum_OJ, kept),
-    )
-    options = {
-        "code": np.int64(CODES.index(weight.code)),
-        "group_size": np.int64(weight.group_size),
-    }
-    y_TO = call(x_TI.astype(jnp.float32), weight.values, *groups, **options)
-    return y_TO.astype(result)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -153,19 +125,6 @@ def _supports(device: Any, call: Call) -> str | None:
     )
     if reason is None and call.attention is not None:
         reason = _refusal(call.attention)
-    if reason is None and call.weight is not None:
-        num_in = call.weight.num_in
-        group_size = call.weight.group_size
-        reason = first_reason(
-            (
-                num_in % LANES or group_size % LANES,
-                f"{num_in} inputs in groups of {group_size} (multiples of {LANES} only)",
-            ),
-            (
-                call.weight.minimum_OJ is not None and call.weight.code != "int4",
-                f"minima of {call.weight.code}",
-            ),
-        )
     return reason or library.load().reason or reference.supports(device, call)
 
 
@@ -189,7 +148,6 @@ SET = dataclasses.replace(
     reference.SET,
     name="cpu",
     attend=attend,
-    multiply=multiply,
     write_and_attend=write_and_attend,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}

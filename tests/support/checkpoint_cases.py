@@ -30,8 +30,11 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "ffn_dim"),
     *("n_embd", "n_layer", "num_experts", "num_local_experts", "n_routed_experts"),
     *("num_attention_heads", "n_head", "experts_per_token", "num_experts_per_tok"),
+    *("mamba_n_heads", "mamba_d_ssm", "shared_intermediate_size"),
     "pad_token_id",  # which has to be one of the vocabulary's
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
+    *("moe_num_experts", "moe_k", "moe_topk", "d_model", "attention_heads", "num_layers"),
+    *("num_heads", "attention_types", "rotary_dim"),
 )
 _FORM = ("architectures", "model_type", "text_config", "vision_config")
 KEPT = (*_FORM, *SIZES)
@@ -41,6 +44,8 @@ _IDLE = (
     *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "add_cross_attention"),
+    *("mamba_chunk_size", "chunk_size"),  # the order of transformers' sums
+    "rescale_prenorm_residual",  # Mamba 2's class draws weights anew with it, stored ones too
 )
 _ACTIVATIONS = (
     *("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "quick_gelu"),
@@ -90,9 +95,27 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "num_ln_in_parallel_attn": (None, 1, 2),
     "use_bidirectional_attention": (None, False, True),
     "attention_dropout": (0.0, 0.5),
+    "num_local_experts": (0, 1, 3),
+    "position_embedding_type": (None, "nope", "rope"),
+    "time_step_limit": ([0.0, 0.4], [0.2, 1.5]),
+    "mamba_n_heads": (2, 4, 8),
+    "mamba_n_groups": (1, 2),
+    "mamba_d_ssm": (None, 32, 96),
+    "mlp_multipliers": (None, [0.5, 1.5]),
+    "ssm_multipliers": (None, [0.9, 1.1, 0.8, 1.3, 0.7]),
+    "attn_layer_indices": (None, [0], [1, 2]),
+    "full_attn_idxs": (None, [], [0], [1, 2]),
+    "block_ffn_dim_multiplier": (None, 0.5, 1.3),
+    "block_multiple_of": (4, 8),
     "partial_rotary_factor": (0.25, 0.5, 1.0),
     "rope_theta": (100, 500.0, 1e6),
     "rope_local_base_freq": (100, 5000.0),
+    **{"d_model": (32, 48), "attention_heads": (2, 4), "num_layers": (2,), "num_heads": (2, 4)},
+    **{"moe_num_experts": (3, 4), "moe_k": (1, 2), "moe_topk": (1, 2)},
+    **{"moe_num_shared_experts": (0, 1, 2), "moe_layer_end_index": (-1, 0, 1)},
+    **{"moe_layer_start_index": (0, 1), "moe_norm_min": (1e-12, 1e-3), "rotary_dim": (4, 8)},
+    **{"router_jitter_noise": (0.01, 0.3), "window_size": (3, 9), "n_ctx": (64, 128)},
+    "attention_types": ([[["global", "local"], 1]], [[["local"], 2]]),
 }
 # Fields of published files that no class lists any more.
 _OLDER = (
@@ -227,9 +250,11 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
     num_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 2)
     if name in _VALUES:
         return chance.choice(_VALUES[name])
-    if name == "layer_types" and "linear_num_key_heads" in config:
+    if name == "layer_types" and {"linear_num_key_heads", "mamba_n_heads"} & config.keys():
         kinds: tuple[Any, ...] = ("full_attention", "linear_attention")
         return [chance.choice(kinds) for _ in range(num_layers)]
+    if name == "layer_types" and "conv_L_cache" in config:
+        return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
     if name in _KINDS:
         return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":

@@ -50,7 +50,11 @@ def difference(config: Config) -> str | None:
     found, wanted = read(config), read(whole)
     while isinstance(found, str) and found.endswith(" is missing"):
         name = found.split()[1]
-        config = {**config, name: whole[name]}
+        if isinstance(text := config.get("text_config"), dict):
+            config = {**config, "text_config": {**text, name: whole["text_config"][name]}}
+        else:
+            own = CONFIG_MAPPING[config["model_type"]].attribute_map.get(name, name)
+            config = {**config, own: whole[own]}
         found = read(config)
     # Two statements of one thing that differ are refused here on purpose.
     is_refused = isinstance(found, str) and (

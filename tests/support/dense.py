@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.trace_scope import TraceScope
@@ -30,6 +30,9 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         options,
         /,
     ):
+        if k_TKH is None:
+            k_TKH, v_TKH = layer_pages
+        layer_pages = k_TKH, v_TKH
         num_tokens, num_heads, _ = q_TNH.shape
         sinks, softcap = options.sinks, options.logit_softcap
         v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH
@@ -75,7 +78,7 @@ def logits_of(
         model = nnx.merge(graph, parameters)
         positions_T = jnp.arange(token_ids_T.shape[0])
         context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
-        with TraceScope(make_product_kernels(Backend("auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 

@@ -54,6 +54,23 @@ QWEN3_5 = {
     },
 }
 
+GRANITE_4 = {
+    **{
+        **LLAMA,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layers_block_type": ["mamba", "mamba", "attention"],
+    },
+    **{"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
+    **{"num_local_experts": 4, "shared_intermediate_size": 32, "intermediate_size": 32},
+    "attention_multiplier": 0.25,
+}
+
+LFM2 = {
+    **{**LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"},
+    **{"num_hidden_layers": 3, "full_attn_idxs": [2], "conv_L_cache": 4},
+}
+
 # The geometries of the tests. Engines of a model share what is compiled for one, also those with
 # fewer blocks (see `make_llm`) or with 16 tokens, whose shapes are among those of 64. Other numbers
 # are shapes of their own: a test needs a reason for them.
@@ -88,40 +105,30 @@ _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
     """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
 
+    They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
+
     at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
     """
-    settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", **settings}
+    settings = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute", **settings}
     with pytest.MonkeyPatch.context() as patch:
         drafting = settings.get("speculative_config") or {}
         drafting = {"method": drafting} if isinstance(drafting, str) else drafting
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
-            patch.setattr(engine_spec, "kv_pages", _RoomyPages())
+            patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
         with contextlib.nullcontext() if at_start else when_used():
             return LLM(model=str(directory), use_tqdm=False, **settings)
 
 
-class _RoomyPages:
-    """The module `kv_pages`, but for pages with more blocks than the host hands out."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(kv_pages, name)
-
-    def page_shapes(
-        self, kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any
-    ) -> kv_pages.KVPages:
-        self._asked = kv_pages.page_shapes(kv, num_blocks, block_size, dtype)
-        least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
-        return kv_pages.page_shapes(
-            kv, [max(count, least) for count in num_blocks], block_size, dtype
-        )
-
-    def num_bytes(self, pages: kv_pages.KVPages) -> int:
-        """Of what was asked: it goes into the table of the memory."""
-        return kv_pages.num_bytes(self._asked)
+def _roomy_page_shapes(
+    kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any
+) -> kv_pages.KVPages:
+    """`kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""
+    least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
+    return kv_pages.page_shapes(kv, [max(count, least) for count in num_blocks], block_size, dtype)
 
 
 @contextlib.contextmanager

@@ -77,9 +77,15 @@ def randomise(
         ):
             if isinstance(extra, torch.nn.Parameter):
                 draw(extra, 0.5)
-        for recurrent, mean in (("A_log", -1.0), ("dt_bias", 0.0)):
-            if isinstance(parameter := getattr(module, recurrent, None), torch.nn.Parameter):
+        for number, mean in (
+            *(("A_log", -1.0), ("dt_bias", 0.0), ("D", 1.0)),
+            *(("alpha_p", 0.5), ("alpha_n", 0.0)),
+        ):
+            if isinstance(parameter := getattr(module, number, None), torch.nn.Parameter):
                 draw(parameter, 1.0, mean)
+        for factor in ("layer_scalar", "per_expert_scale", "scale"):
+            if isinstance(tensor := getattr(module, factor, None), torch.Tensor):
+                tensor.normal_(1.0, 0.2, generator=generator)
         if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
             correction.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):

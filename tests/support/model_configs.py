@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from jaxpage.models.multimodal import MULTIMODAL
 from jaxpage.models.registry import FAMILIES
+from tests.support.model_forms import SIZES, forms_of_registry
 
 _DIMENSIONS = {
     "vocab_size": 131,
@@ -50,8 +52,16 @@ _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2}
+_INTERLEAVED = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 _VISION = {
     **{
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "head_dim": 16,
+        "embed_dim": 32,
+        "deepstack_visual_indexes": [0],
         "depth": 1,
         "hidden_size": 32,
         "num_heads": 2,
@@ -64,7 +74,17 @@ _VISION = {
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
-# name: (model type, what config.json says beyond _DIMENSIONS or the entry of _SHARED)
+_GEMMA4 = {
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5},
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "tie_word_embeddings": True},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 140},
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+}
+
+# name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
@@ -232,6 +252,78 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
             "residual_multiplier": 0.6,
             "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid-mixed": (
+        "granitemoehybrid",
+        {
+            **{"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], **_MAMBA},
+            "hidden_size": 64,
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+            **{"residual_multiplier": 0.6, "position_embedding_type": "nope"},
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], **_MAMBA},
+            **{"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2},
+            **{"mamba_n_groups": 1, "time_step_limit": [0.1, 1.5], "tie_word_embeddings": True},
+            **{"num_local_experts": 0, "shared_intermediate_size": 72},
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1-factors": (
+        "falcon_h1",
+        {
+            **{"hidden_size": 64, "mamba_d_ssm": 96, "projectors_bias": True, **_MAMBA},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.7},
+            **{"mlp_multipliers": [0.8, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.7]},
+            **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.6},
+        },
+    ),
+    "falcon-h1-first": (
+        "falcon_h1",
+        {**{"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_proj_bias": True}, **_MAMBA},
+    ),
+    "falcon-h1-plain": ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 96, **_MAMBA}),
+    "nemotron-h-mixed": (
+        "nemotron_h",
+        {
+            **{"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "hidden_size": 64},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
+            **{"head_dim": 16, "use_bias": True, "mlp_bias": True, "time_step_min": 0.3},
+        },
+    ),
+    "mamba2-tied": (
+        "mamba2",
+        {
+            **{"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "hidden_size": 64},
+            **{"use_bias": True, "time_step_limit": [0.1, 1.5], "tie_word_embeddings": True},
+        },
+    ),
+    "bamba-mixed": (
+        "bamba",
+        {
+            **{"num_hidden_layers": 3, "attn_layer_indices": [1], "hidden_size": 64, **_MAMBA},
+            **{"mlp_bias": True, "attention_bias": True, "rope_theta": 500.0},
+        },
+    ),
+    "lfm2-mixed": (
+        "lfm2",
+        {
+            **{"num_hidden_layers": 3, "full_attn_idxs": [1], "conv_bias": True, "hidden_size": 64},
+            **{"block_multiple_of": 12, "block_ffn_dim_multiplier": 1.5, "block_ff_dim": 90},
+        },
+    ),
+    "lfm2-plain": (
+        "lfm2",
+        {
+            **{"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+            **{"conv_L_cache": 2, "tie_embedding": False, "rope_theta": 500.0},
         },
     ),
     "arcee-grouped": ("arcee", {}),
@@ -541,21 +633,80 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    # The text models of checkpoints that take images; sections of a rotation turn by other axes.
+    "qwen2-vl": ("qwen2_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}),
+    "qwen2-5-vl": (
+        "qwen2_5_vl",
+        {
+            **{**_QWEN_WINDOWS, "max_window_layers": 1, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", "mrope_section": [2, 2, 2], **_YARN},
+        },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_type": "default"}},
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            **{"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_theta": 1000.0}},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+            "mlp_only_layers": [0],
+        },
+    ),
+    "gemma3-images": (
+        "gemma3",
+        {
+            **{"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+            **{"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "gemma4-shared": ("gemma4_text", _GEMMA4),
+    "gemma4-keys-are-values": (
+        "gemma4_text",
+        {
+            **{"head_dim": 8, "global_head_dim": 20, "sliding_window": 7},
+            **{"num_kv_shared_layers": 0, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            **{"moe_intermediate_size": 24, "final_logit_softcapping": 20.0},
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True, "pad_token_id": 0}),
+    "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
+    "mistral3-growth": (
+        "mistral3",
+        {
+            **{"model_type": "ministral3", "head_dim": 16, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", **_YARN, "llama_4_scaling_beta": 0.3},
+        },
+    ),
 }
 
-_OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
-_GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {
-    "opt": _OPT,
-    "gpt2": _GPT2,
-    "falcon": {"vocab_size": 131, **_OPT},
-}
+MODELS |= forms_of_registry(MODELS)
+
 _ARCHITECTURES = {
-    **{module: architecture for architecture, module in FAMILIES.items()},
+    **{
+        module: architecture
+        for architecture, module in FAMILIES.items()
+        if architecture not in MULTIMODAL
+    },
     # Families whose model type is not the name of their module.
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }
 
 
@@ -566,8 +717,8 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     """
     family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    shared = _SHARED.get(family, _DIMENSIONS)
-    if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
+    shared = SIZES.get(family, _DIMENSIONS)
+    if _ARCHITECTURES[family] in MULTIMODAL:
         text = {**shared, **tokens, **fields, **overrides}
         return {
             **{

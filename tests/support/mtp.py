@@ -20,11 +20,14 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 MODELS = {
     "deepseek_v3": ("deepseek-v3-groups", True),
     "glm4_moe_lite": ("glm4-moe-lite-mixed", True),
+    "glm4_moe": ("glm4-moe-norms", True),
     "qwen3_next": ("qwen3-next-mixed", True),
     "qwen3_5": ("qwen3-5-mixed", False),
     "qwen3_5_moe": ("qwen3-5-moe", False),
     "qwen3_5_images": ("qwen3-5-images", False),
 }
+# Families whose heads are layers after the model's last one, by number.
+NUMBERED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe")
 # The layer attends, and has experts if the model has.
 ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -73,7 +76,7 @@ class Head(torch.nn.Module):
     def tensors(self, *, apart: bool) -> dict[str, np.ndarray]:
         """As files name them; apart: experts are one by one."""
         decoder = {name: value.float() for name, value in self.decoder.state_dict().items()}
-        numbered = self.config.model_type in ("deepseek_v3", "glm4_moe_lite")
+        numbered = self.config.model_type in NUMBERED
         layer = f"model.layers.{self.num_layers}." if numbered else "mtp.layers.0."
         others = (
             {"fc": f"{layer}eh_proj", "enorm": f"{layer}enorm", "hnorm": f"{layer}hnorm"}
@@ -133,7 +136,7 @@ def save_with_head(
             model.get_output_embeddings().weight[num_tokens:] *= 0.1
     head = Head(model)
     config = json.loads((directory / "config.json").read_text())
-    if family in ("deepseek_v3", "glm4_moe_lite"):
+    if family in NUMBERED:
         config["num_nextn_predict_layers"] = 1
     (directory / "config.json").write_text(json.dumps(config))
     tensors = head.tensors(apart=apart)

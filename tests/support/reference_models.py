@@ -17,12 +17,12 @@ from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
-from jaxpage.models.lora import lora_targets
+from jaxpage.models.lora_layers import lora_targets
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
-from jaxpage.models.registry import FAMILIES
+from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.model_configs import MODELS, config_json
 from tests.support.refused_configs import REFUSED
@@ -86,10 +86,13 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     }
     described, used = [], []
     for architecture, name in FAMILIES.items():
-        family = families[name]
-        what = (family.__doc__ or "").strip().splitlines()[0]
+        what = (families[name].__doc__ or "").strip().splitlines()[0]
+        family = load_family({"architectures": [architecture]})
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
-        specs = [family.Spec.from_config(config_json(case)) for case in cases]
+        if cases:
+            family = load_family(config_json(cases[0]))
+        configs = [config_json(case) for case in cases]
+        specs = [load_family(config).Spec.from_config(config) for config in configs]
         described.append((f"`{architecture}`", what, ", ".join(cases), _refused(cases)))
         used.append(
             (

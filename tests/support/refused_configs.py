@@ -6,6 +6,11 @@ from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 
+_GEMMA4_YARN = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0},
+}
+
 # The error, the name in MODELS, what the error says, and the fields that are changed.
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
@@ -13,6 +18,33 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     *(
         (UnsupportedError, name, "later tokens", {"use_bidirectional_attention": True})
         for name in ("gemma-wide", "gemma2-caps", "gemma3-types")
+    ),
+    (
+        UnsupportedError,
+        "gemma4-shared",
+        "later tokens",
+        {"use_bidirectional_attention": "all"},
+    ),
+    (
+        UnsupportedError,
+        "gemma4-shared",
+        "alike in all layers of a type",
+        {"per_layer_config": {"1": {"head_dim": 16}, "4": {"sliding_window": 3}}},
+    ),
+    (
+        UnsupportedError,
+        "gemma4-shared",
+        "only default and proportional",
+        {"rope_parameters": _GEMMA4_YARN},
+    ),
+    (CheckpointError, "gemma4-shared", "num_kv_shared_layers", {"num_kv_shared_layers": 4}),
+    (CheckpointError, "gemma4-shared", "must divide", {"num_key_value_heads": 3}),
+    (CheckpointError, "gemma4-shared", "rope_theta", {"rope_parameters": {"rope_theta": 5.0}}),
+    (
+        CheckpointError,
+        "gemma4-shared",
+        "must not be less than vocab_size",
+        {"vocab_size_per_layer_input": 100},
     ),
     (UnsupportedError, "gemma3-types", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
     (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
@@ -141,6 +173,26 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         {"layer_types": ["sliding_attention"] * 3},
     ),
     (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
+    *(
+        (kind, f"granitemoehybrid-{name}", field, {field: value})
+        for kind, name, field, value in (
+            (UnsupportedError, "mixed", "position_embedding_type", "alibi"),
+            (UnsupportedError, "mixed", "layer_types", ["sliding_attention"] * 3),
+            (CheckpointError, "mixed", "mamba_n_heads", 7),
+            (CheckpointError, "mixed", "mamba_d_head", 5),
+            (CheckpointError, "mixed", "mamba_n_groups", 3),
+            (CheckpointError, "dense", "time_step_limit", [2.0, 1.0]),
+            (CheckpointError, "dense", "time_step_limit", None),
+        )
+    ),
+    (CheckpointError, "bamba-mixed", "attn_layer_indices", {"attn_layer_indices": 1}),
+    (CheckpointError, "falcon-h1-plain", "mamba_d_ssm", {"mamba_d_ssm": 0}),
+    (CheckpointError, "falcon-h1-plain", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4}),
+    (UnsupportedError, "nemotron-h-mixed", "moe", {"hybrid_override_pattern": "ME*"}),
+    (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
+    (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
+    (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
+    (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
@@ -151,4 +203,31 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
     (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
     (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),
+    (UnsupportedError, "gpt-neox-parallel", "rope_theta", {"rope_theta": 500.0}),
+    (UnsupportedError, "gpt-neox-parallel", "head_dim", {"head_dim": 8}),
+    (
+        UnsupportedError,
+        "exaone4-windows",
+        "sliding_window_pattern",
+        {"sliding_window_pattern": "LLG"},
+    ),
+    (UnsupportedError, "ernie4-5-moe-shared", "moe_norm_min", {"moe_norm_min": 0.5}),
+    (CheckpointError, "hunyuan-v1-moe-shared", "moe_topk", {"moe_topk": [1, 2]}),
+    (
+        CheckpointError,
+        "hunyuan-v1-dense-alpha",
+        "alpha",
+        {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": "50"}},
+    ),
+    (UnsupportedError, "helium-interleaved", "head_dim", {"head_dim": 16}),
+    (UnsupportedError, "minimax-m2-norms", "scoring_func", {"scoring_func": "softmax"}),
+    (UnsupportedError, "phimoe-biases", "num_experts_per_tok", {"num_experts_per_tok": 3}),
+    (
+        CheckpointError,
+        "phimoe-longrope",
+        "short_mscale",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    (CheckpointError, "gptj-plain", "rotary_dim", {"rotary_dim": 7}),
+    (UnsupportedError, "gpt-neo-plain", "attention_types", {"attention_types": [[["global"], 5]]}),
 ]

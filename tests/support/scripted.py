@@ -71,7 +71,7 @@ class Guesses(Proposer):
         )
 
 
-def draft_with(engine: Engine, proposer: Proposer, *, learns_top_ids: bool = False) -> None:
+def draft_with(engine: Engine, proposer: Proposer, *, always_drafts: bool = False) -> None:
     """From now on the engine verifies what this proposer drafts, as much of it as its shapes hold."""
     engine.speculator = ProposingSpeculator(
         proposer,
@@ -79,7 +79,7 @@ def draft_with(engine: Engine, proposer: Proposer, *, learns_top_ids: bool = Fal
         None,
         vocab_size=engine.builder.vocab_size,
         strategies=engine._strategies,
-        learns_top_ids=learns_top_ids,
+        always_drafts=always_drafts,
     )
 
 

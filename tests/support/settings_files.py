@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jaxpage.serving.config import ServerConfig
-from jaxpage.settings.base import ByteSize, Settings
+from jaxpage.settings.checked_settings import ByteSize, Settings
 from jaxpage.settings.engine_config import EngineConfig
 
 WIDTH = 100

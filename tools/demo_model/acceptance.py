@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_model import draft_model, eagle_head, medusa_heads, own_text, tales
+from tools.demo_model import draft_model, eagle_head, medusa_heads, mtp_head, own_text, tales
 from tools.demo_model.distillation import Teacher
 from tools.demo_model.model import Params
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
@@ -133,13 +133,22 @@ def eagle_ranks(
 
     Draft j of position t is pass j of position t - 1 + j.
     """
+    passes = eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
+    return _ranks_of_passes(
+        [_whole(logits, token_map, teacher.spec.vocabulary) for logits in passes], tokens_BT
+    )
+
+
+def mtp_ranks(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the same as `eagle_ranks`, for the MTP head."""
+    passes = mtp_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
+    return _ranks_of_passes(passes, tokens_BT)
+
+
+def _ranks_of_passes(passes: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
     length, ranks = tokens_BT.shape[1], _far(tokens_BT)
-    for j, logits in enumerate(
-        eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
-    ):
-        about = ranks_of(
-            _whole(logits[:, :-1], token_map, teacher.spec.vocabulary), tokens_BT[:, 2:]
-        )
+    for j, logits_BTV in enumerate(passes):
+        about = ranks_of(logits_BTV[:, :-1], tokens_BT[:, 2:])
         ranks = ranks.at[:, 1 : length - 1 - j, j].set(about[:, j:])
     return ranks
 

@@ -14,6 +14,7 @@ TITLES = {
     "draft": "a draft model: a Llama, 128 wide, 2 layers",
     "medusa": "four Medusa-1 heads of two blocks with one table over 1,024 tokens, in vLLM's format",
     "eagle3": "an EAGLE-3 head over 1,024 tokens, in the format of its authors and SpecForge",
+    "mtp": "an MTP head, in the model's own file with DeepSeek's names: `model.layers.4.*`",
 }
 TEMPLATE = """# What drafts for the demo model
 
@@ -24,11 +25,12 @@ For a local directory of such a name say `./demo/medusa`.
 
 ## How they were trained
 
-`python tools/train_demo_model.py --drafters` makes all three again, from `model.safetensors` and nothing else: no \
+`python tools/train_demo_model.py --drafters` makes all of them again, from `model.safetensors` and nothing else: no \
 text was read. The demo model wrote {text_tokens:,} tokens itself (openings of tales, beginnings of texts and pieces \
 of its own writing, each with 16 tokens at temperature 1 and then 0.2, 0.7 or 1), and each drafter learned the \
 model's distribution at temperature 1 on it: the draft model that of the next token, each head that of the token it \
-guesses, the EAGLE-3 head that of {unrolled} tokens in a row, going on from its own outputs (training-time test). A \
+guesses, the EAGLE-3 and the MTP head that of {unrolled} tokens in a row, going on from their own outputs \
+(training-time test). The MTP head read the first {mtp_tokens:,} tokens alone. A \
 guess one place further on counts 0.8 times as much. Steps are of {tokens_per_step:,} tokens, in float32 with jax \
 {jax_version} on {cores} CPU cores that other work shared; the last bits of the weights depend on the machine.
 
@@ -62,15 +64,18 @@ The weights are under Apache-2.0, as jaxpage and the demo model are.
 
 
 def write_card(
-    directory: Path, text_tokens: int, tokens_per_step: int, rows: int, length: int
+    directory: Path, text_tokens: int, mtp_tokens: int, tokens_per_step: int, rows: int, length: int
 ) -> None:
     """Writes the card from each drafter's facts; drafters that were not trained have no lines."""
     trained = [name for name in TITLES if (directory / name / FACTS).exists()]
     facts = {name: json.loads((directory / name / FACTS).read_text()) for name in trained}
     overlap = facts.get("draft", {}).get("overlap", {})
     text = TEMPLATE.format(
-        drafters="\n".join(f"- `demo/{name}`: {TITLES[name]}" for name in facts),
+        drafters="\n".join(
+            f"- `{'demo' if name == 'mtp' else f'demo/{name}'}`: {TITLES[name]}" for name in facts
+        ),
         text_tokens=text_tokens,
+        mtp_tokens=mtp_tokens,
         tokens_per_step=tokens_per_step,
         jax_version=jax.__version__,
         cores=os.cpu_count(),
@@ -85,7 +90,8 @@ def write_card(
 
 
 def _training(directory: Path, facts: dict[str, Any]) -> str:
-    size = (directory / "model.safetensors").stat().st_size
+    weights = directory / "model.safetensors"  # the MTP head has no file of its own
+    size = weights.stat().st_size if weights.exists() else 2 * facts["parameters"]
     return f"| {directory.name} | {facts['steps']:,} | {facts['minutes']} | {facts['parameters']:,} | {size:,} |"
 
 

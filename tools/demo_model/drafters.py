@@ -1,4 +1,4 @@
-"""Trains the demo model's drafters: a draft model, Medusa heads and an EAGLE-3 head.
+"""Trains the demo model's drafters: a draft model, Medusa heads, an EAGLE-3 and an MTP head.
 
 They learn from text that the demo model writes itself.
 """
@@ -21,6 +21,7 @@ from tools.demo_model import (
     eagle_head,
     exporting,
     medusa_heads,
+    mtp_head,
     own_text,
     training,
 )
@@ -36,17 +37,19 @@ FREQUENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Sets how long a drafter is trained, and the length of the windows in the end."""
+    """Sets how long a drafter is trained, the length of the windows in the end, and the text."""
 
     steps: int
     learning_rate: float
     longest: int
+    text_tokens: int = TEXT_TOKENS
 
 
 RECIPES = {
     "draft": Recipe(540, 5e-3, 511),
     "medusa": Recipe(240, 2e-2, 511),
     "eagle3": Recipe(240, 2e-2, 255),
+    "mtp": Recipe(270, 2e-2, 255, 196_608),
 }
 
 
@@ -61,7 +64,7 @@ class Drafter:
 
 
 def make_drafter(name: str, teacher: Teacher, token_map: np.ndarray, seed: int) -> Drafter:
-    """Returns the first weights of "draft", "medusa" or "eagle3", and the functions for them."""
+    """Returns the first weights of "draft", "medusa", "eagle3" or "mtp", and functions for them."""
     if name == "draft":
         return Drafter(
             draft_model.first_params(teacher, seed),
@@ -79,6 +82,13 @@ def make_drafter(name: str, teacher: Teacher, token_map: np.ndarray, seed: int) 
             lambda params, directory, measured: medusa_heads.export(
                 teacher, token_map, params, directory, measured["accuracies"]
             ),
+        )
+    if name == "mtp":
+        return Drafter(
+            mtp_head.first_params(teacher, seed),
+            mtp_head.objective(teacher),
+            functools.partial(acceptance.mtp_ranks, teacher),
+            lambda params, directory, _: mtp_head.export(teacher, params, directory.parent),
         )
     return Drafter(
         eagle_head.first_params(teacher, token_map, seed),
@@ -137,7 +147,7 @@ def train_drafters(
     seed: int,
     resume: bool,
 ) -> None:
-    """Trains, writes and measures drafters, and writes the card of all three.
+    """Trains, writes and measures drafters, and writes the card of all of them.
 
     Args:
         directory: The directory of the model; each drafter gets a directory in it.
@@ -155,11 +165,18 @@ def train_drafters(
     samples = acceptance.held_out_samples(teacher, tokenizer, seed + 1)
     for name in names:
         drafter, recipe = make_drafter(name, teacher, token_map, seed), RECIPES[name]
+        num_rows = recipe.text_tokens // teacher.spec.max_positions
         plan = training.Plan(
             steps or recipe.steps, seed, recipe.learning_rate, tokens_per_step=TOKENS_PER_STEP
         )
         plan, run = run_recipe(
-            name, drafter, text, scratch=scratch, plan=plan, minutes=minutes, resume=resume
+            name,
+            drafter,
+            text[:num_rows],
+            scratch=scratch,
+            plan=plan,
+            minutes=minutes,
+            resume=resume,
         )
         params = exporting.round_to_bfloat16(run.params)
         measured = acceptance.measure(params, drafter.ranks, samples)
@@ -180,5 +197,10 @@ def train_drafters(
         exporting.write_json(target / drafter_card.FACTS, facts | measured)
         print(name, json.dumps(facts | measured["acceptance"]), flush=True)
     drafter_card.write_card(
-        directory, text.size, TOKENS_PER_STEP, acceptance.ROWS, acceptance.LENGTH
+        directory,
+        TEXT_TOKENS,
+        RECIPES["mtp"].text_tokens,
+        TOKENS_PER_STEP,
+        acceptance.ROWS,
+        acceptance.LENGTH,
     )

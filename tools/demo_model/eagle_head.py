@@ -60,7 +60,7 @@ def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
     }
 
 
-def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """Returns the attention of the newest pass over positions: [B, T, N * H].
 
     Pass j of position t continues from passes j - 1, j - 2 and so on of the positions just before
@@ -112,7 +112,7 @@ def unrolled(
             (y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_width) for part in "qkv"
         )
         past.append((rotate(k, *rope), v))
-        x_BTD = feature_BTD + _mix(spec, rotate(q, *rope), past) @ params["o_proj"]
+        x_BTD = feature_BTD + mix(spec, rotate(q, *rope), past) @ params["o_proj"]
         x_BTD = x_BTD + feed_forward(
             params, rms_norm(x_BTD, params["post_norm"], spec.norm_epsilon)
         )

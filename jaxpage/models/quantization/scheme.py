@@ -76,6 +76,21 @@ class Scheme:
 
         return replace(self, form_of=form_of)
 
+    def under_names(self, others: Callable[[str], Sequence[str]]) -> Scheme:
+        """Returns this scheme for modules that files may know by other names.
+
+        A module is not quantised if that is said of any of its names.
+
+        Args:
+            others: Gives the other names of a module.
+        """
+
+        def form_of(name: str) -> WeightFormat | None:
+            forms = [self.form_of(each) for each in (name, *others(name))]
+            return None if None in forms else forms[0]
+
+        return replace(self, form_of=form_of)
+
     @property
     def rule(self) -> Rule:
         """Returns the rule that replaces modules by quantised ones."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 
-from jaxpage.device.mesh import find_job
 from jaxpage.errors import ConfigError
 from jaxpage.serving.config import AUTO, ServerConfig, of_several_hosts
+from jaxpage.serving.hosts.processes import find_job
 from jaxpage.settings.engine_config import EngineConfig
 
 

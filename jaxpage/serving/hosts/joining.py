@@ -19,11 +19,11 @@ from pathlib import Path
 
 from jaxpage.assembly import EngineSpec, drafter_directory
 from jaxpage.checkpoints import resolve_model, resolve_tokenizer
-from jaxpage.device.mesh import join_processes
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Record, encoded_record, package_versions
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
+from jaxpage.serving.hosts.processes import join_processes
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.engine_config import EngineConfig

@@ -21,6 +21,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 class ApiKeys:
     """Lets a request through if its header `Authorization: Bearer` has one of the keys.
 
+    The state of its scope then has a digest of the key as `owner`, by which files belong to it.
     Without any key every request comes in. Anthropic's paths also take the key from `x-api-key`,
     where Anthropic's clients may send it.
 
@@ -47,6 +48,7 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
+        """Returns whether a request has a key, and notes the owner."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given and dialect_of(scope["path"]) is MESSAGES:
             given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
@@ -54,6 +56,7 @@ class ApiKeys:
         if scheme.lower() != b"bearer":
             return False
         digest = _digest(key.strip())
+        scope.setdefault("state", {})["owner"] = digest.hex()[:32]
         return any([hmac.compare_digest(digest, known) for known in self._digests])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,9 +39,25 @@ class Limits:
     number of connections.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        body_timeout_seconds: float,
+        larger: Mapping[str, int] | None = None,
+    ) -> None:
+        """Makes the middleware.
+
+        Args:
+            app: The wrapped application.
+            max_body_bytes: The largest body.
+            body_timeout_seconds: The time for a body to arrive.
+            larger: The largest bodies of the paths that take larger ones.
+        """
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._larger = larger or {}
         self._timeout = body_timeout_seconds
         self._budget = NUM_LARGEST_BODIES * max_body_bytes
         self._num_held = 0  # the bytes of all bodies that are held now
@@ -49,7 +66,8 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, and counts the bytes of its body."""
         headers = Headers(scope=scope)
-        self._check(headers)
+        most = self._larger.get(scope["path"], self._max_body_bytes)
+        self._check(headers, most)
         deadline = asyncio.get_running_loop().time() + self._timeout
         num_bytes = 0
         is_complete = False
@@ -66,8 +84,8 @@ class Limits:
                     408, f"The request body did not arrive within {self._timeout:g} s"
                 ) from None
             size = len(message.get("body", b""))
-            if num_bytes + size > self._max_body_bytes:
-                raise self._too_large()
+            if num_bytes + size > most:
+                raise _too_large(most)
             if self._num_held + size > self._budget:
                 raise ApiError(
                     503,
@@ -88,7 +106,7 @@ class Limits:
                 self._most_held = 0
                 asyncio.get_running_loop().run_in_executor(None, give_memory_back)
 
-    def _check(self, headers: Headers) -> None:
+    def _check(self, headers: Headers, most: int) -> None:
         if len(headers) > MAX_HEADERS:
             raise ApiError(
                 431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read"
@@ -99,13 +117,12 @@ class Limits:
             raise ApiError(
                 431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
             )
-        if int(headers.get("content-length", "0")) > self._max_body_bytes:
-            raise self._too_large()
+        if int(headers.get("content-length", "0")) > most:
+            raise _too_large(most)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"The request body is larger than the {self._max_body_bytes} bytes that are read"
-        )
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than the {most} bytes that are read")
 
 
 def check_is_plain(headers: Headers) -> None:

@@ -19,7 +19,7 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.yaml_file import Located, load_mapping
 
 # The settings of the server that a model of the file may have.
-OF_A_MODEL = ("lora_modules", "tool_parser", "reasoning_parser")
+OF_A_MODEL = ("lora_modules", "tool_parser", "reasoning_parser", "rerank_method")
 DEFAULT_KEEP_ALIVE = "5m"
 
 

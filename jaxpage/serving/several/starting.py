@@ -7,9 +7,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.sizing import available_bytes
+from jaxpage.device import available_bytes, make_mesh, open_devices
 from jaxpage.serving import logs
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys

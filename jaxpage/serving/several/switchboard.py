@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxpage import __version__
 from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import STATS_SECONDS
+from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
@@ -27,6 +28,7 @@ from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
 from jaxpage.serving.preparing import Workers
+from jaxpage.serving.rerank_requests import RERANK_PATHS
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.served_model import ServedModel
@@ -50,7 +52,8 @@ class Switchboard:
         visitors: The requests that are being answered, for which a shutdown waits.
         preparing: The threads that read which model a request names.
         metrics: The counters of requests that no model has answered.
-        routes: The routes of all paths.
+        routes: The routes of all paths but those of batches.
+        batches: The runner of batches, or None.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Switchboard:
         )
         posts = [path for path, item in self._openapi["paths"].items() if "post" in item]
         self.routes: list[BaseRoute] = [
-            *(post_route(path, self._answer) for path in posts),
+            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/api/tags", self._tags),
@@ -95,6 +98,16 @@ class Switchboard:
             Route("/openapi.json", self._document),
             Route("/", self._index),
         ]
+        # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
+        # put to sleep meanwhile.
+        self.batches = open_batches(
+            config,
+            self.visitors,
+            self.routes,
+            self.metrics,
+            num_at_once=max(entry.engine.max_num_seqs for entry in entries.values()),
+            is_dead=lambda: False,
+        )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the model of a request, and has its server answer."""
@@ -302,7 +315,7 @@ class Switchboard:
         return json_answer(self._openapi)
 
     async def _index(self, request: Request) -> Response:
-        paths = [route.path for route in self.routes if isinstance(route, Route)]
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         about = {"name": "jaxpage", "version": __version__, "models": list(self._entries)}
         return json_answer({**about, "paths": paths})
 

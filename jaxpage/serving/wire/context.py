@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
+from jaxpage.engine import ByVectors, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.lora_request import LoRARequest
@@ -47,6 +48,7 @@ class ModelContext:
         no_form: The reason why the chat template's tool calls have no form, or None.
         strict_requests: True if unknown fields are refused.
         limits: The bounds of one request.
+        reranker: The way in which the model ranks documents.
     """
 
     model_names: tuple[str, ...]
@@ -61,6 +63,7 @@ class ModelContext:
     no_form: str | None = None
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
+    reranker: YesNo | ByVectors = field(default_factory=ByVectors)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter that a request's `model` names; None for the model itself.

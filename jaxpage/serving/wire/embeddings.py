@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.embedder import Pooling, normalized
+from jaxpage.driver import normalized
+from jaxpage.outputs import Pooling
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of

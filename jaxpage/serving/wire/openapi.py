@@ -14,6 +14,7 @@ from jaxpage.serving.wire.request_fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
@@ -31,6 +32,7 @@ from jaxpage.serving.wire.translated_fields import (
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest),
+    RerankRequest,
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
     *(ResponsesRequest, MessagesRequest, CountTokensRequest),
     *(OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest),
@@ -153,6 +155,7 @@ def _others(context: ModelContext) -> dict[str, Any]:
     return {
         "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
         "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
+        "/v1/rerank": _post("Ranks documents by a query.", ["RerankRequest"], "Ranking"),
         "/tokenize": _post(
             "The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"
         ),
@@ -363,6 +366,13 @@ _ANSWERS: dict[str, Any] = {
                 is_greedy={"type": "boolean"},
             )
         ),
+        usage=_PROMPT_USAGE,
+    ),
+    "Ranking": _object(
+        id=_STRING,
+        object={"const": "list"},
+        model=_STRING,
+        results=_list(_object(index=_INTEGER, relevance_score={"type": "number"})),
         usage=_PROMPT_USAGE,
     ),
     "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),

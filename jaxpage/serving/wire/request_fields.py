@@ -14,11 +14,11 @@ from jaxpage.settings.sampling_params import (
     MAX_LOGPROBS,
     MAX_USER_CHARACTERS,
 )
+from jaxpage.shapes import MAX_BIASES
 
 MAX_N = 128  # sequences of one prompt: n, best_of, the width of a beam search
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_BIASES = 1024
 MAX_COMPLETION_LOGPROBS = 5
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -340,6 +340,27 @@ class ScoreRequest(Fields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = (
         None
     )
+    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
+
+
+class RerankDocument(Fields):
+    """A document of a request to POST /v1/rerank."""
+
+    text: str
+
+
+class RerankRequest(Fields):
+    """A request to POST /v1/rerank."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        Items[str] | Items[RerankDocument],
+        one_of("a list of strings, or a list of objects with a text"),
+    ]
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Field(min_length=1)] | None = None
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 

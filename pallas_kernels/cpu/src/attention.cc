@@ -188,7 +188,7 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
       const auto* k = static_cast<const typename Page::type*>(k_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
       for (int i = 0; i < vecs; ++i) {
         const Vec key = Load<Page>::at(k + i * kLanes);
-        for (int h = 0; h < kHeads; ++h) sum_of[h] += (kVecs ? q[h][i] : heads[h].q[i]) * key;
+        for (int h = 0; h < kHeads; ++h) sum_of[h] = multiply_add(kVecs ? q[h][i] : heads[h].q[i], key, sum_of[h]);
       }
     }
     for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
@@ -209,7 +209,10 @@ void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
     const auto* v = static_cast<const typename Page::type*>(v_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
     for (int i = 0; i < vecs; ++i) {
       const Vec value = Load<Page>::at(v + i * kLanes);
-      for (int h = 0; h < kHeads; ++h) (kVecs ? acc[h][i] : heads[h].acc[i]) += splat(heads[h].scores[j]) * value;
+      for (int h = 0; h < kHeads; ++h) {
+        Vec& sum = kVecs ? acc[h][i] : heads[h].acc[i];
+        sum = multiply_add(splat(heads[h].scores[j]), value, sum);
+      }
     }
   }
   for (int h = 0; h < kHeads; ++h)

@@ -10,21 +10,24 @@
 #include <vector>
 
 #include "attention.h"
-#include "few_rows.h"
-#include "product.h"
+#include "packed.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace jaxpage {
 
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
-extern const Multiply kMultiply;
-extern const MultiplyFew kMultiplyFew;
-extern const RoundRow kRoundRow;
+extern const PackedKernels kPacked;
+extern const RowKernels kRows;
 }
 
 namespace {
@@ -258,75 +261,163 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values, ffi::AnyBuffer scale,
-                    ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t code,
-                    int64_t group_size) {
-  const auto xd = x.dimensions(), vd = values.dimensions(), sd = scale.dimensions();
-  if (xd.size() != 2 || vd.size() != 2 || sd.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
-  Product p{};
-  p.code = static_cast<Code>(code), p.group_size = group_size;
-  p.num_tokens = xd[0], p.num_in = xd[1], p.num_out = vd[0], p.num_groups = sd[1];
-  const int64_t codes_of_byte = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
-  if (p.num_in % 16 || group_size % 16 || vd[1] * codes_of_byte != p.num_in || sd[0] != p.num_out ||
-      (p.num_in + group_size - 1) / group_size != p.num_groups || out->element_count() != static_cast<size_t>(p.num_tokens * p.num_out) ||
+// The best instructions for words of this type that the processor has and the kernels are built for.
+Instructions best(Type type) {
+#if defined(__AVX512F__) && defined(__linux__)
+  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16") : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni")) return kNone;
+  static const bool has_tiles = [] {
+    unsigned a = 7, b = 0, c = 0, d = 0;
+    asm volatile("cpuid" : "+a"(a), "+b"(b), "+c"(c), "+d"(d));
+    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX's bfloat16, tiles, int8
+    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM: the process may use the registers
+  }();
+  return has_tiles ? kTiles : kDot;
+#else
+  return kNone;
+#endif
+}
+
+// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie one group after the other; rows of none become zero.
+// Without counts all rows are of one group.
+void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts, int64_t num_groups, int64_t bytes_of_group,
+                     int64_t bytes_of_scales, int64_t bytes_of_zeros) {
+  const int32_t* counts = row_counts.element_count() ? row_counts.typed_data() : nullptr;
+  const PackedKernels& k = JAXPAGE_ISA::kPacked;
+  const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
+  static thread_local std::vector<char> prepared;
+  static thread_local std::vector<float> row_scale;
+  static thread_local std::vector<int32_t> row_sum;
+  p.words = p.x;
+  if (p.type == Type::kI8 && !p.is_coded) {
+    row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
+    p.row_scale = row_scale.data(), p.row_sum = row_sum.data();
+  }
+  if (const int64_t bytes = k.bytes_of_row(p)) {
+    prepared.resize(p.num_rows * bytes + 64);
+    char* words = prepared.data();  // this thread's: in the function that others run, the vector would be their own
+    in_parallel(pool, p.num_rows, 16, [&](int64_t row) { k.prepare(p, row, words + row * bytes); });
+    p.words = words;
+  }
+  struct Unit {
+    int64_t group, row, end_row, panel;
+  };
+  std::vector<Unit> units;
+  int64_t first = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t end = counts ? std::clamp(first + counts[group], first, p.num_rows) : p.num_rows;
+    for (int64_t panel = 0; first < end && panel < num_panels; panel += k.panels_at_once)
+      for (int64_t row = first; row < end; row += kRowsAtOnce) units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
+    first = end;
+  }
+  const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
+  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0, (p.num_rows - first) * bytes_of_result);
+  const int64_t count = units.size(), at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
+  in_parallel(pool, count, at_once, [&](int64_t index) {
+    const Unit& unit = units[index];
+    const auto after = [&](const void* array, int64_t bytes) {
+      return array ? static_cast<const char*>(array) + unit.group * bytes : nullptr;
+    };
+    Packed own = p;
+    own.panels = after(p.panels, bytes_of_group), own.scale = after(p.scale, bytes_of_scales);
+    own.minimum = after(p.minimum, bytes_of_scales), own.zero = after(p.zero, bytes_of_zeros);
+    k.multiply(own, unit.row, unit.end_row, unit.panel, std::min(unit.panel + k.panels_at_once, num_panels));
+  });
+}
+
+ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scale,
+                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out, int64_t instructions) {
+  Packed p{};
+  const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
+  const auto type = panels.element_type();
+  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
+      x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
+      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || instructions > best(p.type))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != numbers ||
+      (xd[1] + numbers - 1) / numbers != pd[2] || (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
+      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data();
+  p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], 0);
+  return ffi::Error::Success();
+}
+
+// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share, they are as they were.
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
+                          ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size) {
+  Packed p{};
+  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(), od = out->dimensions();
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3) return ffi::Error::InvalidArgument("wrong number of axes");
+  p.is_coded = true, p.code = static_cast<Code>(code), p.group_size = group_size;
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
+  const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
+  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  if (!type_of(scale.element_type(), false, &p.scale_type) || minimum.element_type() != scale.element_type() ||
+      (scale_row.element_count() && p.scale_type != Type::kF32) || (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in || group_size % codes ||
+      (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] || (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
+      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
       (zero.element_count() && zero.element_count() != scale.element_count()) ||
-      (minimum.element_count() && minimum.element_count() != scale.element_count()))
-    return ffi::Error::InvalidArgument("the shapes of a quantised weight do not fit");
-  p.half = scale.element_type() == ffi::DataType::F16;
-  if ((!p.half && scale.element_type() != ffi::DataType::F32) || minimum.element_type() != scale.element_type() ||
-      (minimum.element_count() && p.code != Code::kInt4))
-    return ffi::Error::InvalidArgument("no kernel for scales or minima of this type");
-  p.x = x.typed_data(), p.values = values.untyped_data(), p.scale = scale.untyped_data(), p.out = out->typed_data();
+      (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
+      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  p.x = x.typed_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(), p.scale = scale.untyped_data();
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
   p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
-  in_parallel(pool, (p.num_out + kOutputsAtOnce - 1) / kOutputsAtOnce, 4,
-              [&](int64_t unit) { JAXPAGE_ISA::kMultiply(p, unit * kOutputsAtOnce); });
+  p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], zero.size_bytes() / pd[0]);
   return ffi::Error::Success();
 }
 
-// Whether these are x [T, I], w [O, I] and the product, for the kernel.
-template <typename X, typename W, typename Out>
-bool fit(X x, W w, Out out, int64_t inputs_of_vector, FewRows* p) {
-  const auto xd = x.dimensions(), wd = w.dimensions(), od = out.dimensions();
-  if (!JAXPAGE_ISA::kMultiplyFew || xd.size() != 2 || wd.size() != 2 || od.size() != 2 || xd[1] != wd[1] || od[0] != xd[0] ||
-      od[1] != wd[0] || xd[0] < 1 || xd[0] > kMostFewRows || xd[1] % inputs_of_vector || wd[0] % kOutputsOfUnit)
-    return false;
-  p->x = x.untyped_data(), p->w = w.untyped_data(), p->out = out.untyped_data();
-  p->num_rows = xd[0], p->num_in = xd[1], p->num_out = wd[0];
-  return true;
-}
+constexpr int64_t kNumbersOfUnit = 8192;  // fewer are not worth another thread
 
-void multiply_few(ffi::ThreadPool& pool, const FewRows& p) {
-  in_parallel(pool, p.num_out / kOutputsOfUnit, 4, [&](int64_t unit) { JAXPAGE_ISA::kMultiplyFew(p, unit * kOutputsOfUnit); });
-}
-
-ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
-  FewRows p{};
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || w.element_type() != x.element_type() ||
-      (!p.out_is_float && out->element_type() != x.element_type()))
-    return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (!fit(x, w, *out, p.type == Type::kF32 ? 16 : 32, &p)) return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
-  multiply_few(pool, p);
+ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t), int64_t num_rows, ffi::AnyBuffer& x,
+                    ffi::Result<ffi::AnyBuffer>& out) {
+  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || out->element_type() != x.element_type())
+    return ffi::Error::InvalidArgument("no kernel for rows of these types");
+  p.x = x.untyped_data(), p.out = out->untyped_data();
+  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)), [&](int64_t row) { function(p, row); });
   return ffi::Error::Success();
 }
 
-ffi::Error multiply_rounded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Result<ffi::Buffer<ffi::S32>> sums,
-                            ffi::Result<ffi::Buffer<ffi::F32>> scale) {
-  FewRows p{};
-  if (!fit(x, w, *sums, 64, &p) || scale->element_count() != static_cast<size_t>(p.num_rows))
-    return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
-  static thread_local std::vector<int8_t> rounded;
-  rounded.resize(p.num_rows * p.num_in);
-  FlushedSubnormals flushed;
-  for (int64_t t = 0; t < p.num_rows; ++t)
-    JAXPAGE_ISA::kRoundRow(x.typed_data() + t * p.num_in, p.num_in, rounded.data() + t * p.num_in, scale->typed_data() + t);
-  p.type = Type::kI8, p.x = rounded.data();
-  multiply_few(pool, p);
-  return ffi::Error::Success();
+ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
+  Rows p{};
+  const auto xd = x.dimensions(), od = out->dimensions();
+  if (xd.size() != 2 || od.size() != 2 || xd[0] != od[0] || xd[1] != 2 * od[1]) return ffi::Error::InvalidArgument("the shapes of gates do not fit");
+  p.width = od[1], p.activation = static_cast<Activation>(activation);
+  return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
+}
+
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+  Rows p{};
+  const auto xd = x.dimensions();
+  if (xd.size() != 2 || out->element_count() != x.element_count() || scale.element_count() != static_cast<size_t>(xd[1]) ||
+      !type_of(scale.element_type(), false, &p.scale_type))
+    return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+  p.width = xd[1], p.scale = scale.untyped_data(), p.epsilon = epsilon, p.offset = offset;
+  return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> out) {
+  Rows p{};
+  const auto xd = x.dimensions(), cd = cos.dimensions();
+  if (xd.size() != 3 || cd.size() != 2 || cd[0] != xd[0] || 2 * cd[1] > xd[2] || sin.element_count() != cos.element_count() ||
+      out->element_count() != x.element_count())
+    return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  p.num_heads = xd[1], p.width = xd[2], p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
+  return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, xd[0] * xd[1], x, out);
 }
 
 }  // namespace
+
+extern "C" int jaxpage_instructions(bool of_int8) { return best(of_int8 ? Type::kI8 : Type::kBF16); }
 
 #define JAXPAGE_READ(binding)                                                                                              \
   binding.Arg<ffi::Buffer<ffi::S32>>()                                                                                     \
@@ -369,28 +460,49 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_width"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxpage_multiply_few, multiply_few_rows,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("instructions"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_rounded, multiply_rounded,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size"));
+
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rms_norm, rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rotate, rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
 
 }  // namespace jaxpage

@@ -1,0 +1,105 @@
+"""Measures the seconds from the start of a process to its first token, for `jaxpage bench startup`.
+
+It shows the phases of a start with compiled executables in the cache, and of one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from jaxpage.bench import startup_process
+from jaxpage.bench.results import environment, print_result
+from jaxpage.bench.throughput import check_writable
+from jaxpage.checkpoints import FETCHABLE, resolve_model
+from jaxpage.errors import JaxpageError, UsageError
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.tables import aligned
+
+Phases = dict[str, float]  # seconds by phase, in the order of a start
+
+
+def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: A flag has a wrong value.
+        JaxpageError: A start fails.
+    """
+    if arguments.starts < 1:
+        raise UsageError(f"--starts must be at least 1, got {arguments.starts}")
+    check_writable("--output-json", arguments.output_json)
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxpage-startup-") as cache,
+        tqdm(total=1 + arguments.starts, desc="Starting", unit="start") as bar,
+    ):
+        found = []
+        for _ in range(1 + arguments.starts):
+            found.append(_start(config, Path(cache)))
+            bar.update()
+    cold, *warm = found
+    shown = {name: median(start[name] for start in warm) for name in cold}
+    total = median(sum(start.values()) for start in warm)
+    print(table(cold, shown, total))
+    result = {
+        "cold": cold,
+        "warm": warm,
+        "cold_seconds": sum(cold.values()),
+        "warm_seconds": total,
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
+    print_result(result, arguments)
+
+
+def table(cold: Phases, warm: Phases, warm_total: float) -> str:
+    """Returns a table with a row for each phase.
+
+    Args:
+        cold: The phases of the start with an empty cache.
+        warm: The median phases of the other starts.
+        warm_total: The median of the sums, which is not the sum of the medians.
+    """
+    rows = [
+        ["seconds", "cold", "warm"],
+        *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold),
+    ]
+    rows.append(["total", f"{sum(cold.values()):.2f}", f"{warm_total:.2f}"])
+    return "\n".join(aligned(rows, num_words=1))
+
+
+def _start(config: EngineConfig, cache: Path) -> Phases:
+    """Starts a process with the given cache, and returns its phases.
+
+    The next start finds what this one compiled and measured. Fetched models stay in the user's
+    cache.
+    """
+    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
+    variables.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
+    began = time.time()
+    model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
+    settings = json.dumps(config.replace(event_log=None, model=model).given())
+    done = subprocess.run(
+        command, input=settings, env=variables, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise JaxpageError(
+            f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
+        )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise JaxpageError(answer["error"])
+    marks = {"starting Python": began, **answer}
+    return {name: end - start for (name, start), (_, end) in itertools.pairwise(marks.items())}

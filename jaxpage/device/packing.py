@@ -1,0 +1,105 @@
+"""Binds the kernels for weights in panels, and packs the weights of a model.
+
+See `pallas_kernels.cpu.packed`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxpage.layers.weight_kinds import Packed, PackedCodes
+from jaxpage.models import Packing, Path
+from pallas_kernels import QuantizedWeight, numbers
+from pallas_kernels.cpu import packed
+from pallas_kernels.cpu.packed import takes as takes
+
+# How each packed array is packed, by the path of its parameter.
+Packings = Mapping[Path, Packing]
+
+
+def multiply_packed(
+    x_TI: jax.Array, weight: Packed | PackedCodes, result: DTypeLike, count_E: jax.Array | None
+) -> jax.Array:
+    """Multiplies as `LayerKernels.multiply_packed`."""
+    made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
+    if isinstance(weight, PackedCodes):
+        codes = QuantizedWeight(*weight.codes)
+        y_TO = packed.multiply_quantized(x_TI, codes, weight.num_out, result=made, count_E=count_E)
+    else:
+        y_TO = packed.multiply_packed(
+            x_TI if weight.scale_O is None else x_TI.astype(jnp.float32),
+            weight.panels,
+            weight.num_out,
+            result=made,
+            scale_O=weight.scale_O,
+            count_E=count_E,
+        )
+    return y_TO.astype(result)
+
+
+def packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:
+    """Returns rows of a table in panels; those of a quantised one in float32."""
+    if isinstance(weight, PackedCodes):
+        return numbers(packed.quantized_rows(QuantizedWeight(*weight.codes), ids_T))
+    return packed.rows_of_panels(weight.panels, ids_T, weight.num_in)
+
+
+def packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
+    """Returns the function `x @ weight.T` by the kernel for CPUs; None where there is none."""
+    if jax.default_backend() != "cpu" or not takes(weight.dtype):
+        return None
+    panels = jax.device_put(packed.pack(np.asarray(weight), packed.NUMBERS[weight.dtype.name]))
+    return lambda x: packed.multiply_packed(x, panels, len(weight), result=x.dtype)
+
+
+def pack_weights(parameters: Any, packings: Packings) -> None:
+    """Puts weights in panels in the place of those that are loaded, one after the other.
+
+    So at any time there are two copies of one weight at most.
+    """
+    for path, how in packings.items():
+        branch = _branch(parameters, path)
+        if (array := branch.get(path[-1])) is not None:
+            packs = functools.partial(packed.pack, numbers=how.numbers)
+            branch[path[-1]] = _of_each_part(array, packs)
+            array.delete()
+
+
+def unpacked_weights(parameters: Any, packings: Packings) -> Any:
+    """Returns the tree of all parameters, with the weights [out, in] of those in panels."""
+    tree = jax.tree.map(lambda array: array, parameters)
+    for path, how in packings.items():
+        branch = _branch(tree, path)
+        if (array := branch.get(path[-1])) is not None:
+            branch[path[-1]] = unpacked_weight(array, how)
+    return tree
+
+
+def unpacked_weight(array: jax.Array, how: Packing) -> jax.Array:
+    """Returns the weight [out, in] of one in panels; each device has the same part as before."""
+    return _of_each_part(array, lambda part: packed.unpack(part, how.num_rows, how.num_columns))
+
+
+def _branch(tree: Any, path: Path) -> Any:
+    for key in path[:-1]:
+        tree = tree.get(key) or {}
+    return tree
+
+
+def _of_each_part(array: jax.Array, change: Callable[[np.ndarray], np.ndarray]) -> jax.Array:
+    """Returns an array of which each device has what `change` makes of its part."""
+    shards = array.addressable_shards
+    made = [
+        jax.device_put(np.ascontiguousarray(change(np.asarray(shard.data))), shard.device)
+        for shard in shards
+    ]
+    num_parts = array.shape[0] // shards[0].data.shape[0]
+    shape = (num_parts * made[0].shape[0], *made[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, array.sharding, made)

@@ -1,0 +1,216 @@
+"""Ranks documents by how well they answer a query.
+
+A model does it in one of two ways. A reranker that is a decoder is asked whether a document answers
+the query, and the score is the probability of "yes" against that of "no" as the next token. Any
+other model embeds query and documents, and the score is the cosine of the angle between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpage.checkpoints import read_embedding_files
+from jaxpage.errors import ConfigError
+from jaxpage.outputs import RequestOutput, RerankResult
+from jaxpage.settings.argument_checks import check_choice, shown
+from jaxpage.settings.sampling_params import MAX_LOGPROBS, SamplingParams
+
+RerankMethod = Literal["auto", "yes_no", "embedding"]
+# The template and the instruction are those of the model card of Qwen3-Reranker
+# (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B), whose training used them.
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_MARKS = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class ByVectors:
+    """Ranks by the vectors of query and documents.
+
+    Attributes:
+        pooling: The way in which the vectors of tokens become one.
+        query_prompt: The text before a query where no instruction is given.
+    """
+
+    pooling: Literal["last", "mean"] = "last"
+    query_prompt: str = ""
+
+    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
+        """Returns the texts to embed, the query first.
+
+        An instruction is written as Qwen3-Embedding was trained with it.
+        """
+        before = f"Instruct: {instruction}\nQuery:" if instruction else self.query_prompt
+        return [before + query, *documents]
+
+    def scores(self, vectors: Any) -> list[float]:
+        """Returns the score of each document, given the vectors of length 1 of all texts."""
+        return [float(score) for score in vectors[1:] @ vectors[0]]
+
+
+@dataclass(frozen=True)
+class YesNo:
+    """Ranks by the probabilities of two tokens.
+
+    They are drawn in up to two rounds. In the first only the two may be drawn, and the drawn one
+    has its log probability; so has the other if it is among the most likely tokens. Where it is
+    not, the second round draws it, and finds the prompt in the prefix cache.
+
+    Attributes:
+        yes: The token that says that a document answers the query.
+        no: The token that says the opposite.
+    """
+
+    yes: int
+    no: int
+
+    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
+        """Returns the prompt of each document."""
+        asked = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        return [f"{_BEFORE}{asked}{document}{_BEHIND}" for document in documents]
+
+    @property
+    def first(self) -> SamplingParams:
+        """Returns the parameters of the first round."""
+        return _drawing(self.yes, self.no)
+
+    def drawing(self, token: int) -> SamplingParams:
+        """Returns the parameters of the second round for a prompt that lacks this token."""
+        return _drawing(token)
+
+    def missing(self, outputs: Sequence[RequestOutput]) -> dict[int, int]:
+        """Returns the token that each output of the first round lacks, by the output's index.
+
+        An output that lacks none is left out.
+        """
+        tokens = {self.yes, self.no}
+        return {
+            index: token
+            for index, output in enumerate(outputs)
+            for token in tokens - _logprobs(output).keys()
+        }
+
+    def scores(
+        self, outputs: Sequence[RequestOutput], others: Mapping[int, RequestOutput]
+    ) -> list[float]:
+        """Returns the score of each document.
+
+        Args:
+            outputs: The outputs of the first round.
+            others: Those of the second, by the index of the first.
+        """
+        found = []
+        for index, output in enumerate(outputs):
+            logprobs = _logprobs(output)
+            if index in others:
+                logprobs |= _logprobs(others[index])
+            found.append(_sigmoid(logprobs[self.yes] - logprobs[self.no]))
+        return found
+
+
+def _drawing(*tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        allowed_token_ids=tokens,
+        logprobs=MAX_LOGPROBS,
+    )
+
+
+def _logprobs(output: RequestOutput) -> dict[int, float]:
+    """Returns the log probabilities that an output has, by token.
+
+    Raises:
+        RuntimeError: The step failed.
+    """
+    [drawn] = output.outputs
+    entries = drawn.logprobs[0] if drawn.logprobs else None
+    if drawn.finish_reason in ("error", "abort") or entries is None:
+        raise RuntimeError(
+            f"the engine failed during reranking: {drawn.stop_reason or drawn.finish_reason}"
+        )
+    return {token: entry.logprob for token, entry in entries.items()}
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+def reranker_of(
+    tokenizer: Any | None, directory: Path, method: RerankMethod = "auto"
+) -> YesNo | ByVectors:
+    """Returns the way in which a model ranks.
+
+    With "auto" a model that has the pooling of sentence-transformers ranks by vectors. Any other
+    one whose tokenizer has the marks of the template, and "yes" and "no" as one token each, ranks
+    by these tokens. The rest ranks by vectors.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        directory: The directory of the model.
+        method: The way, or "auto".
+
+    Raises:
+        ValueError: The method is unknown.
+        ConfigError: The tokenizer lacks what the method needs.
+        CheckpointError: A file about embeddings is wrong.
+    """
+    check_choice("method", method, ("auto", "yes_no", "embedding"))
+    embeds = read_embedding_files(directory)
+    by_vectors = ByVectors() if embeds is None else ByVectors(embeds.pooling, embeds.query_prompt)
+    if method == "embedding" or (method == "auto" and embeds is not None):
+        return by_vectors
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    if lacking := [text for text in (*_MARKS, "yes", "no") if text not in vocabulary]:
+        if method == "auto":
+            return by_vectors
+        raise ConfigError(
+            f"method='yes_no' needs the tokens {', '.join((*_MARKS, 'yes', 'no'))}, and the model's "
+            f"tokenizer has no {', '.join(lacking)}: use method='embedding'"
+        )
+    return YesNo(vocabulary["yes"], vocabulary["no"])
+
+
+def checked_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
+    """Returns the documents of a call as a list.
+
+    Raises:
+        TypeError: The query or a document is no text.
+        ValueError: There is no document, or `top_n` is less than 1.
+    """
+    if isinstance(documents, str) or not isinstance(documents, Iterable):
+        raise TypeError(f"documents must be a list of strings; got {documents!r:.80}")
+    texts: list[str] = list(documents)
+    if wrong := [one for one in (query, *texts) if not isinstance(one, str)]:
+        raise TypeError(f"query and documents must be strings; got {wrong[0]!r:.80}")
+    if instruction is not None and not isinstance(instruction, str):
+        raise TypeError(f"instruction must be a string or None; got {instruction!r:.80}")
+    if not texts:
+        raise ValueError("rerank needs at least one document")
+    if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
+        raise ValueError(f"top_n must be an integer of at least 1, or None; got {shown(top_n)}")
+    return texts
+
+
+def ranked(
+    scores: Sequence[float], documents: Sequence[str], top_n: int | None
+) -> list[RerankResult]:
+    """Returns the documents with the highest scores first; of equal scores, in their order.
+
+    Args:
+        scores: The score of each document.
+        documents: The documents.
+        top_n: The most results; None for all.
+    """
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return [RerankResult(index, scores[index], documents[index]) for index in order[:top_n]]

@@ -1,0 +1,50 @@
+"""GLM-4.5, 4.6 and 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.deepseek_v3 import ALIASES, corrected_experts, first_dense
+from jaxpage.models.experts import DEEPSEEK_NAMES
+from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import read_numbered_names
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `Glm4MoeConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        with Fields(config, "glm4_moe", ALIASES) as fields:
+            head_width = head_width_or_quotient(fields)
+            longest = fields.integer("max_position_embeddings", 131_072)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                attention_input_bias=fields.flag("attention_bias", False),
+                rope=fields.rope(head_width, longest, partial=0.5),
+                epsilon=("rms_norm_eps", 1e-5),
+                norm_heads=fields.flag("use_qk_norm", False),
+                experts=corrected_experts(
+                    fields, count=128, per_token=8, width=1408, groups=(1, 1), factor=1.0
+                ),
+                expert_names=DEEPSEEK_NAMES,
+                sparse_layers=first_dense(fields, 1),
+                draft_heads=read_numbered_names(fields),
+            )

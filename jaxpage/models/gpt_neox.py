@@ -1,0 +1,61 @@
+"""GPT-NeoX and Pythia (EleutherAI, 2022) compute both halves of a layer in parallel.
+
+Each half has a LayerNorm of its own, and a quarter of each head is rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.block_form import BlockForm
+from jaxpage.models.decoder_names import DecoderNames
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+prefix = "gpt_neox."
+ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
+NAMES = DecoderNames(
+    tokens="embed_in",
+    norm="final_layer_norm",
+    heads=("embed_out", "lm_head"),
+    attention="attention",
+    fused="query_key_value",
+    output="dense",
+)
+
+
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `GPTNeoXConfig`. Dropouts are for training."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        with Fields(config, "gpt_neox") as fields:
+            head_width = fields.divided("hidden_size", "num_attention_heads")
+            longest = fields.integer("max_position_embeddings", 2048)
+            theta = fields.number("rotary_emb_base", 10_000.0)
+            share = fields.number("rotary_pct", 0.25)
+            # transformers passes these over, in favour of rotary_emb_base and rotary_pct.
+            fields.only(rope_theta=theta, partial_rotary_factor=share, head_dim=head_width)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=fields.integer("num_attention_heads"),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                rope=fields.rope(head_width, longest, theta=theta, partial=share),
+                attention_bias=fields.flag("attention_bias", True),
+                mlp_bias=True,
+                plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),
+                epsilon=("layer_norm_eps", 1e-5),
+                activation=("hidden_act", "gelu"),
+                form=BlockForm(kind="layer", parallel=fields.flag("use_parallel_residual", True)),
+                name="gpt_neox",
+                names=NAMES,
+            )

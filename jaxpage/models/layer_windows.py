@@ -1,0 +1,46 @@
+"""Reads which layers of a model have windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
+
+
+def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
+    """Returns the window of each layer by Qwen's rule; None for all unless `use_sliding_window`.
+
+    Layers are those of `layer_types`, or by default the ones from `max_window_layers` on.
+    """
+    num_layers = fields.integer("num_hidden_layers")
+    window = fields.optional_integer("sliding_window", 4096)
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    first = fields.integer("max_window_layers", 28, least=0)
+    full = "full_attention"
+    sliding = "sliding_attention"
+    types = fields.layer_types(
+        [sliding if window and index >= first else full for index in range(num_layers)]
+    )
+    return windows_of(fields, types, window)
+
+
+def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
+    """Returns `Fields.layer_types`, with one full layer in `every` by default.
+
+    By default a layer sees everything if `every` divides its number, from 1; the others have a
+    window.
+    """
+    numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    return fields.layer_types(
+        ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    )
+
+
+def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Returns the window of each layer, and notes an error if a layer with a window finds none."""
+    if window is None and "sliding_attention" in types:
+        text = "layer_types has sliding_attention, but there is no window in use"
+        fields.note(WrongField(text), layer_types=None)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

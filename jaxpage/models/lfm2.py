@@ -1,0 +1,107 @@
+"""LFM2 (Liquid AI, 2025) has gated short convolutions in most layers, and attention in the others.
+
+A convolution keeps the inputs of the last few tokens, and no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.layers.convolution import ConvolutionSpec
+from jaxpage.models.block_form import BlockForm
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.decoder_names import DecoderNames
+from jaxpage.models.fields import Fields
+from jaxpage.models.mlp import MLPNames
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+FULL = "full_attention"
+CONVOLUTION = "conv"
+MLP_NAMES = MLPNames("feed_forward", "w1", "w3", "w2", None)
+FORM = BlockForm(norms=("operator_norm", None, "ffn_norm", None))
+NAMES = DecoderNames(
+    norm="embedding_norm", output="out_proj", head_norms=("q_layernorm", "k_layernorm")
+)
+
+
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `Lfm2Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        config = dict(config)
+        # The names of these fields in published files outrank those of the class.
+        for older, name in (
+            ("tie_embedding", "tie_word_embeddings"),
+            ("block_ff_dim", "intermediate_size"),
+        ):
+            if older in config:
+                config[name] = config.pop(older)
+        with Fields(config, "lfm2") as fields:
+            types = _layer_types(fields)
+            convolution = ConvolutionSpec(
+                width=fields.integer("hidden_size"),
+                kernel=fields.integer("conv_L_cache", 3),
+                bias=fields.flag("conv_bias", False),
+            )
+            head_width = head_width_or_quotient(fields)
+            rope, longest = fields.rope(
+                head_width, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
+            )
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                states=tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
+                rope=(rope, longest),
+                epsilon=("norm_eps", 1e-5),
+                activation="silu",
+                feed_forward_width=_feed_forward_width(fields),
+                tied=True,
+                norm_heads=True,
+                form=FORM,
+                names=NAMES,
+                mlp_names=MLP_NAMES,
+                recurrent=convolution if CONVOLUTION in types else None,
+            )
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...]:
+    """Returns the kind of each layer.
+
+    By default those of `full_attn_idxs` attend, or all if that is absent or null.
+    """
+    numbers = range(fields.integer("num_hidden_layers"))
+    attending = fields.get("full_attn_idxs", None)
+    if attending is not None and not isinstance(attending, list):
+        text = f"full_attn_idxs must be a list, not {attending!r}"
+        fields.note(WrongField(text), full_attn_idxs=None)
+        attending = None
+    usual = [FULL if attending is None or index in attending else CONVOLUTION for index in numbers]
+    return fields.layer_types(usual, kinds=(FULL, CONVOLUTION), older={"attention": FULL})
+
+
+def _feed_forward_width(fields: Fields) -> int:
+    """Returns the inner width: two thirds of the field's, times a factor, rounded up."""
+    width = fields.integer("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    factor = fields.optional_number("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return width
+    multiple = fields.integer("block_multiple_of", 256)
+    return -(-int(factor * width) // multiple) * multiple

@@ -1,0 +1,99 @@
+"""Reads what configs say of layers of Mamba 2, and makes their modules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.mamba import Mamba2, MambaSpec
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
+
+# The forms in which files say that there is no largest time step.
+_INFINITE: tuple[Any, ...] = (math.inf, {"__float__": "Infinity"})
+
+
+def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSpec:
+    """Reads the fields that Granite 4, Bamba and Falcon-H1 have for their layers of Mamba 2.
+
+    Args:
+        fields: The fields of the config.
+        inner: The width of the inputs of all heads; None for `mamba_expand * hidden_size`.
+        **more: Further fields of `MambaSpec`.
+    """
+    heads = fields.integer("mamba_n_heads", 128)
+    inner = inner or fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+    if inner % heads:
+        text = f"mamba_n_heads = {heads} must divide the {inner} inputs of all heads (mamba_expand * hidden_size, or mamba_d_ssm)"
+        fields.note(WrongField(text), mamba_n_heads=1, mamba_d_head="auto")
+        heads = 1
+    width = fields.get("mamba_d_head", "auto")
+    head = inner // heads
+    if width not in ("auto", head):
+        text = f'mamba_d_head must be "auto" or {inner} / mamba_n_heads = {head}, not {width!r}'
+        fields.note(WrongField(text), mamba_d_head="auto")
+    groups = fields.integer("mamba_n_groups", 1)
+    if heads % groups:
+        text = f"mamba_n_groups = {groups} must divide mamba_n_heads = {heads}"
+        fields.note(WrongField(text), mamba_n_groups=1, mamba_n_heads=heads)
+        groups = 1
+    more.setdefault("output_bias", fields.flag("mamba_proj_bias", False))
+    return MambaSpec(
+        heads=heads,
+        head=head,
+        groups=groups,
+        vector=fields.integer("mamba_d_state", 256),
+        kernel=fields.integer("mamba_d_conv", 4),
+        activation=fields.activation("hidden_act", "silu"),
+        time_steps=read_time_steps(fields),
+        convolution_bias=fields.flag("mamba_conv_bias", True),
+        input_bias=fields.flag("mamba_proj_bias", False),
+        **more,
+    )
+
+
+def read_time_steps(fields: Fields) -> tuple[float, float]:
+    """Reads `time_step_limit`, the least and the largest time step."""
+    limits = fields.get("time_step_limit", [0.0, math.inf])
+    if isinstance(limits, list | tuple) and len(limits) == 2:
+        least, most = (math.inf if limit in _INFINITE else limit for limit in limits)
+        numbers = all(type(limit) in (int, float) for limit in (least, most))
+        if numbers and 0 <= least <= most and least < math.inf:
+            return float(least), float(most)
+    text = f"time_step_limit must be two numbers from 0, the smaller one first, not {limits!r}"
+    fields.note(WrongField(text), time_step_limit=[0.0, math.inf])
+    return 0.0, math.inf
+
+
+def make_mamba(
+    spec: MambaSpec, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
+) -> Mamba2:
+    """Returns the module, with the names of its checkpoint.
+
+    Args:
+        spec: The description of the layer.
+        layer_index: The layer's place in its model.
+        width: The width of the model.
+        epsilon: The epsilon of the norm.
+        name: The module's name in the checkpoint.
+        dtype: The type of the parameters.
+    """
+    part = Part(sum(spec.parts), "heads", f"{name}.in_proj")
+    input = linear(width, part, input_axis="embed", bias=spec.input_bias, dtype=dtype)
+    part = Part(width, "embed", f"{name}.out_proj")
+    output = linear(spec.inner, part, input_axis="heads", bias=spec.output_bias, dtype=dtype)
+    norm = None
+    if spec.norm != "none":
+        norm = RMSNorm(
+            spec.inner,
+            name=f"{name}.norm",
+            epsilon=epsilon,
+            axis=None,
+            groups=spec.groups,
+            dtype=dtype,
+        )
+    return Mamba2(layer_index, spec, input, norm, output, name=name, dtype=dtype)

@@ -1,0 +1,177 @@
+"""Finds the text model in checkpoints that hold others too: for images, videos or sound.
+
+Each kind of checkpoint is an entry of `MULTIMODAL`. The text model is that of a family of its own,
+whose names in the checkpoint have one more level; older files write it in another place:
+
+    today      model.language_model.layers.0...    lm_head.weight                  model.visual...
+    LLaVA's    language_model.model.layers.0...    language_model.lm_head.weight   vision_tower...
+    Qwen-VL's  model.layers.0...                   lm_head.weight                  visual...
+
+Positions of images have several axes (mrope), which are all the same in a text: what remains is the
+rotation of the family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
+from jaxpage.models.experts import ExpertNames
+from jaxpage.models.fields import text_part, without_axes
+
+DECODER = "model.language_model"
+# The names that older files have in place of the first ones.
+OLDER_NAMES = (
+    (f"{DECODER}.", ("language_model.model.", "model.")),
+    ("lm_head.", ("language_model.lm_head.",)),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """Describes the checkpoints of one architecture.
+
+    Attributes:
+        texts: The module of the text model's family, by the `model_type` of its config. The first
+            is that of a config without one.
+        others: The names that tensors of the other models begin with, and may have `model.` before.
+        takes: What the other models take, for messages.
+        defaults: The fields of the text model's config that mean something else in their absence
+            than they do to the family.
+        fixed: The fields that the family has, and the architecture has not.
+        spec: Fields of the spec that differ from the family's.
+        tied_by_files: True if published configs do not say whether the head is tied to the token
+            table: it is, where the files have no head.
+    """
+
+    texts: Mapping[str, str]
+    others: tuple[str, ...] = ("visual.",)
+    takes: str = "images and videos"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    tied_by_files: bool = False
+
+
+_LLAVA = ("vision_tower.", "multi_modal_projector.")
+_QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
+_NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
+MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        {"gemma3_text": "gemma3"},
+        _LLAVA,
+        "images",
+        # The published config of the 4B model has neither.
+        {"num_attention_heads": 8, "vocab_size": 262_208},
+    ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"gemma4_text": "gemma4"},
+        ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+        "images, videos and sound",
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        {"mistral": "mistral", "ministral3": "ministral3"}, _LLAVA, "images", tied_by_files=True
+    ),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"},
+        defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"},
+        defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        {"qwen3_vl_text": "qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        defaults={
+            **_QWEN3,
+            "num_key_value_heads": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
+        fixed={**_NO_WINDOWS, "norm_topk_prob": True},
+        spec={"expert_names": ExpertNames(only_stacked=True, in_rows_too=True)},
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper({"qwen3_5_text": "qwen3_5"}),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe"}),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TextSpecs:
+    """Reads the config of a text model with that of its family."""
+
+    wrapper: Wrapper
+    family: Family
+
+    def from_config(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Returns the spec of a config.json."""
+        text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
+        text.pop("model_type", None)
+        spec: Any = self.family.Spec.from_config(text)
+        changes = {"name": DECODER, "not_loaded": self.wrapper.takes, **self.wrapper.spec}
+        changed: ModelSpec = dataclasses.replace(spec, **changes)
+        return changed
+
+
+@dataclass(eq=False)
+class TextFamily:
+    """Is the family of the text models in checkpoints of one architecture; see `Family`.
+
+    Attributes:
+        others: Globs over the names of tensors of the other models.
+        older_names: See `models.base.other_names`.
+    """
+
+    Spec: SpecFactory
+    Model: ModelFactory
+    prefix: str | tuple[str, ...]
+    ignored: tuple[str, ...]
+    others: tuple[str, ...]
+    OVERFLOWS_FLOAT16: bool
+    older_names: tuple[tuple[str, tuple[str, ...]], ...] = OLDER_NAMES
+
+
+def text_module(architecture: str, config: Mapping[str, Any]) -> str:
+    """Returns the module of the text model's family.
+
+    Raises:
+        UnsupportedError: jaxpage does not know the text model.
+    """
+    texts = MULTIMODAL[architecture].texts
+    kind = text_part(config).get("model_type", next(iter(texts)))
+    if kind not in texts:
+        raise UnsupportedError(
+            f"config.json: the text model of {architecture} has model_type {kind!r}, which is not "
+            f"one of {', '.join(texts)}"
+        )
+    return texts[kind]
+
+
+def text_family(architecture: str, family: Family) -> TextFamily:
+    """Returns the family of the text models in checkpoints of this architecture."""
+    wrapper = MULTIMODAL[architecture]
+    others = tuple(f"{before}{name}*" for name in wrapper.others for before in ("model.", ""))
+    return TextFamily(
+        TextSpecs(wrapper, family),
+        family.Model,
+        family.prefix,
+        (*family.ignored, *others),
+        others,
+        getattr(family, "OVERFLOWS_FLOAT16", False),
+    )
+
+
+def leaves_tying_open(config: Mapping[str, Any]) -> bool:
+    """Returns whether only the files say if the head is tied to the token table."""
+    wrapper = MULTIMODAL.get(next(iter(config.get("architectures") or ()), ""))
+    return bool(
+        wrapper and wrapper.tied_by_files and "tie_word_embeddings" not in text_part(config)
+    )

@@ -1,0 +1,212 @@
+"""Nemotron-H and Nemotron Nano 2 (NVIDIA, 2025) have Mamba 2, attention or a feed-forward layer.
+
+Each layer is one of the three, after a norm. Attention has no positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.mamba import MambaSpec
+from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.fields import Fields
+from jaxpage.models.mamba_config import make_mamba
+from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_attention, make_mlp
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+FULL = "full_attention"
+LINEAR = "linear_attention"
+MLP = "mlp"
+KINDS = (FULL, LINEAR, MLP)
+OLDER = {"attention": FULL, "mamba": LINEAR}
+PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": MLP}
+# transformers has the first name in memory, files have the second one.
+prefix = ("model.", "backbone.")
+ignored = ("mtp.*",)
+# The names of these fields in older files outrank those of the class.
+_RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `NemotronHConfig`; `types` has the kind of each layer."""
+
+    types: tuple[str, ...]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        config = dict(config)
+        for older, name in _RENAMED.items():
+            if older in config:
+                config[name] = config.pop(older)
+        with Fields(config, "nemotron_h", {"layer_types": "layers_block_type"}) as fields:
+            types = _layer_types(fields)
+            # As in transformers, the number of layers is that of the types.
+            fields.config["num_hidden_layers"] = len(types)
+            if fields.flag("tie_word_embeddings", False):
+                text = "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
+                fields.note(RefusedField(text), tie_word_embeddings=False)
+            mamba = _read_mamba(fields)
+            head_width = fields.integer("head_dim", 128)
+            kept = [kind for kind in types if kind != MLP]
+            spec = cls._from_fields(
+                fields,
+                num_kv_heads=fields.integer("num_key_value_heads", 8),
+                head_width=head_width,
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                epsilon=("layer_norm_epsilon", 1e-5),
+                activation=("mlp_hidden_act", "relu2"),
+                mlp_bias=fields.flag("mlp_bias", False),
+                plain_mlp=("up_proj", "down_proj"),
+                rope_by_layer=(None,) * len(kept),
+                recurrent=mamba,
+                types=types,
+            )
+        kv = KVSpec(
+            len(kept),
+            spec.kv.num_kv_heads,
+            head_width,
+            (None,) * len(kept),
+            states=tuple(mamba.state if kind == LINEAR else None for kind in kept),
+            decoder_layers=len(types),
+        )
+        return replace(spec, kv=kv)
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...]:
+    """Returns the kind of each layer, from a list or from a pattern of letters."""
+    types = fields.get("layer_types", None)
+    pattern = fields.get("hybrid_override_pattern", None)
+    if types is None and isinstance(pattern, str):
+        types = [PATTERN.get(letter, letter) for letter in pattern]
+    if types is None:
+        types = [LINEAR, "moe", FULL, MLP]
+    if not isinstance(types, list) or not {*map(str, types)} - {MLP}:
+        text = f"layers_block_type must list layers of {', '.join(KINDS)}, and not the last alone, not {types!r}"
+        fields.note(WrongField(text), layer_types=[FULL], layers_block_type=[FULL])
+        types = [FULL]
+    found = fields.layer_types(types, kinds=KINDS, older=OLDER)
+    return tuple(kind if kind in KINDS else FULL for kind in found)
+
+
+def _read_mamba(fields: Fields) -> MambaSpec:
+    heads = fields.integer("mamba_num_heads", 128)
+    groups = fields.integer("n_groups", 8)
+    if heads % groups:
+        text = f"n_groups = {groups} must divide mamba_num_heads = {heads}"
+        fields.note(WrongField(text), n_groups=1, mamba_num_heads=heads)
+        groups = 1
+    bias = fields.flag("use_bias", False)
+    return MambaSpec(
+        heads=heads,
+        head=fields.integer("mamba_head_dim", 64),
+        groups=groups,
+        vector=fields.integer("ssm_state_size", 128),
+        kernel=fields.integer("conv_kernel", 4),
+        activation=fields.activation("mamba_hidden_act", "silu"),
+        # transformers reads no other limit, and has this one in prompts alone.
+        time_steps=(fields.number("time_step_min", 0.001), math.inf),
+        convolution_bias=fields.flag("use_conv_bias", True),
+        input_bias=bias,
+        output_bias=bias,
+    )
+
+
+class Layer(nnx.Module):
+    """Computes `x + mixer(norm(x))`.
+
+    Attributes:
+        norm: The norm.
+        mixer: Mamba 2, attention or a feed-forward layer.
+        keeps: True if the mixer has pages.
+    """
+
+    def __init__(self, spec: Spec, index: int, place: int, *, dtype: DTypeLike):
+        """Makes the layer.
+
+        Args:
+            spec: The spec of the model.
+            index: The layer's place in its model.
+            place: The number of layers before it that have pages.
+            dtype: The type of the parameters.
+        """
+        name = f"{spec.name}.layers.{index}"
+        width = spec.model_width
+        epsilon = spec.norm_epsilon
+        self.norm = spec.form.norm(width, name=f"{name}.norm", epsilon=epsilon, dtype=dtype)
+        kind = spec.types[index]
+        self.keeps = kind != MLP
+        name = f"{name}.mixer"
+        if kind == LINEAR:
+            assert isinstance(spec.recurrent, MambaSpec)
+            self.mixer: nnx.Module = make_mamba(
+                spec.recurrent, place, width=width, epsilon=epsilon, name=name, dtype=dtype
+            )
+        elif kind == FULL:
+            self.mixer = make_attention(spec, place, name=name, dtype=dtype)
+        else:
+            self.mixer = make_mlp(spec, name=name, dtype=dtype)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
+        normed_TD = self.norm(x_TD)
+        if not self.keeps:
+            return x_TD + self.mixer(normed_TD), layer_pages
+        mixed_TD, layer_pages = self.mixer(normed_TD, layer_pages, context)
+        return x_TD + mixed_TD, layer_pages
+
+
+class Model(nnx.Module):
+    """Computes the model; see `models.base.Model`."""
+
+    def __init__(self, spec: Spec, *, dtype: DTypeLike):
+        width = spec.model_width
+        self.tokens, self.head = token_tables(
+            spec.vocab_size,
+            width,
+            name=f"{spec.name}.embeddings",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
+        )
+        kept = [kind != MLP for kind in spec.types]
+        self.layers = nnx.List(
+            Layer(spec, index, sum(kept[:index]), dtype=dtype) for index in range(len(kept))
+        )
+        self.norm = spec.form.norm(
+            width, name=f"{spec.name}.norm_f", epsilon=spec.norm_epsilon, dtype=dtype
+        )
+
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
+        of_layers = iter(pages)
+        by_layer = tuple(next(of_layers) if layer.keeps else () for layer in self.layers)
+        output_TD, by_layer, entering = run_layers(
+            self.layers, self.norm, self.tokens(token_ids_T), by_layer, context
+        )
+        kept = zip(self.layers, by_layer, strict=True)
+        return output_TD, tuple(own for layer, own in kept if layer.keeps), entering
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
+        return (self.head or self.tokens).logits(hidden_BD)

@@ -1,0 +1,213 @@
+"""Answers `/v1/files` and `/v1/batches`, as far as OpenAI's clients use them for batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from jaxpage.serving.batches.jobs import Batches
+from jaxpage.serving.batches.lines import URLS
+from jaxpage.serving.batches.store import Record
+from jaxpage.serving.batches.uploads import read_form
+from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.request_limits import check_is_json
+from jaxpage.serving.wire.body import check_fields, parse_object, text_field
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.argument_checks import shown
+
+MAX_UPLOAD_BYTES = 1 << 26
+_FORM_BYTES = 1 << 16  # the most bytes of an upload around its file
+_MAX_LABELS = 16
+_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
+_Answer = Callable[[Request], Awaitable[Response]]
+
+
+def upload_limits(max_stored_bytes: int) -> dict[str, int]:
+    """Returns the largest bodies by the paths that take larger ones than other paths."""
+    return {"/v1/files": min(MAX_UPLOAD_BYTES, max_stored_bytes) + _FORM_BYTES}
+
+
+class BatchRoutes:
+    """Answers the requests of these paths."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._store = batches.store
+        self.routes: list[BaseRoute] = [
+            Route("/v1/files", self._upload, methods=["POST"]),
+            Route("/v1/files", self._files),
+            Route("/v1/files/{file_id}", self._file),
+            Route("/v1/files/{file_id}", self._delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self._content),
+            Route("/v1/batches", self._create, methods=["POST"]),
+            Route("/v1/batches", self._list),
+            Route("/v1/batches/{batch_id}", self._batch),
+            Route("/v1/batches/{batch_id}/cancel", self._cancel, methods=["POST"]),
+        ]
+
+    async def _upload(self, request: Request) -> Response:
+        check_origin(request.headers)
+        body = await request.body()
+        content_type = request.headers.get("content-type", "")
+        form = await asyncio.to_thread(read_form, content_type, body)
+        if unknown := sorted(form.keys() - {"file", "purpose"}):
+            raise ApiError(400, f"{shown(unknown[0])} is not supported", param="body")
+        if "file" not in form or not form["file"].filename:
+            raise ApiError(400, "file is required, with a file name", param="file")
+        if "purpose" not in form or form["purpose"].content != b"batch":
+            raise ApiError(400, "purpose must be 'batch'", param="purpose")
+        uploaded = form["file"]
+        if not uploaded.content:
+            raise ApiError(400, "file is empty", param="file")
+        self._store.check_room(len(uploaded.content))
+        file_id = f"file-{uuid.uuid4().hex}"
+        self._store.content(file_id).write_bytes(uploaded.content)
+        return json_answer(
+            self._store.add_file(uploaded.filename, "batch", _owner(request), file_id)
+        )
+
+    async def _files(self, request: Request) -> Response:
+        records = self._store.of_owner("file", _owner(request))
+        if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
+            raise ApiError(400, f"order must be asc or desc, got {shown(order)}", param="order")
+        if order == "desc":
+            records = records[::-1]
+        if purpose := request.query_params.get("purpose"):
+            records = [record for record in records if record["purpose"] == purpose]
+        return _page(request, records, {"after", "limit", "order", "purpose"}, 1000)
+
+    async def _file(self, request: Request) -> Response:
+        return json_answer(self._found_file(request))
+
+    async def _delete(self, request: Request) -> Response:
+        record = self._found_file(request)
+        for batch in self._store.every("batch"):
+            if batch["input_file_id"] == record["id"] and batch["status"] in (
+                "validating",
+                "in_progress",
+            ):
+                raise ApiError(
+                    409,
+                    f"The file is the input of {batch['id']}, which has not ended",
+                    code="conflict",
+                )
+        self._store.remove(record)
+        return json_answer({"id": record["id"], "object": "file", "deleted": True})
+
+    async def _content(self, request: Request) -> Response:
+        path = self._store.content(self._found_file(request)["id"])
+        return FileResponse(path, media_type="application/jsonl")
+
+    async def _create(self, request: Request) -> Response:
+        check_origin(request.headers)
+        check_is_json(request.headers)
+        body = parse_object(await request.body())
+        check_fields(body, _FIELDS)
+        owner = _owner(request)
+        file_id = text_field(body, "input_file_id")
+        if self._store.found("file", file_id, owner)["purpose"] != "batch":
+            raise ApiError(
+                400, "input_file_id must be of a file for batches", param="input_file_id"
+            )
+        if (endpoint := body.get("endpoint")) not in URLS:
+            raise ApiError(
+                400,
+                f"endpoint must be {', '.join(URLS)}; got {shown(endpoint)}",
+                param="endpoint",
+            )
+        if body.get("completion_window") != "24h":
+            raise ApiError(400, "completion_window must be '24h'", param="completion_window")
+        self._store.forget_ended_batch()
+        record = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file_id,
+            "completion_window": "24h",
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": int(time.time()),
+            "metadata": _labels(body.get("metadata")),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        }
+        self._batches.add(record, owner)
+        return json_answer(record)
+
+    async def _list(self, request: Request) -> Response:
+        records = self._store.of_owner("batch", _owner(request))[::-1]
+        return _page(request, records, {"after", "limit"}, 20)
+
+    async def _batch(self, request: Request) -> Response:
+        return json_answer(self._found_batch(request))
+
+    async def _cancel(self, request: Request) -> Response:
+        check_origin(request.headers)
+        record = self._found_batch(request)
+        self._batches.cancel(record)
+        return json_answer(record)
+
+    def _found_file(self, request: Request) -> Record:
+        return self._store.found("file", request.path_params["file_id"], _owner(request))
+
+    def _found_batch(self, request: Request) -> Record:
+        return self._store.found("batch", request.path_params["batch_id"], _owner(request))
+
+
+def _owner(request: Request) -> str:
+    """Returns who asks: a digest of the API key, or "" where the server has no keys."""
+    owner: str = request.scope.get("state", {}).get("owner", "")
+    return owner
+
+
+def _labels(metadata: Any) -> dict[str, str] | None:
+    if metadata is None:
+        return None
+    if (
+        not isinstance(metadata, dict)
+        or len(metadata) > _MAX_LABELS
+        or not all(isinstance(value, str) and len(value) <= 512 for value in metadata.values())
+        or not all(len(name) <= 64 for name in metadata)
+    ):
+        raise ApiError(
+            400,
+            f"metadata must be an object of at most {_MAX_LABELS} strings of up to 512 characters",
+            param="metadata",
+        )
+    return metadata
+
+
+def _page(request: Request, records: list[Record], known: set[str], limit: int) -> Response:
+    """Returns a part of a list, as clients ask for it by `limit` and `after`."""
+    asked = request.query_params
+    if unknown := sorted(asked.keys() - known):
+        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="query")
+    given = asked.get("limit", str(limit))
+    if not given.isascii() or not given.isdigit() or not 0 < int(given[:9]) <= 10_000:
+        raise ApiError(400, f"limit must be 1 to 10000, got {shown(given)}", param="limit")
+    if (after := asked.get("after")) is not None:
+        ids = [record["id"] for record in records]
+        if after not in ids:
+            raise ApiError(
+                400, f"after must be an id of the list, got {shown(after)}", param="after"
+            )
+        records = records[ids.index(after) + 1 :]
+    part = records[: int(given)]
+    return json_answer(
+        {
+            "object": "list",
+            "data": part,
+            "first_id": part[0]["id"] if part else None,
+            "last_id": part[-1]["id"] if part else None,
+            "has_more": len(records) > len(part),
+        }
+    )

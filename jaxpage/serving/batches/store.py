@@ -1,0 +1,192 @@
+"""Keeps the files and the batches of clients below one directory, within bounds.
+
+Each file has its content and a record, each batch a record and, while it runs, its answers so far:
+
+    file-6c1f.jsonl   file-6c1f.json      uploaded, or made of answers
+    batch_9a02.json   batch_9a02.answers  runs; a server that starts again goes on with it
+
+A record is written to another name first and then renamed, so that a kill leaves the old one or the
+new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxpage.errors import ConfigError
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.argument_checks import shown
+
+MAX_FILES = 1000
+MAX_BATCHES = 1000
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")  # the states of batches that run
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
+
+Record = dict[str, Any]  # OpenAI's object
+
+
+class Store:
+    """Holds the records of one directory, which one server uses at a time.
+
+    It is used on one thread. Clients see what their own API key has made, and nothing else.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        """Opens the directory, which is made if it does not exist, and reads its records.
+
+        Args:
+            directory: The directory.
+            max_bytes: The most bytes of all contents together.
+
+        Raises:
+            ConfigError: The directory cannot be used, or another server uses it.
+        """
+        self._directory = directory
+        self.max_bytes = max_bytes
+        self._records: dict[str, Record] = {}
+        self._owners: dict[str, str] = {}
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (directory / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in sorted(directory.glob("*.json")):
+                self._load(path)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"batch_directory: another server uses {directory}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"batch_directory: cannot use {directory}: {error.strerror}"
+            ) from None
+
+    def _load(self, path: Path) -> None:
+        try:
+            stored = json.loads(path.read_bytes())
+            record = stored["record"]
+            if record["id"] != path.stem or not _ID.fullmatch(path.stem):
+                raise ValueError
+            self._owners[record["id"]] = stored["owner"]
+            self._records[record["id"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"batch_directory: {path} is not a record: remove it, or name another directory"
+            ) from None
+
+    def close(self) -> None:
+        """Lets another server use the directory."""
+        self._lock.close()
+
+    def content(self, record_id: str) -> Path:
+        """Returns the path of a file's content."""
+        return self._directory / f"{record_id}.jsonl"
+
+    def answers(self, batch_id: str) -> Path:
+        """Returns the path of the answers of a batch that runs."""
+        return self._directory / f"{batch_id}.answers"
+
+    def owner(self, record_id: str) -> str:
+        """Returns who made a file or a batch."""
+        return self._owners[record_id]
+
+    def every(self, kind: str) -> list[Record]:
+        """Returns the records of a kind, "file" or "batch", of all owners, the oldest first."""
+        found = [record for record in self._records.values() if record["object"] == kind]
+        return sorted(found, key=lambda record: (record["created_at"], record["id"]))
+
+    def of_owner(self, kind: str, owner: str) -> list[Record]:
+        """Returns an owner's records of a kind, the oldest first."""
+        return [record for record in self.every(kind) if self._owners[record["id"]] == owner]
+
+    def found(self, kind: str, record_id: str, owner: str) -> Record:
+        """Returns a record.
+
+        Raises:
+            ApiError: The owner has none with this id.
+        """
+        record = self._records.get(record_id)
+        if record is None or record["object"] != kind or self._owners[record_id] != owner:
+            raise ApiError(
+                404, f"There is no {kind} {shown(record_id)}", param=f"{kind}_id", code="not_found"
+            )
+        return record
+
+    def save(self, record: Record, owner: str) -> None:
+        """Writes a record, new or changed."""
+        path = self._directory / f"{record['id']}.json"
+        other = path.with_suffix(".new")
+        with other.open("wb") as file:
+            file.write(json.dumps({"owner": owner, "record": record}).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        other.replace(path)
+        self._records[record["id"]] = record
+        self._owners[record["id"]] = owner
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all contents, those of batches that run included."""
+        files: int = sum(record["bytes"] for record in self.every("file"))
+        return files + sum(path.stat().st_size for path in self._directory.glob("*.answers"))
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises ApiError if there is no room for another file of so many bytes."""
+        count = len(self.every("file"))
+        if count >= MAX_FILES:
+            raise ApiError(
+                400, f"{count} files are stored, which is the most; delete one", code="storage_full"
+            )
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise ApiError(
+                400,
+                f"The files have {self.num_bytes} bytes, and {num_bytes} more are over the "
+                f"{self.max_bytes} that are stored; delete some",
+                code="storage_full",
+            )
+
+    def add_file(self, filename: str, purpose: str, owner: str, file_id: str) -> Record:
+        """Stores the record of a file whose content is written, and returns it.
+
+        Args:
+            filename: The name that the client gave to it, which is no path here.
+            purpose: OpenAI's word for its purpose.
+            owner: The one who may read it.
+            file_id: Its id.
+        """
+        record = {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.content(file_id).stat().st_size,
+            "created_at": int(time.time()),
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        self.save(record, owner)
+        return record
+
+    def remove(self, record: Record) -> None:
+        """Removes a file or a batch."""
+        record_id = record["id"]
+        (self._directory / f"{record_id}.json").unlink(missing_ok=True)
+        self.content(record_id).unlink(missing_ok=True)
+        del self._records[record_id], self._owners[record_id]
+
+    def forget_ended_batch(self) -> None:
+        """Makes room for another batch, where there are as many as are kept.
+
+        Raises:
+            ApiError: None of them has ended.
+        """
+        batches = self.every("batch")
+        if len(batches) < MAX_BATCHES:
+            return
+        ended = [record for record in batches if record["status"] not in OPEN]
+        if not ended:
+            raise ApiError(400, f"{MAX_BATCHES} batches have not ended, which is the most")
+        self.remove(ended[0])

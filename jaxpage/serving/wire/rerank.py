@@ -1,0 +1,115 @@
+"""Reads requests to POST /v1/rerank, in the form of Jina and Cohere, and makes their answers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpage.engine import ByVectors, YesNo, ranked
+from jaxpage.outputs import Pooling, RequestOutput
+from jaxpage.serving.wire.answering import check_finished
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.request_fields import RerankRequest
+from jaxpage.settings.sampling_params import SamplingParams
+
+
+class RerankAnswer:
+    """A request that ranks documents, and the answer that is made of their scores.
+
+    Attributes:
+        id: The id of the answer.
+        prompts: The texts that the model reads.
+        ignored_fields: The paths of ignored fields.
+        reranker: The way in which the model ranks.
+        pooling: The way in which the vectors of tokens become one.
+    """
+
+    def __init__(
+        self,
+        request: RerankRequest,
+        context: ModelContext,
+        documents: list[str],
+        ignored_fields: tuple[str, ...],
+    ) -> None:
+        self.id = f"rerank-{uuid.uuid4().hex}"
+        self.ignored_fields = ignored_fields
+        self.reranker = context.reranker
+        self.pooling: Pooling = "last"
+        self._request = request
+        self._documents = documents
+        params = SamplingParams(max_tokens=1)
+        if isinstance(self.reranker, ByVectors):
+            self.pooling = self.reranker.pooling
+        else:
+            params = self.reranker.first
+        by_vectors = isinstance(self.reranker, ByVectors)
+        self.prompts = [
+            PromptRequest(context.checked_prompt(text, "documents"), params, by_vectors)
+            for text in self.reranker.texts(request.query, documents, request.instruction)
+        ]
+
+    def prompts_drawing(self, indices: Sequence[int], token: int) -> list[PromptRequest]:
+        """Returns some of the prompts, each to draw the one token."""
+        assert isinstance(self.reranker, YesNo)
+        params = self.reranker.drawing(token)
+        return [self.prompts[index]._replace(params=params) for index in indices]
+
+    def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a text that the engine refuses."""
+        names = {"prompt": "documents", "prompt_token_ids": "documents"}
+        return as_api_error(error, names=names).quoting(self._request)
+
+    def check_width(self, width: int) -> None:
+        """Accepts vectors of any width."""
+
+    def check(self, output: RequestOutput) -> RequestOutput:
+        """Returns an output, or raises ApiError if the engine gave it up."""
+        check_finished(output.outputs[0], self._request)
+        return output
+
+    def whole(self, scores: Sequence[float], num_tokens: int) -> dict[str, Any]:
+        """Returns the response.
+
+        Args:
+            scores: The score of each document.
+            num_tokens: The tokens of all prompts.
+        """
+        results = []
+        for one in ranked(scores, self._documents, self._request.top_n):
+            result: dict[str, Any] = {"index": one.index, "relevance_score": one.relevance_score}
+            if self._request.return_documents is not False:
+                result["document"] = {"text": one.document}
+            results.append(result)
+        return {
+            "id": self.id,
+            "object": "list",
+            "model": self._request.model,
+            "results": results,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+
+@quotes
+def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
+    """Returns the `RerankAnswer` of a request to POST /v1/rerank.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(body, RerankRequest, context)
+    if context.adapter(request.model) is not None:
+        raise ApiError(400, "A LoRA adapter cannot rerank; name the model itself", param="model")
+    most = context.limits.max_prompts
+    if not 0 < len(request.documents) <= most:
+        raise ApiError(
+            400,
+            f"documents must be 1 to {most} of them, not {len(request.documents)}",
+            param="documents",
+        )
+    documents = [one if isinstance(one, str) else one.text for one in request.documents]
+    context.checked_prompt(request.query, "query")
+    return RerankAnswer(request, context, documents, ignored)

@@ -1,0 +1,179 @@
+"""Multiplies any number of rows of x by a weight in panels (`x @ w.T`), in C++.
+
+A panel has 16 outputs next to each other, one word of inputs after the other. A word has 32 bits:
+one number of float32, two of bfloat16, or four of int8. So a product reads a weight once, from its
+beginning to its end, and one vector has a word of each of 16 outputs:
+
+    panel p     word 0: outputs 16 p, 16 p + 1, ..., 16 p + 15    word 1: the same outputs    ...
+
+Inputs are added in their order, each output's in one sum, whatever the number of rows. So a row has
+the same bits among any others. Places that fill no word or no panel are zero.
+
+By a weight of int8, rows are multiplied that are rounded to eight bits, each with its own scale.
+
+The codes of a quantised weight are in panels with words of one byte, and so are its scales, zeros
+and minima, unless outputs share them. Codes are made float32 some at a time, in the first cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cpu import library
+from pallas_kernels.quantized_weight import CODES, QuantizedWeight
+
+OUTPUTS_OF_PANEL = 16
+# The numbers of a word.
+NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4}
+
+
+def pack(weight: np.ndarray, numbers: int) -> np.ndarray:
+    """Returns a weight [..., O, I] of the host in panels [..., P, K, 16, numbers].
+
+    Args:
+        weight: The weight, or the codes, scales, zeros or minima of a quantised one.
+        numbers: The numbers of a word; see `NUMBERS`. It is 1 for the arrays of a quantised weight.
+    """
+    *groups, num_out, num_in = weight.shape
+    lacking = [(0, 0)] * len(groups) + [(0, -num_out % OUTPUTS_OF_PANEL), (0, -num_in % numbers)]
+    if any(size for _, size in lacking):
+        weight = np.pad(weight, lacking)
+    # Words are moved whole: numpy takes much longer for pairs of numbers.
+    words = np.ascontiguousarray(weight).view(f"u{weight.itemsize * numbers}")
+    by_panel = words.reshape(*groups, -1, OUTPUTS_OF_PANEL, words.shape[-1])
+    packed = np.ascontiguousarray(by_panel.swapaxes(-1, -2))
+    return packed.view(weight.dtype).reshape(*packed.shape, numbers)
+
+
+def unpack(panels: Any, num_out: int, num_in: int) -> Any:
+    """Returns a weight [..., O, I] of its panels, which are an array of JAX or numpy."""
+    *groups, num_panels, words, outputs, numbers = panels.shape
+    by_output = panels.swapaxes(-3, -2).reshape(*groups, num_panels * outputs, words * numbers)
+    return by_output[..., :num_out, :num_in]
+
+
+def rows_of_panels(
+    panels: Float[Array, "P K 16 _"], ids_T: Int[Array, "T"], num_in: int
+) -> Float[Array, "T I"]:
+    """Returns rows of a weight in panels."""
+    words = panels[ids_T // OUTPUTS_OF_PANEL, :, ids_T % OUTPUTS_OF_PANEL]
+    return words.reshape(len(ids_T), -1)[:, :num_in]
+
+
+def pack_quantized(weight: QuantizedWeight) -> QuantizedWeight:
+    """Returns a quantised weight whose arrays are in panels."""
+
+    def in_panels(array: jax.Array) -> jax.Array:
+        return jnp.asarray(pack(np.asarray(array), 1))
+
+    packed = weight._replace(values=in_panels(weight.values))
+    return packed if weight.scale_row_O is not None else _each_of_groups(packed, in_panels)
+
+
+def quantized_rows(weight: QuantizedWeight, ids_T: Int[Array, "T"]) -> QuantizedWeight:
+    """Returns rows of a quantised weight in panels, as a weight of their own, not in panels."""
+
+    def rows(array: jax.Array) -> jax.Array:
+        return rows_of_panels(array, ids_T, array.shape[1])
+
+    return _each_of_groups(weight._replace(values=rows(_bits(weight.values))), rows)
+
+
+def _each_of_groups(
+    weight: QuantizedWeight, change: Callable[[jax.Array], jax.Array]
+) -> QuantizedWeight:
+    """Returns a weight with other scales, zeros and minima."""
+    zero, minimum = (
+        None if each is None else change(each) for each in (weight.zero_OJ, weight.minimum_OJ)
+    )
+    return weight._replace(scale_OJ=change(weight.scale_OJ), zero_OJ=zero, minimum_OJ=minimum)
+
+
+def _bits(codes: jax.Array) -> jax.Array:
+    """Returns codes of float8 as their bits: XLA on CPU is slow with the type."""
+    is_float = jnp.issubdtype(codes.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8) if is_float else codes
+
+
+def takes(dtype: DTypeLike) -> bool:
+    """Returns whether there is a kernel for weights of this type on this machine."""
+    return not library.load().reason and jnp.dtype(dtype).name in NUMBERS
+
+
+def multiply_packed(
+    x_TI: Float[Array, "T I"],
+    panels: Float[Array, "... P K 16 _"],
+    num_out: int,
+    *,
+    result: DTypeLike,
+    scale_O: Float[Array, "... O"] | None = None,
+    count_E: Int[Array, "E"] | None = None,
+    instructions: int | None = None,
+) -> Float[Array, "T O"]:
+    """Multiplies rows by a weight in panels; sums of floats are made in float32.
+
+    Args:
+        x_TI: The rows, in the weight's type; in float32 for a weight of int8.
+        panels: The weight; with `count_E` the weights of all groups, one after the other.
+        num_out: The number of outputs.
+        scale_O: The scale of each output of a weight of int8, of all groups; else None.
+        result: The type of the result, float32 or bfloat16.
+        count_E: The number of rows of each group, where rows are sorted by group. Rows after those
+            of the last group get zeros. None if there is one weight for all rows.
+        instructions: See `Library.instructions`; None for the best that the processor has.
+    """
+    loaded = library.load()
+    if instructions is None:
+        instructions = loaded.instructions.get(panels.dtype.name, library.NONE)
+    shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
+    call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
+    y_TO: jax.Array = call(
+        x_TI,
+        panels[None] if count_E is None else panels,
+        jnp.zeros(0, jnp.float32) if scale_O is None else scale_O,
+        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        instructions=instructions,
+    )
+    return y_TO
+
+
+def multiply_quantized(
+    x_TI: Float[Array, "T I"],
+    weight: QuantizedWeight,
+    num_out: int,
+    *,
+    result: DTypeLike,
+    count_E: Int[Array, "E"] | None = None,
+) -> Float[Array, "T O"]:
+    """Multiplies rows by a quantised weight in panels, in float32; see `multiply_packed`."""
+    library.load()
+
+    def of_groups(values: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        if values is None:
+            return jnp.zeros(0, dtype)
+        values = values.astype(dtype)
+        return values if count_E is not None else values[None]
+
+    rows = weight.scale_row_O
+    kept = weight.scale_OJ.dtype if rows is None else jnp.dtype(jnp.float32)
+    shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
+    call = jax.ffi.ffi_call("jaxpage_multiply_coded", shape, vmap_method="sequential")
+    y_TO: jax.Array = call(
+        x_TI.astype(jnp.float32),
+        of_groups(weight.values, weight.values.dtype),
+        of_groups(weight.scale_OJ, kept),
+        of_groups(weight.zero_OJ, jnp.float32),
+        of_groups(weight.minimum_OJ, kept),
+        jnp.zeros(0, jnp.int32) if rows is None else rows.astype(jnp.int32),
+        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        code=np.int64(CODES.index(weight.code)),
+        group_size=np.int64(weight.group_size),
+    )
+    return y_TO

@@ -1,0 +1,52 @@
+"""These kernels compute in C++ what layers do between two products, row by row.
+
+Each function is one call in place of the operations that XLA makes of it, which convert bfloat16
+number by number, on one thread. Numbers are computed in float32 and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.cpu import library
+
+# The activations of `gate`, by their formula.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def takes(dtype: DTypeLike) -> bool:
+    """Returns whether there are kernels for rows of this type on this machine."""
+    return not library.load().reason and jnp.dtype(dtype).name in ("float32", "bfloat16")
+
+
+def gate(both_TF: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:
+    """Returns `activation(gate) * up`, where each row has the gates and then the ups."""
+    num_rows, width = both_TF.shape
+    shape = jax.ShapeDtypeStruct((num_rows, width // 2), both_TF.dtype)
+    call = jax.ffi.ffi_call("jaxpage_gate", shape, vmap_method="sequential")
+    y_TF: jax.Array = call(both_TF, activation=np.int64(ACTIVATIONS.index(activation)))
+    return y_TF
+
+
+def rms_norm(
+    x_TD: Float[Array, "T D"], scale_D: Float[Array, "D"], epsilon: float, offset: float
+) -> Float[Array, "T D"]:
+    """Returns `(scale + offset) * x / sqrt(mean(x^2) + epsilon)`."""
+    shape = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
+    call = jax.ffi.ffi_call("jaxpage_rms_norm", shape, vmap_method="sequential")
+    y_TD: jax.Array = call(x_TD, scale_D, epsilon=np.float32(epsilon), offset=np.float32(offset))
+    return y_TD
+
+
+def rotate(
+    x_TNH: Float[Array, "T N H"], cos_TE: Float[Array, "T E"], sin_TE: Float[Array, "T E"]
+) -> Float[Array, "T N H"]:
+    """Turns the pairs (i, E + i) of every head; what is after the pairs stays."""
+    shape = jax.ShapeDtypeStruct(x_TNH.shape, x_TNH.dtype)
+    call = jax.ffi.ffi_call("jaxpage_rotate", shape, vmap_method="sequential")
+    y_TNH: jax.Array = call(x_TNH, cos_TE, sin_TE)
+    return y_TNH

@@ -1,0 +1,456 @@
+// x @ w.T for a weight in panels, and any number of rows of x.
+//
+// A vector has one word of each of 16 outputs. Each output has one sum, to which its inputs are added in their order: the same operations in the same
+// order whichever tile a row is in. So a row has the same bits among any others. Sums of whole numbers of eight bits are exact in any order.
+#include "packed.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "vec.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace jaxpage {
+namespace JAXPAGE_ISA {
+namespace {
+
+// Vectors as long as the processor has them: the sums of a tile stay in registers.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kMostPanels = 4, kMostRows = 6;
+// Where the processor has it: the caller asks. What is called from such a function and inlined has to be one, too.
+#define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
+#elif defined(__AVX2__)
+constexpr int kBytes = 32, kMostPanels = 1, kMostRows = 6;
+#define JAXPAGE_DOT
+#else
+constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
+#define JAXPAGE_DOT
+#endif
+static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
+
+constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
+constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
+
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+
+inline Floats add_product(Floats x, Floats w, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
+#else
+  for (int i = 0; i < kWordsOfVector; ++i) sum[i] = __builtin_fmaf(x[i], w[i], sum[i]);
+  return sum;
+#endif
+}
+
+// How a word is read. It has kSteps parts, which are added one after the other: `part` gives one of a weight's word, `add` adds its product with x.
+struct FloatWord {
+  typedef float X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = false;
+  static Words part(Words w, int) { return w; }
+  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+};
+
+struct PairWord {  // two numbers of bfloat16, which are made float; x has been
+  typedef float X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 2;
+  static constexpr bool kHasTiles = false;
+  static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
+  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+};
+
+// Four of int8, as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
+struct FourWord {
+  typedef uint32_t X;
+  typedef Ints Sum;
+  static constexpr int kSteps = 2;
+  static constexpr bool kHasTiles = false;
+  static Words part(Words w, int step) {
+    typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+    return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
+  }
+  static Sum add(Sum sum, X x, Words w) {
+    const Ints both = (Ints)(Words{} + x), pair = (Ints)w;
+#if defined(__AVX512F__)
+    return sum + (Ints)_mm512_madd_epi16((__m512i)both, (__m512i)pair);
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)both, (__m256i)pair);
+#else
+    return sum + (both << 16 >> 16) * (pair << 16 >> 16) + (both >> 16) * (pair >> 16);
+#endif
+  }
+};
+
+#if defined(__AVX512F__)
+// The instruction takes one factor without a sign: w + 128, which is w with its highest bit turned. So a sum has 128 times that of x too much.
+struct FourDot {
+  typedef uint32_t X;
+  typedef Ints Sum;
+  static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = true;
+  static Words part(Words w, int) { return w ^ 0x80808080u; }
+  JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+  }
+};
+
+struct PairDot {
+  typedef uint32_t X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = true;
+  static Words part(Words w, int) { return w; }
+  JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
+    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+  }
+};
+#endif
+
+#if defined(__AVX512F__)
+// Tiles of AMX: rows of x by words, words by outputs (a panel as it is), and their sums. Sums of a row depend on no other row, as elsewhere.
+#define JAXPAGE_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512bf16,avx512vnni")))
+constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
+
+// The numbers of tiles are written into the instructions.
+#define JAXPAGE_ADD_TILES(sum, weight) \
+  if constexpr (std::is_same<Word, PairDot>::value) { \
+    _tile_dpbf16ps(sum, 4, weight); \
+  } else { \
+    _tile_dpbssd(sum, 4, weight); \
+  }
+
+// As `tile`, for whole tiles of words.
+template <typename Word, int kPanels>
+JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+  alignas(64) uint8_t config[64] = {1};
+  for (int i = 0; i < 8; ++i) {
+    config[16 + 2 * i] = 64;  // bytes of a row
+    config[48 + i] = i < 5 ? count : kWordsOfTile;
+  }
+  _tile_loadconfig(config);
+  constexpr int kStride = kMostColumns * 4;
+  if (begin) {
+    _tile_loadd(0, total, kStride);
+    if constexpr (kPanels == 4) {
+      _tile_loadd(1, total + 16, kStride);
+      _tile_loadd(2, total + 32, kStride);
+      _tile_loadd(3, total + 48, kStride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const int64_t panel = num_words * kOutputsOfPanel;
+  for (int64_t k = begin; k < end; k += kWordsOfTile) {
+    const uint32_t* from = w + k * kOutputsOfPanel;
+    for (int p = 0; p < kPanels; ++p)
+      for (int line = 0; line < kWordsOfTile; ++line) __builtin_prefetch(from + p * panel + (kWordsOfTile * 2 + line) * kOutputsOfPanel);
+    _tile_loadd(4, x + k, num_words * 4);
+    _tile_loadd(5, from, 64);
+    JAXPAGE_ADD_TILES(0, 5)
+    if constexpr (kPanels == 4) {
+      _tile_loadd(6, from + panel, 64);
+      JAXPAGE_ADD_TILES(1, 6)
+      _tile_loadd(7, from + 2 * panel, 64);
+      JAXPAGE_ADD_TILES(2, 7)
+      _tile_loadd(5, from + 3 * panel, 64);
+      JAXPAGE_ADD_TILES(3, 5)
+    }
+  }
+  _tile_stored(0, total, kStride);
+  if constexpr (kPanels == 4) {
+    _tile_stored(1, total + 16, kStride);
+    _tile_stored(2, total + 32, kStride);
+    _tile_stored(3, total + 48, kStride);
+  }
+  _tile_release();
+}
+#undef JAXPAGE_ADD_TILES
+#endif
+
+// Adds products with some words of some panels, of which one is `panel` words behind the other, to sums, which are in `total`.
+template <typename Word, int kRows, int kPanels>
+JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                             uint32_t* total) {
+  constexpr int kVectors = kPanels * kVectorsOfPanel;
+  typename Word::Sum sum[kRows][kVectors];
+  for (int t = 0; t < kRows; ++t)
+    for (int v = 0; v < kVectors; ++v)
+      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector) : typename Word::Sum{};
+  for (int64_t k = begin; k < end; ++k) {
+    Words word[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t* from = w + v / kVectorsOfPanel * panel + k * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
+      word[v] = raw_at<Words>(from);
+      if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
+    }
+    for (int step = 0; step < Word::kSteps; ++step) {
+      Words part[kVectors];
+      for (int v = 0; v < kVectors; ++v) part[v] = Word::part(word[v], step);
+      for (int t = 0; t < kRows; ++t) {
+        const auto number = x[(t * num_words + k) * Word::kSteps + step];
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = Word::add(sum[t][v], number, part[v]);
+      }
+    }
+  }
+  for (int t = 0; t < kRows; ++t)
+    for (int v = 0; v < kVectors; ++v) std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
+}
+
+template <typename Word, int kPanels>
+JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                      uint32_t* total) {
+  switch (count) {
+    case 1: return tile<Word, 1, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 2: return tile<Word, 2, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 3: return tile<Word, 3, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 4: return tile<Word, 4, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 5: return tile<Word, 5, kPanels>(x, num_words, w, panel, begin, end, total);
+    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, panel, begin, end, total);
+  }
+}
+
+void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) {
+  const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output), at = row * p.num_out + output;
+  const int64_t bytes = p.out_is_float ? 4 : 2;
+  Vec value = raw_at<Vec>(total);
+  if (p.type == Type::kI8 && !p.is_coded) {
+    Vec scale = {};
+    std::memcpy(&scale, static_cast<const float*>(p.scale) + output, count * 4);
+    value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
+  }
+  alignas(64) char own[64];
+  char* to = static_cast<char*>(p.out) + at * bytes;
+  char* first = count == kOutputsOfPanel ? to : own;
+  if (p.out_is_float) Store<F32>::at(reinterpret_cast<float*>(first), value);
+  else Store<BF16>::at(reinterpret_cast<uint16_t*>(first), value);
+  if (first == own) std::memcpy(to, own, count * bytes);
+}
+
+// The same for all rows of a unit, in tiles of nearly equal numbers of rows. x begins with the first of them.
+template <typename Word, int kPanels>
+JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
+                          int64_t end, uint32_t* total) {
+  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
+    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, panel, begin, end, total + first * kMostColumns);
+  }
+}
+
+template <int kPanels>
+void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const uint32_t* total) {
+  for (int64_t t = 0; t < end_row - row; ++t)
+    for (int i = 0; i < kPanels; ++i) store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
+}
+
+template <typename Word, int kPanels>
+JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
+  const int64_t num_rows = end_row - row, panel = p.num_words * kOutputsOfPanel;
+  const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * Word::kSteps;
+  const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
+  int64_t begin = 0;
+  do {
+    const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
+#if defined(__AVX512F__)
+    if constexpr (Word::kHasTiles)
+      if (p.instructions == kTiles) {
+        const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
+        for (int64_t i = 0; i < count && begin < whole; ++i) {
+          const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
+          amx_tile<Word, kPanels>(last - first, x + first * p.num_words, p.num_words, w, begin, whole, total + first * kMostColumns);
+        }
+        begin = whole;
+        if (begin == end) continue;
+      }
+#endif
+    all_rows<Word, kPanels>(num_rows, x, p.num_words, w, panel, begin, end, total);
+    begin = end;
+  } while (begin < p.num_words);
+  store<kPanels>(p, row, end_row, first_panel, total);
+}
+
+// A vector of the scales, zeros or minima of a group of inputs, one of each output of a panel.
+Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
+  if (!p.scale_row) {
+    const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
+    if (type == Type::kF32) return Load<F32>::at(static_cast<const float*>(values) + at);
+    if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
+    return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
+  }
+  Vec found = {};
+  for (int lane = 0; lane < kLanes && panel * kOutputsOfPanel + lane < p.num_out; ++lane)
+    found[lane] = static_cast<const float*>(values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
+  return found;
+}
+
+template <Code code>
+inline Vec number(Int bits) {
+  if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Vec);
+  const Vec numbers = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.f, -.5, -1, -1.5, -2, -3, -4, -6};
+  return __builtin_shuffle(numbers, bits);
+}
+
+// Makes words of float32 of the codes of a panel, for some inputs.
+template <Code code>
+void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
+  constexpr int kCodes = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;  // of a byte
+  const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (p.num_in / kCodes) * kOutputsOfPanel;
+  for (int64_t i = begin; i < end;) {
+    const int64_t group = i / p.group_size, stop = std::min(end, (group + 1) * p.group_size);
+    const Vec scale = of_group(p, p.scale_type, p.scale, panel, group);
+    const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, panel, group)
+                       : p.zero  ? of_group(p, Type::kF32, p.zero, panel, group)
+                                 : splat(code == Code::kInt4 ? 8.0f : 0.0f);
+    const auto put = [&](Vec numbers) {
+      Store<F32>::at(to, p.minimum ? multiply_add(numbers, scale, offset) : (numbers - offset) * scale);
+      to += kOutputsOfPanel;
+    };
+    for (; i < stop; i += kCodes) {
+      const uint8_t* at = from + i / kCodes * kOutputsOfPanel;
+      if constexpr (code == Code::kInt8) {
+        put(Load<I8>::at(reinterpret_cast<const int8_t*>(at)));
+      } else if constexpr (code == Code::kFloat8) {
+        put(Load<F8>::at(at));
+      } else {
+        const Int both = (Int)widened(raw_at<UByte>(at));
+        put(number<code>(both & 15));
+        put(number<code>(both >> 4));
+      }
+    }
+  }
+}
+
+void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
+  switch (p.code) {
+    case Code::kInt8: return decode<Code::kInt8>(p, panel, begin, end, to);
+    case Code::kInt4: return decode<Code::kInt4>(p, panel, begin, end, to);
+    case Code::kFloat8: return decode<Code::kFloat8>(p, panel, begin, end, to);
+    case Code::kFloat4: return decode<Code::kFloat4>(p, panel, begin, end, to);
+  }
+}
+
+// Weights in few bits: some words of float32 are made at a time, so that they stay in the first cache, and multiplied by all rows.
+template <int kPanels>
+JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  constexpr int64_t kInputs = 64, kPanel = kInputs * kOutputsOfPanel;
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
+  alignas(64) float words[kPanels * kPanel];
+  const float* x = static_cast<const float*>(p.x) + row * p.num_in;
+  int64_t begin = 0;
+  do {
+    const int64_t end = std::min(begin + kInputs, p.num_in);
+    for (int i = 0; i < kPanels; ++i) decode(p, first_panel + i, begin, end, words + i * kPanel);
+    const auto* from = reinterpret_cast<const uint32_t*>(words) - begin * kOutputsOfPanel;  // where word 0 would be
+    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, from, kPanel, begin, end, total);
+    begin = end;
+  } while (begin < p.num_in);
+  store<kPanels>(p, row, end_row, first_panel, total);
+}
+
+template <typename Word>
+void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (panel + kMostPanels <= end_panel) return panels<Word, kMostPanels>(p, row, end_row, panel);
+  for (; panel < end_panel; ++panel) panels<Word, 1>(p, row, end_row, panel);
+}
+
+void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (p.is_coded) {
+    if (panel + kMostPanels <= end_panel) return coded_panels<kMostPanels>(p, row, end_row, panel);
+    for (; panel < end_panel; ++panel) coded_panels<1>(p, row, end_row, panel);
+    return;
+  }
+  if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
+  if (p.type == Type::kI8) {
+#if defined(__AVX512F__)
+    if (p.instructions) return multiply<FourDot>(p, row, end_row, panel, end_panel);
+#endif
+    return multiply<FourWord>(p, row, end_row, panel, end_panel);
+  }
+#if defined(__AVX512F__)
+  if (p.instructions) return multiply<PairDot>(p, row, end_row, panel, end_panel);
+#endif
+  multiply<PairWord>(p, row, end_row, panel, end_panel);
+}
+
+int64_t bytes_of_row(const Packed& p) {
+  if (p.is_coded || p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
+  return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
+}
+
+// Rounds to eight bits, as `rounded_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
+void round_row(const Packed& p, int64_t row, void* words) {
+  const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
+  const auto at = [&](int64_t i) {
+    if (i + kLanes <= p.num_in) return raw_at<Vec>(x + i);
+    Vec rest = {};
+    std::memcpy(&rest, x + i, (p.num_in - i) * 4);
+    return rest;
+  };
+  Vec most = {};
+  for (int64_t i = 0; i < p.num_in; i += kLanes) {
+    const Vec size = as_float(as_bits(at(i)) & 0x7fffffffu);
+    most = select((size > most) | (size != size), size, most);
+  }
+  float largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+  float scale = largest * (1.0f / 127);
+  if (scale < 0x1p-100f) scale = 0x1p-100f;
+  p.row_scale[row] = scale;
+  const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
+  auto* to = static_cast<uint32_t*>(words);
+  int32_t sum = 0;
+  const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;  // words before it are in tiles, which have nothing too much
+  for (int64_t i = 0; i < p.num_in; i += kLanes) {
+    const Vec whole = at(i) * inverse;
+    const Int rounded = __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
+    for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
+      const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1], (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
+      const int64_t k = (i + lane) / 4;
+      if (k >= first_dot) sum += n[0] + n[1] + n[2] + n[3];
+      if (p.instructions) {
+        to[k] = (n[0] & 255) | (n[1] & 255) << 8 | (n[2] & 255) << 16 | n[3] << 24;
+      } else {
+        to[2 * k] = (n[0] & 0xffff) | n[2] << 16;
+        to[2 * k + 1] = (n[1] & 0xffff) | n[3] << 16;
+      }
+    }
+  }
+  p.row_sum[row] = sum;
+}
+
+void prepare(const Packed& p, int64_t row, void* words) {
+  if (p.type == Type::kI8) return round_row(p, row, words);
+  const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
+  if (p.instructions) {
+    static_cast<uint32_t*>(words)[p.num_words - 1] = 0;
+    std::memcpy(words, x, p.num_in * 2);
+    return;
+  }
+  auto* numbers = static_cast<uint32_t*>(words);
+  for (int64_t i = 0; i < p.num_in; ++i) numbers[i] = static_cast<uint32_t>(x[i]) << 16;
+  if (p.num_in % 2) numbers[p.num_in] = 0;
+}
+
+}  // namespace
+
+extern const PackedKernels kPacked = {kMostPanels, bytes_of_row, prepare, multiply};
+
+}  // namespace JAXPAGE_ISA
+}  // namespace jaxpage

@@ -1,0 +1,91 @@
+#include "rows.h"
+
+#include <cmath>
+
+#include "vec.h"
+
+namespace jaxpage {
+namespace JAXPAGE_ISA {
+namespace {
+
+// Sixteen numbers, or fewer at the end of a row, with zeros behind them.
+template <typename Stored>
+inline Vec load(const void* x, int64_t at, int64_t end) {
+  typedef typename Stored::type Number;
+  const Number* from = static_cast<const Number*>(x) + at;
+  if (at + kLanes <= end) return Load<Stored>::at(from);
+  Number rest[kLanes] = {};
+  std::memcpy(rest, from, (end - at) * sizeof(Number));
+  return Load<Stored>::at(rest);
+}
+
+inline Vec load(Type type, const void* x, int64_t at, int64_t end) {
+  if (type == Type::kF32) return load<F32>(x, at, end);
+  if (type == Type::kBF16) return load<BF16>(x, at, end);
+  return load<F16>(x, at, end);
+}
+
+template <typename Stored>
+inline void store(void* out, int64_t at, int64_t end, Vec value) {
+  typedef typename Stored::type Number;
+  Number* to = static_cast<Number*>(out) + at;
+  if (at + kLanes <= end) return Store<Stored>::at(to, value);
+  Number rest[kLanes];
+  Store<Stored>::at(rest, value);
+  std::memcpy(to, rest, (end - at) * sizeof(Number));
+}
+
+inline Vec activated(Activation activation, Vec x) {
+  if (activation == Activation::kSilu) return x / (splat(1.0f) + exp(-max(x, splat(-87.0f))));
+  const Vec inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
+  return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
+}
+
+template <typename Stored>
+void gate(const Rows& p, int64_t row) {
+  typedef typename Stored::type Number;
+  const Number* gates = static_cast<const Number*>(p.x) + row * 2 * p.width;
+  Number* out = static_cast<Number*>(p.out) + row * p.width;
+  for (int64_t i = 0; i < p.width; i += kLanes)
+    store<Stored>(out, i, p.width, activated(p.activation, load<Stored>(gates, i, p.width)) * load<Stored>(gates + p.width, i, p.width));
+}
+
+template <typename Stored>
+void rms_norm(const Rows& p, int64_t row) {
+  typedef typename Stored::type Number;
+  const Number* x = static_cast<const Number*>(p.x) + row * p.width;
+  Number* out = static_cast<Number*>(p.out) + row * p.width;
+  Vec squares[4] = {};
+  for (int64_t i = 0, place = 0; i < p.width; i += kLanes, place = (place + 1) % 4) {
+    const Vec numbers = load<Stored>(x, i, p.width);
+    squares[place] = multiply_add(numbers, numbers, squares[place]);
+  }
+  const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / p.width;
+  const Vec factor = splat(1.0f / std::sqrt(mean + p.epsilon)), offset = splat(p.offset);
+  for (int64_t i = 0; i < p.width; i += kLanes)
+    store<Stored>(out, i, p.width, load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
+}
+
+template <typename Stored>
+void rotate(const Rows& p, int64_t row) {
+  typedef typename Stored::type Number;
+  const Number* x = static_cast<const Number*>(p.x) + row * p.width;
+  Number* out = static_cast<Number*>(p.out) + row * p.width;
+  const int64_t pairs = p.num_pairs, token = row / p.num_heads;
+  for (int64_t i = 0; i < pairs; i += kLanes) {
+    const Vec cos = load<F32>(p.cos + token * pairs, i, pairs), sin = load<F32>(p.sin + token * pairs, i, pairs);
+    const Vec first = load<Stored>(x, i, pairs), second = load<Stored>(x + pairs, i, pairs);
+    store<Stored>(out, i, pairs, first * cos - second * sin);
+    store<Stored>(out + pairs, i, pairs, second * cos + first * sin);
+  }
+  std::memcpy(out + 2 * pairs, x + 2 * pairs, (p.width - 2 * pairs) * sizeof(Number));
+}
+
+#define JAXPAGE_OF_TYPE(name) [](const Rows& p, int64_t row) { p.type == Type::kF32 ? name<F32>(p, row) : name<BF16>(p, row); }
+
+}  // namespace
+
+extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(rms_norm), JAXPAGE_OF_TYPE(rotate)};
+
+}  // namespace JAXPAGE_ISA
+}  // namespace jaxpage

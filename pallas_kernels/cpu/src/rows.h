@@ -1,0 +1,37 @@
+// What a layer computes between two products, row by row: no row's bits depend on another.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace jaxpage {
+
+enum class Activation : int64_t { kSilu, kGeluTanh };
+
+// Letters as in pallas_kernels: T rows, F columns, N heads of H numbers, E pairs of a head. Numbers are float or bfloat16; all is computed in float.
+struct Rows {
+  Type type;
+  const void* x;
+  void* out;
+  int64_t width;  // of a row of `out`
+
+  Activation activation;  // of gates
+
+  Type scale_type;  // of norms
+  const void* scale;
+  float epsilon, offset;
+
+  const float *cos, *sin;  // [T, E], of rotations
+  int64_t num_heads, num_pairs;
+};
+
+struct RowKernels {
+  // x [T, 2 F] has gates, then what they multiply.
+  void (*gate)(const Rows&, int64_t row);
+  void (*rms_norm)(const Rows&, int64_t row);
+  // x [T N, H] of which the numbers i and E + i are a pair. What is behind the pairs stays.
+  void (*rotate)(const Rows&, int64_t row);
+};
+
+}  // namespace jaxpage

@@ -1,0 +1,140 @@
+"""Configs of small models, by family: with the registry they make entries of `model_configs.MODELS`.
+
+A family costs its file, its line in the registry, and a line here if one config of the usual sizes
+does not show all that its config.json can ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.models.registry import FAMILIES
+
+Fields = dict[str, Any]
+
+# Sizes, for families whose fields do not have the names of Llama's. Heads of 16 compile fastest.
+_LAYERS = {"vocab_size": 131, "num_hidden_layers": 2, "max_position_embeddings": 128}
+_GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
+_GPT = {**_GPT2, "n_embd": 64, "n_head": 4}
+_GPTJ = {**_GPT, "rotary_dim": 8}
+SIZES: dict[str, Fields] = {
+    **{"opt": _LAYERS, "gpt2": _GPT2, "falcon": _LAYERS},
+    "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
+    **{"gptj": _GPTJ, "codegen": _GPTJ, "gpt_bigcode": _GPT},
+    "gpt_neo": {
+        **{"vocab_size": 131, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
+        **{"max_position_embeddings": 128, "window_size": 7},
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "gpt_neox": {**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4},
+    "xglm": {
+        **{"vocab_size": 131, "d_model": 64, "ffn_dim": 80, "num_layers": 2},
+        **{"attention_heads": 4, "max_position_embeddings": 128},
+    },
+}
+_CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# What config.json says beyond the sizes, by the module of a family and the name of the form.
+FORMS: dict[str, dict[str, Fields]] = {
+    "glm4_moe": {
+        "norms": {**_CORRECTED, "use_qk_norm": True, "num_hidden_layers": 3},
+        "groups": {
+            **{**_CORRECTED, "n_group": 4, "topk_group": 2, "attention_bias": True},
+            **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 0, "n_shared_experts": 2},
+        },
+    },
+    "dots1": {
+        "windows": {
+            **{**_CORRECTED, "sliding_window": 7, "max_window_layers": 1, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+        }
+    },
+    "ernie4_5": {"interleaved": {"head_dim": 16}, "biases": {"head_dim": 12, "use_bias": True}},
+    "ernie4_5_moe": {
+        "shared": {
+            **{"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24},
+            **{"num_hidden_layers": 3, "tie_word_embeddings": False},
+        },
+        "biases": {
+            **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+            **{"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        },
+    },
+    "hunyuan_v1_dense": {
+        "norms": {"head_dim": 12},
+        "alpha": {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    },
+    "hunyuan_v1_moe": {
+        "shared": {
+            **{"num_experts": 8, "moe_topk": 2, "head_dim": 16},
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        }
+    },
+    "minimax_m2": {
+        "norms": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    },
+    "granitemoe": {
+        "factors": {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.6, "logits_scaling": 2.0, "num_local_experts": 4},
+        }
+    },
+    "phi": {
+        "parallel": {},
+        "norms": {"qk_layernorm": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    },
+    "phimoe": {
+        "biases": {
+            **{"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True},
+            **{"router_jitter_noise": 0.2, "sliding_window": 7},
+        },
+        "longrope": {
+            "num_local_experts": 4,
+            "rope_scaling": {
+                **{"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]},
+                **{"long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0], "short_mscale": 1.2},
+                **{"long_mscale": 1.4, "original_max_position_embeddings": 64},
+            },
+        },
+    },
+    "apertus": {"learned": {}, "plain": {"hidden_act": "relu2", "attention_bias": True}},
+    "seed_oss": {
+        "grouped": {"head_dim": 16},
+        "biases": {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    },
+    "exaone4": {
+        "windows": {"sliding_window": 7, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+        "full": {
+            "sliding_window": None,
+            "layer_types": ["full_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    },
+    "helium": {"interleaved": {"head_dim": 12}},
+    "gpt_neox": {
+        "parallel": {"rotary_pct": 0.5},
+        "in-sequence": {
+            **{"use_parallel_residual": False, "attention_bias": False},
+            **{"tie_word_embeddings": True, "rotary_pct": 1.0},
+        },
+    },
+    "gpt_bigcode": {
+        "multi-query": {},
+        "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},
+    },
+}
+
+
+def forms_of_registry(known: dict[str, tuple[str, Fields]]) -> dict[str, tuple[str, Fields]]:
+    """Returns an entry for each form; a family that has no form and is not known gets "plain"."""
+    found = {}
+    seen = {model_type.removesuffix("_text") for model_type, _ in known.values()}
+    for module in dict.fromkeys(FAMILIES.values()):
+        forms = FORMS.get(module, {} if module in seen else {"plain": {}})
+        for form, fields in forms.items():
+            found[f"{module.replace('_', '-')}-{form}"] = module, fields
+    return found

@@ -1,0 +1,413 @@
+"""Batches: no line twice and none lost whatever is killed, errors by line, answers equal to the server's, and OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jaxpage.cli import main
+from jaxpage.errors import ConfigError, EngineFailed
+from jaxpage.serving.batches.in_process import Answer
+from jaxpage.serving.batches.lines import URLS, Line, read_line
+from jaxpage.serving.batches.ordering import num_lines, windows
+from jaxpage.serving.batches.output_file import OutputFile
+from jaxpage.serving.batches.running import BatchRun
+from jaxpage.serving.batches.uploads import read_form
+from jaxpage.serving.wire.errors import ApiError
+from tests.support.executables import when_used
+from tests.support.running import SMALL, demo_engine, serving, wait_until
+
+MAX_BYTES = 4096
+
+
+def line(number: int, body: Any = None, **changes: Any) -> str:
+    given = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
+    return json.dumps(
+        {**given, "body": body or {"model": "demo", "prompt": f"p{number}"}, **changes}
+    )
+
+
+REFUSED = [
+    ("{no json", "invalid_json_line", "Line 1: the line is not valid JSON"),
+    ('{"custom_id": "a", "custom_id": "b"}', "invalid_json_line", "has the key 'custom_id' twice"),
+    ("[1]", "invalid_json_line", "expected a JSON object"),
+    (line(1, custom_id=7), "invalid_custom_id", "custom_id must be a string"),
+    (line(1, custom_id="seen"), "duplicate_custom_id", "'seen' is that of a line before it"),
+    (line(1, url="/v1/images"), "invalid_url", "got '/v1/images'"),
+    (line(1, method="GET"), "invalid_method", "method must be 'POST'"),
+    (line(1, body=[1]), "invalid_body", "body must be a JSON object"),
+    (line(1, body={"stream": True}), "invalid_body", "stream cannot be true"),
+    (line(1, bodies={}), "unknown_parameter", "'bodies' is not a field"),
+]
+
+
+@pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[one[1] for one in REFUSED])
+def test_a_line_that_asks_for_nothing_is_one_sentence(raw: str, code: str, text: str) -> None:
+    refused = read_line(1, raw.encode(), {"seen"})
+    assert not isinstance(refused, Line) and refused.code == code and text in refused.message
+    answer = json.loads(refused.answer())
+    assert answer["response"] is None and set(answer["error"]) == {"code", "message"}
+    assert answer["id"].startswith("batch_req_1_") and "\n" not in refused.message
+
+
+class Echo:
+    """Answers with the body of the request, for the first time with 429, and dies after `last` answers."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.refused: set[str] = set()
+        self.last = last
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        await asyncio.sleep(0)
+        prompt = json.loads(body)["prompt"]
+        if prompt not in self.refused and prompt.endswith("7"):
+            self.refused.add(prompt)
+            return Answer(429, "x", b"{}")
+        if len(self.asked) == self.last:
+            raise EngineFailed("killed")
+        self.asked.append(prompt)
+        usage = {"prompt_tokens": 2, "completion_tokens": 3}
+        told = json.dumps({"echo": prompt, "usage": usage}).encode()
+        return Answer(400 if prompt.endswith("5") else 200, "x", told)
+
+
+def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile:
+    async def answered() -> None:
+        with output:
+            run = BatchRun(
+                client,  # type: ignore[arg-type]
+                output,
+                num_at_once=3,
+                max_line_bytes=MAX_BYTES,
+                is_dead=lambda: False,
+                window=window,
+            )
+            await run.run(source)
+
+    output = OutputFile(target)
+    asyncio.run(answered())
+    return output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxpage.serving.batches.running._FIRST_PAUSE_SECONDS", 0.001)
+    chance = random.Random(seed)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = [line(number) for number in range(40)]
+    texts[11], texts[20], texts[21] = "{", line(3), ""  # no JSON, a name that is taken, and nothing
+    source.write_text("\n".join(texts))
+    asked: list[str] = []
+    while True:
+        client = Echo(chance.randrange(1, 12))
+        try:
+            output = run(client, source, target)
+            break
+        except EngineFailed:
+            # a kill may cut off the line that is being written
+            torn = chance.choice([b"", b'{"id": "batch_re', b"\0\0"])
+            target.write_bytes(target.read_bytes() + torn)
+        finally:
+            asked += client.asked
+    answers = [json.loads(one) for one in target.read_text().splitlines()]
+    numbers = sorted(int(one["id"].split("_")[2]) for one in answers)
+    assert numbers == [number for number in range(1, 41) if number != 22]
+    assert sorted(asked) == sorted(f"p{n}" for n in range(40) if n not in (11, 20, 21))
+    for one in answers:
+        if one["error"] is None:
+            assert one["response"]["body"]["echo"] == "p" + one["custom_id"][1:]
+    refused = {one["error"]["code"] for one in answers if one["error"]}
+    assert refused == {"invalid_json_line", "duplicate_custom_id"}
+    assert output.counts.lines == 39
+    assert output.counts.errors == 2 + sum(f"{n}".endswith("5") for n in range(40))
+    before = target.read_bytes()
+    assert run(Echo(0), source, target).before.lines == 39  # nothing is left to ask
+    assert target.read_bytes() == before
+
+
+def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    system = [
+        {"role": "system", "content": text} for text in ("You count. " * 9, "You rhyme. " * 9)
+    ]
+    bodies: list[Any] = []
+    for number in range(12):
+        user = {"content": f"{number}", "role": "user"}
+        bodies.append({"model": "demo", "messages": [system[number % 2], user]})
+    source.write_text("\n".join(line(*one) for one in enumerate(bodies)))
+
+    def systems(window: int) -> list[list[int]]:
+        found = windows(source, {}, window=window, max_bytes=MAX_BYTES)
+        return [[int(one.custom_id[1:]) % 2 for one in lines] for lines in found]  # type: ignore[index]
+
+    assert systems(100) == [[0] * 6 + [1] * 6]
+    assert systems(6) == [[0] * 3 + [1] * 3] * 2
+    assert systems(1) == [[0], [1]] * 6
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(number) for number in range(6)))
+    run(Echo(), source, target)
+    source.write_text(source.read_text().replace("p3", "other"))
+    with OutputFile(target) as output:
+        with pytest.raises(ConfigError, match="has changed since line 4 was answered"):
+            num_lines(source, MAX_BYTES, output.done)
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            OutputFile(target)
+    with pytest.raises(ConfigError, match="line 1 is not an answer of a batch"):
+        OutputFile(source)
+    source.write_text(line(1, {"model": "demo", "prompt": "x" * 2 * MAX_BYTES}) + "\n" + line(2))
+    long, short = next(windows(source, {}, window=9, max_bytes=MAX_BYTES))
+    assert not isinstance(long, Line) and long.code == "line_too_long"
+    assert isinstance(short, Line) and short.id.startswith("batch_req_2_")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "status"),
+    [
+        ("application/json", b"{}", 415),
+        ("multipart/form-data", b"--a--", 415),
+        ("multipart/form-data; boundary=a", b"", 400),
+        ("multipart/form-data; boundary=a", b"--a\r\n\r\nx\r\n--a--", 400),
+        (
+            "multipart/form-data; boundary=a",
+            b'--a\r\nContent-Disposition: form-data; name="x"',
+            400,
+        ),
+    ],
+)
+def test_what_is_no_form(content_type: str, body: bytes, status: int) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_form(content_type, body)
+    assert refused.value.status == status
+
+
+@pytest.mark.parametrize("content", [b"a", b"\r\n--b\n\0\xff\r\n", b"\r\n" * 3, os.urandom(5000)])
+def test_a_form_is_what_a_client_sent(content: bytes) -> None:
+    request = httpx.Request(
+        "POST", "http://x", files={"file": ('a "b".jsonl', content)}, data={"purpose": "batch"}
+    )
+    form = read_form(request.headers["content-type"], request.read())
+    assert form["file"].content == content and form["purpose"].content == b"batch"
+
+
+@pytest.fixture(scope="module")
+def built() -> Any:
+    built = demo_engine()
+    yield built
+    built.engine.runner.close()
+
+
+PROMPT = "Once upon a time there was a"
+GREEDY = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**GREEDY, "logprobs": 2}),
+    ("/v1/completions", {**GREEDY, "temperature": 0.9, "seed": 3, "n": 2}),
+    ("/v1/completions", {**GREEDY, "max_tokens": -1}),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 6,
+            "seed": 1,
+        },
+    ),
+    ("/v1/embeddings", {"model": "demo", "input": [PROMPT, "a"]}),
+    ("/v1/score", {"model": "demo", "prompt": PROMPT, "continuation": [" girl", " boy"]}),
+    ("/v1/rerank", {"model": "demo", "query": PROMPT, "documents": ["a girl", "a boy"]}),
+]
+TO_THE_ANSWER = {"id", "created", "system_fingerprint"}
+
+
+def test_run_batch_answers_as_the_server_does(
+    built: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {url for url, _ in ASKED} | {"/v1/responses"} == set(URLS)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(n, body, url=url) for n, (url, body) in enumerate(ASKED)))
+    with serving(built) as running, httpx.Client(base_url=running.address, timeout=300) as client:
+        wanted = [client.post(url, json=body) for url, body in ASKED]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with when_used():
+        assert main(["run-batch", str(source), str(target), "-q", *arguments]) == 0
+    failed = sum(one.status_code != 200 for one in wanted)
+    assert (
+        failed < len(ASKED) and f"{len(ASKED)} lines, {failed} errors, " in capsys.readouterr().out
+    )
+    answers = {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines())}
+    for number, one in enumerate(wanted):
+        response = answers[f"r{number}"]["response"]
+        assert response["status_code"] == one.status_code
+        theirs = {k: v for k, v in one.json().items() if k not in TO_THE_ANSWER}
+        assert {k: v for k, v in response["body"].items() if k not in TO_THE_ANSWER} == theirs
+    assert main(["run-batch", str(source), str(target), "-q"]) == 0  # without an engine
+    assert capsys.readouterr().out.startswith(f"{len(ASKED)} lines, {failed} errors, {len(ASKED)} ")
+
+
+@pytest.fixture
+def client_of() -> Any:
+    """Makes clients of a server, each with its key."""
+    made: list[openai.OpenAI] = []
+
+    def client(running: Any, key: str = "any") -> openai.OpenAI:
+        address = f"{running.address}/v1"
+        made.append(openai.OpenAI(base_url=address, api_key=key, timeout=300, max_retries=0))
+        return made[-1]
+
+    yield client
+    for one in made:
+        one.close()
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    wait_until(
+        lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"),
+        "the batch ends",
+        300,
+    )
+    return client.batches.retrieve(batch_id)
+
+
+def uploaded(client: openai.OpenAI, lines: list[str]) -> Any:
+    return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+
+
+def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path) -> None:
+    with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
+        client, other = client_of(running, "one"), client_of(running, "two")
+        wanted = client.completions.create(**GREEDY).choices[0].text
+        file = uploaded(
+            client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)]
+        )
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            metadata={"a": "b"},
+        )
+        assert batch.status == "validating" and batch.metadata == {"a": "b"}
+        done = ended(client, batch.id)
+        assert done.status == "completed" and done.request_counts.to_dict() == {
+            "total": 4,
+            "completed": 2,
+            "failed": 2,
+        }
+        good = [json.loads(one) for one in client.files.content(done.output_file_id).iter_lines()]
+        assert {one["custom_id"] for one in good} == {"r0", "r3"}
+        assert all(one["response"]["body"]["choices"][0]["text"] == wanted for one in good)
+        bad = [json.loads(one) for one in client.files.content(done.error_file_id).iter_lines()]
+        assert sorted(one["custom_id"] or "" for one in bad) == ["", "r1"]
+        assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
+        assert {one.id for one in client.files.list()} == {
+            file.id,
+            done.output_file_id,
+            done.error_file_id,
+        }
+        # What another key has made is not there.
+        assert not list(other.batches.list()) and not list(other.files.list())
+        for ask in (
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.files.content(file.id),
+            lambda: other.files.delete(file.id),
+            lambda: other.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+        with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
+            client.files.create(file=b"x", purpose="vision")
+
+
+def test_a_batch_is_cancelled_and_bounds_are_kept(
+    built: Any, client_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {**GREEDY, "max_tokens": 400, "ignore_eos": True}
+    monkeypatch.setattr("jaxpage.serving.batches.store.MAX_FILES", 3)
+    settings: Any = {"batch_directory": str(tmp_path), "batch_directory_bytes": 1 << 20}
+    with serving(built, **settings) as running:
+        client = client_of(running)
+        file = uploaded(client, [line(number, long) for number in range(60)])
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.total == 60)
+        with pytest.raises(openai.ConflictError, match="has not ended"):
+            client.files.delete(file.id)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        assert ended(client, batch.id).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="more are over the 1048576"):
+            client.files.create(file=b"x" * (1 << 20), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="larger than"):
+            client.files.create(file=b"x" * (2 << 20), purpose="batch")
+        for _ in range(3 - len(list(client.files.list()))):
+            uploaded(client, ["x"])
+        with pytest.raises(openai.BadRequestError, match="3 files are stored"):
+            uploaded(client, ["x"])
+
+
+def test_a_batch_goes_on_when_the_server_starts_again(
+    built: Any, client_of: Any, tmp_path: Path
+) -> None:
+    lines = [line(number, {**GREEDY, "max_tokens": 24}) for number in range(30)]
+    settings: Any = {"batch_directory": str(tmp_path), "shutdown_timeout_seconds": 0.0}
+    with serving(built, **settings) as running:
+        client = client_of(running)
+        file = uploaded(client, lines)
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        gone = client.batches.create(
+            input_file_id=uploaded(client, lines).id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        with pytest.raises(ConfigError, match="another server uses"), serving(built, **settings):
+            pass
+    kept = (tmp_path / f"{batch.id}.answers").read_bytes().count(b"\n")
+    assert 0 < kept < 30
+    (tmp_path / f"{gone.input_file_id}.jsonl").unlink()
+    with serving(built, **settings) as running:
+        client = client_of(running)
+        done = ended(client, batch.id)
+        assert done.status == "completed" and done.request_counts.completed == 30
+        content = client.files.content(done.output_file_id).read().splitlines()
+        assert sorted(json.loads(one)["custom_id"] for one in content) == sorted(
+            f"r{n}" for n in range(30)
+        )
+        failed = ended(client, gone.id)
+        assert failed.status == "failed"
+        assert failed.errors.data[0].message == "The input file does not exist any more"
+    # A file of answers that is damaged is told without a path of the machine.
+    with serving(built, **settings) as running:
+        client = client_of(running)
+        new = uploaded(client, lines)
+    record = json.loads((tmp_path / f"{batch.id}.json").read_text())
+    record["record"] |= {"status": "in_progress", "input_file_id": new.id}
+    (tmp_path / f"{batch.id}.json").write_text(json.dumps(record))
+    (tmp_path / f"{batch.id}.answers").write_text("what is this\n")
+    with serving(built, **settings) as running:
+        failed = ended(client_of(running), batch.id)
+        assert failed.status == "failed"
+        assert (
+            failed.errors.data[0].message
+            == "..., line 1 is not an answer of a batch: give another file"
+        )

@@ -1,0 +1,77 @@
+"""Every field of a config class that moves the logits of transformers is read, or refused by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformers
+
+pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from jaxpage.models.fields import Fields
+from tests.support.checkpoint_cases import KEPT, Config, class_fields, random_value
+from tests.support.config_defaults import read
+from tests.support.hf_models import MODELS, config_json, make_model, torch
+from tests.support.model_forms import FORMS
+from tests.support.sweeps import few
+
+MOVED = 1e-5
+IDS = torch.arange(2, 42)[None] * 7 % 61
+ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0}
+CASES = [name for name in MODELS if "text_config" not in config_json(name)]
+# A form of each family whose entries are made from the registry; the others are in the sweep.
+FIRST = [f"{module.replace('_', '-')}-{next(iter(forms))}" for module, forms in FORMS.items()]
+
+
+def other_values(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yields every field of the class that is no size, with a value that it does not have."""
+    chance = random.Random(1)
+    for field, default in class_fields(config["model_type"]).items():
+        given = config.get(field, default)
+        drawn = (random_value(chance, field, given, config) for _ in range(20))
+        value = ROPE if field == "rope_parameters" else next((v for v in drawn if v != given), None)
+        if field not in KEPT and value is not None:
+            yield field, value
+
+
+@torch.no_grad()
+def logits_with(config: Config, state: dict[str, Any]) -> torch.Tensor | None:
+    """Returns the logits with these weights; None where the class refuses, or needs others."""
+    fields = {name: value for name, value in config.items() if name not in KEPT[:2]}
+    model_class = getattr(transformers, config["architectures"][0])
+    try:
+        model = model_class(model_class.config_class(**fields)).eval()
+        model.load_state_dict(state)
+        return model(IDS % config["vocab_size"]).logits[0]
+    except Exception:
+        return None
+
+
+def passed_over(name: str) -> tuple[list[str], list[str]]:
+    """Returns the fields that move logits, and those of them that change nothing here."""
+    state = make_model(name).state_dict()
+    want = logits_with(config_json(name), state)
+    assert want is not None
+    spec = read(config_json(name))
+    moving, idle = [], []
+    for field, value in other_values(config_json(name)):
+        found = logits_with({**config_json(name), field: value}, state)
+        if found is not None and float((found - want).abs().max()) > MOVED:
+            moving.append(field)
+            if read({**config_json(name), field: value}) == spec:
+                idle.append(f"{field} = {value!r}")
+    return moving, idle
+
+
+@pytest.mark.parametrize("name", few(CASES, FIRST))
+def test_a_field_that_moves_logits_is_read_or_refused(name: str) -> None:
+    moving, idle = passed_over(name)
+    assert moving and idle == []
+
+
+def test_a_field_that_is_passed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fields, "activation", lambda *_: "silu")
+    assert [each.split()[0] for each in passed_over("seed-oss-grouped")[1]] == ["hidden_act"]

@@ -1,0 +1,143 @@
+"""Text models of checkpoints that hold other models too: older names, absent fields, what is not loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from jaxpage.checkpoints.opening import open_model
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.registry import load_family
+from tests.support.engines import make_llm
+from tests.support.hf_models import config_json, save_model
+from tests.test_models import fill, oracle, read_spec
+
+State = dict[str, np.ndarray]
+
+
+def as_llava(name: str) -> str:
+    """Returns the name of a tensor in files of transformers before 4.52."""
+    name = name.removeprefix("model.")
+    if name.startswith("language_model."):
+        return name.replace("language_model.", "language_model.model.", 1)
+    return f"language_model.{name}" if name.startswith("lm_head.") else name
+
+
+def as_qwen(name: str) -> str:
+    return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
+
+
+def headless(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("mistral3-images", as_llava),
+        ("qwen2-vl", as_qwen),
+        ("qwen3-vl-moe", as_qwen),
+        ("gemma4-images", headless),
+    ],
+)
+def test_files_with_older_names_fill_the_same_parameters(
+    name: str, older: Callable[[str], str]
+) -> None:
+    state, _, _ = oracle(name)
+    family, spec = read_spec(name)
+    renamed = {older(key): value for key, value in state.items()}
+    assert len(renamed) == len(state) and renamed.keys() != state.keys()
+    if name == "qwen3-vl-moe":  # its published experts are [in, out]
+        experts = [key for key in renamed if ".experts." in key]
+        assert experts
+        renamed |= {key: renamed[key].swapaxes(1, 2) for key in experts}
+    same = jax.tree.map(np.array_equal, fill(family, spec, renamed), fill(family, spec, state))
+    assert jax.tree.all(same)
+
+
+def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_transformers() -> None:
+    """The 4B model has no number of heads, no width of a head and no vocabulary."""
+    text = {
+        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+        **{"num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    config = {"model_type": "gemma3", "text_config": text}
+    theirs = transformers.Gemma3Config(text_config=dict(text)).text_config
+    named = {**config, "architectures": ["Gemma3ForConditionalGeneration"]}
+    spec: Any = load_family(named).Spec.from_config(named)
+    assert spec.vocab_size == theirs.vocab_size
+    assert spec.num_query_heads == theirs.num_attention_heads
+    assert spec.kv.num_kv_heads == theirs.num_key_value_heads
+    assert spec.kv.head_width == theirs.head_dim
+    assert spec.tie_word_embeddings and spec.rope.frequencies[0] == 1 / 8
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth"])
+def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> None:
+    """Each field alone is left out, and the config that transformers makes of the rest is read."""
+    config = config_json(name)
+    optional = {*config["text_config"]} - {
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("vocab_size", "model_type", "num_experts"),
+    }
+    family = load_family(config)
+    model_class = getattr(transformers, config["architectures"][0])
+    for left in [*({field} for field in optional), optional]:
+        text = {key: value for key, value in config["text_config"].items() if key not in left}
+        if "num_key_value_heads" in left:  # the defaults of 8 to 32 do not divide 4 heads
+            text |= {"num_attention_heads": 32, "hidden_size": 1024}
+        given = {**config, "text_config": text}
+        fields = json.loads(json.dumps({k: v for k, v in given.items() if k != "architectures"}))
+        whole = model_class.config_class(**fields).to_dict()
+        whole["architectures"] = given["architectures"]
+        found = family.Spec.from_config(given)
+        assert found == family.Spec.from_config(whole), left
+
+
+def test_a_text_model_that_is_not_known_is_refused_by_its_type() -> None:
+    config = config_json("mistral3-images", model_type="mistral9")
+    with pytest.raises(UnsupportedError, match="'mistral9', which is not one of mistral, min"):
+        load_family(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_files_say_whether_a_head_is_tied_where_the_config_does_not(
+    tmp_path: Path, tied: bool
+) -> None:
+    save_model("mistral3-images", tmp_path, tie_word_embeddings=tied)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("tie_word_embeddings", None)
+    config["text_config"].pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(config))
+    assert open_model(tmp_path).spec.tie_word_embeddings == tied
+
+
+def test_tensors_for_images_are_counted_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of layers that share pages are not needed either, and count as none of them."""
+    save_model("gemma4-images", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    others = {f"model.{tower}.x": np.zeros(3) for tower in ("vision_tower", "embed_audio")}
+    idle = {"model.language_model.layers.4.self_attn.k_proj.weight": np.zeros(3, np.float32)}
+    save_file({**tensors, **others, **idle}, file, {"format": "pt"})
+    count = sum("language_model" not in name for name in {**tensors, **others})
+    with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60):
+        pass
+    found = [line for line in caplog.messages if "text model alone" in line]
+    assert found == [
+        "this is the text model alone: images, videos and sound are not supported, and the "
+        f"checkpoint's {count} tensors for them are not loaded"
+    ]
