@@ -14,7 +14,13 @@ from pydantic import AfterValidator, Field
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
-from jaxpage.settings.base import ByteSize, InvalidSettings, Settings, UnsupportedSettings, setting
+from jaxpage.settings.checked_settings import (
+    ByteSize,
+    InvalidSettings,
+    Settings,
+    UnsupportedSettings,
+    setting,
+)
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.yaml_file import Located, load_mapping
 

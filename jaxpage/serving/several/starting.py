@@ -14,7 +14,7 @@ from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.server import run_app
 from jaxpage.serving.several.models_file import ModelEntry, checked_sizes, mib
-from jaxpage.serving.several.served_model import Opener
+from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Models, Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handled_as
@@ -73,7 +73,7 @@ def start_several(
 
 def open_table(
     entries: Sequence[ModelEntry], memory_bytes: int | None, server: ServerConfig
-) -> tuple[Switchboard, ModelTable, Opener]:
+) -> tuple[Switchboard, ModelTable[ServedModel], Opener]:
     """Returns the table of models and what answers their requests; nothing is loaded.
 
     Raises:
