@@ -20,7 +20,7 @@ from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig
 def serve(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage serve [MODEL]` until a signal ends it, and returns the exit status."""
     settings, server = resolved_both(arguments)
-    if server.config.models is not None:
+    if server.config.models_file is not None:
         return _serve_several(settings, server)
     if settings.origins["model"] == BUILT_IN:
         raise UsageError(
@@ -52,8 +52,8 @@ def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> 
             "model in the file"
         )
     config = server.config
-    assert config.models is not None
-    entries, memory_bytes = read_models_file(Path(config.models), config)
+    assert config.models_file is not None
+    entries, memory_bytes = read_models_file(Path(config.models_file), config)
     with bound_socket(config) as listener:
         # The settings and the address are checked first, because this imports jax.
         from jaxpage.serving import start_several

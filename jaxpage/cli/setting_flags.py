@@ -216,10 +216,11 @@ SERVER_FLAGS = (
         "TCP port; 0: a free one; default: 8000",
     ),
     Flag(
-        "models",
+        "models_file",
         str,
         "YAML file of several models, each loaded when a request names it",
         metavar="FILE",
+        alias="--models",
     ),
     Flag(
         "served_model_name",

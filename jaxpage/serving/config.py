@@ -105,7 +105,7 @@ class ServerConfig(Settings):
             "weights_directory",
             "incident_directory",
             "profile_directory",
-            "models",
+            "models_file",
             "batch_directory",
         }
         | {"coordinator", "hosts_secret_file"}
@@ -117,10 +117,11 @@ class ServerConfig(Settings):
         shown="127.0.0.1 (only this machine)",
     )
     port: Annotated[int, Field(ge=0, lt=2**16)] = setting(8000, "TCP port; 0: a free one")
-    models: _Text | None = setting(
+    models_file: _Text | None = setting(
         None,
         "YAML file of several models, each loaded when a request names it",
         metavar="FILE",
+        alias="--models",
     )
     served_model_name: _ModelNames | None = setting(
         None,
@@ -303,10 +304,10 @@ class ServerConfig(Settings):
                 f"cannot be true while log_level is {self.log_level!r}: requests are logged at info",
             )
 
-        if self.models is not None:
+        if self.models_file is not None:
             for name in OF_ONE_MODEL:
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    yield name, "is not supported with models"
+                    yield name, "is not supported with models_file"
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 yield name, "needs kv_events"

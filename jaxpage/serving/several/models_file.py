@@ -128,7 +128,7 @@ def _entry(value: Any, place: str, keep_alive: str | float, server: ServerConfig
         raise ConfigError(f"{place}: model: belongs next to name, not into settings")
     of_server = {name: given.pop(name) for name in OF_A_MODEL if name in given}
     engine = _fields(EngineConfig, {"model": fields.model, **given}, place)
-    shared = {name: given for name, given in server.given().items() if name != "models"}
+    shared = {name: given for name, given in server.given().items() if name != "models_file"}
     own = _fields(ServerConfig, {**shared, "served_model_name": (fields.name,), **of_server}, place)
     if own.lora_modules and not engine.enable_lora:
         raise ConfigError(f"{place}: lora_modules: needs enable_lora")

@@ -36,7 +36,7 @@ from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
-from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.settings.argument_checks import shown
 
@@ -147,12 +147,12 @@ class Switchboard:
                 f"The model {name!r} was not loaded within {self._seconds:g} s"
             ) from None
         except LoadFailed as error:
+            # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
             raise ApiError(
-                503,
+                500,
                 f"The model {shown(name)} cannot be loaded: {error}",
                 param="model",
                 code="model_not_loaded",
-                headers=RETRY_AFTER,
             ) from error
         self._lengths[name] = model.context.max_model_len
         return model
