@@ -144,6 +144,24 @@ def test_a_load_that_fails_answers_its_requests_and_leaves_the_others_alone():
     asyncio.run(run())
 
 
+def test_a_lease_that_is_granted_as_its_request_ends_is_given_back():
+    async def run():
+        async with running({"a": 1}, 1) as world:
+            request = asyncio.ensure_future(world.request("a"))
+            grant = world.table._grant
+
+            def granted(slot):
+                grant(slot)
+                request.cancel()
+
+            world.table._grant = granted
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert world.log == ["load a"] and not world.table.slots["a"].num_leases
+
+    asyncio.run(run())
+
+
 def test_models_that_stay_are_never_unloaded():
     async def run():
         async with running({"a": 1, "b": 1}, 1, staying="a") as world:

@@ -106,7 +106,7 @@ def run_app(
     listener: socket.socket,
     *,
     announce: Callable[[], None],
-    is_stuck: Callable[[], bool] = lambda: False,
+    is_loading: Callable[[], bool] = lambda: False,
 ) -> int:
     """Serves an application until a signal comes or its driver ends; see `run_server`.
 
@@ -116,7 +116,7 @@ def run_app(
         config: The settings of the server.
         listener: The server's socket, which is bound but does not listen.
         announce: Called once connections are answered.
-        is_stuck: Returns whether a thread works on that cannot be waited for.
+        is_loading: Returns whether a model is being loaded, for which a shutdown does not wait.
     """
     config = config.model_copy(
         update={"max_connections": room_for_connections(config.max_connections)}
@@ -127,9 +127,11 @@ def run_app(
         status = asyncio.run(_serve(app, driver, config, listener, announce))
     finally:
         has_ended = driver.stop(PARTING_SECONDS)
-    if not has_ended or is_stuck():
+    if not has_ended:
         logger.critical("an engine is still at work; the process ends without it")
         os._exit(1)
+    if is_loading():
+        os._exit(status)
     return status
 
 

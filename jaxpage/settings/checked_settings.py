@@ -160,6 +160,8 @@ class Settings(BaseModel):
     def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
         """Adds the problems of the other settings, so that all can be corrected at once."""
         wrong = {name.partition(".")[0] for name, _ in problems}
+        if wrong.isdisjoint(settings):
+            return problems  # a required setting is missing, and would be missing again
         try:
             cls(**{name: value for name, value in settings.items() if name not in wrong})
         except (InvalidSettings, UnsupportedSettings) as error:

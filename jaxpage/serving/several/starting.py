@@ -65,7 +65,7 @@ def start_several(
                 server,
                 listener,
                 announce=lambda: start_up.ready(text, address),
-                is_stuck=lambda: opener.is_busy,
+                is_loading=lambda: opener.is_busy,
             )
         finally:
             opener.close()
