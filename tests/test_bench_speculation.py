@@ -133,7 +133,7 @@ def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
             assert [goes_on for _, goes_on in told] == [True] * 6
             last, goes_on = engine.go_on()
             assert not goes_on and [*told, (last, False)] == sorted([*told, (last, False)])
-            assert engine.end() == (last, 1.0, expected)
+            assert engine.end() == (last, 1.0, expected, ())
         with pytest.raises(ValueError, match="takes one prompt, not 0"):
             engine.begin([[]], params[:1])
 

@@ -707,7 +707,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides
 def test_the_fields_behind_a_wrong_one_are_read_too(case):
     """Each is reported, and no error that only the first one causes."""
     _, name, says, overrides = case
-    config = config_json(name) | overrides | {"tie_word_embeddings": "yes"}
+    config = config_json(name) | overrides
+    tied = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
+    config[tied] = "yes"
     problems = Problems(Path("somewhere"))
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None

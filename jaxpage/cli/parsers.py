@@ -85,7 +85,7 @@ def _add_generate(commands: Commands[Parser]) -> None:
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
-    parser.set_defaults(run=lazily("generating", "generate"))
+    parser.set_defaults(run=lazily("generate", "generate"))
 
 
 def _add_chat(commands: Commands[Parser]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import psutil
 from jax.typing import DTypeLike
 
@@ -38,11 +37,11 @@ class DeviceSpec:
     keeps_bfloat16: bool = True
 
     @classmethod
-    def of(cls, device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
+    def of(cls, device: Any, utilization: float, num_devices: int = 1) -> DeviceSpec:
         """Describes a device that is at hand.
 
         Args:
-            device: The device.
+            device: The `jax.Device`.
             utilization: The share of a GPU's memory that the engine may use.
             num_devices: The number of devices, which are all alike. Devices that are made of one
                 CPU share its memory.

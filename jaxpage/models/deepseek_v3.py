@@ -86,11 +86,11 @@ def corrected_experts(
 
 def read_groups(
     fields: Fields,
-    count: tuple[str, int],
+    count: tuple[str, Any],
     *,
     best: int,
     default: Any = (None, None),
-    per_token: int = 1,
+    per_token: Any = 1,
 ) -> Groups | None:
     """Returns the groups of experts; None if all experts are one group.
 

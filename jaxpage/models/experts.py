@@ -65,9 +65,9 @@ DEEPSEEK_NAMES = ExpertNames(shared=("shared_experts", None))
 def read_experts(
     fields: Fields,
     *,
-    count: tuple[str, int],
-    per_token: int | None,
-    width: tuple[str, int],
+    count: tuple[str, Any],
+    per_token: Any,
+    width: tuple[str, Any],
     normalized: bool | None,
     routing: Mapping[str, Any] | None = None,
     **more: Any,

@@ -171,7 +171,9 @@ def text_family(architecture: str, family: Family) -> TextFamily:
 
 def leaves_tying_open(config: Mapping[str, Any]) -> bool:
     """Returns whether only the files say if the head is tied to the token table."""
-    wrapper = MULTIMODAL.get(next(iter(config.get("architectures") or ()), ""))
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    wrapper = MULTIMODAL.get(first) if isinstance(first, str) else None
     return bool(
         wrapper and wrapper.tied_by_files and "tie_word_embeddings" not in text_part(config)
     )
