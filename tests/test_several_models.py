@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import SamplingParams
+from jaxpage.cli import main
 from jaxpage.errors import ConfigError
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
@@ -347,6 +348,21 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> No
     assert len(str(refused.value).splitlines()) == 1
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         read_models_file(tmp_path / "absent.yaml", ServerConfig())
+
+
+def test_settings_of_one_model_do_not_go_with_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(f"models: [{A}}}]")
+    assert main(["serve", "demo", "--models", str(path)]) == 2
+    assert "--models FILE does not go with model: " in capsys.readouterr().err
+    given = {"weights_directory": "w", "ui": True, "kv_events": "tcp://127.0.0.1:9"}
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(models_file=str(path), **given)
+    assert str(refused.value).splitlines() == [
+        f"{name}: is not supported with models_file" for name in given
+    ]
 
 
 def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: Path) -> None:
