@@ -160,13 +160,7 @@ class Switchboard:
     @quotes
     def _asked(self, raw: bytes, path: str) -> Asked:
         body = parse_object(raw)
-        name = body.get("model")
-        if name is None and len(self._entries) == 1:
-            name = next(iter(self._entries))
-        if not isinstance(name, str):
-            raise ApiError(
-                400, f"model must be the name of a model, got {shown(name)}", param="model"
-            )
+        name = self._name_in(body)
         is_ollama = path.startswith(OLLAMA_PATHS)
         if is_ollama and name not in self._models:
             name = name.removesuffix(":latest")
@@ -176,6 +170,17 @@ class Switchboard:
         prompt = _UNLOADING.get(path)
         unloads = keep_alive == 0 and prompt is not None and not body.get(prompt)
         return Asked(self._named(name), name, keep_alive, prompt if unloads else None)
+
+    def _name_in(self, body: Mapping[str, Any]) -> str:
+        """Returns the name in a request, which may be missing if there is one model."""
+        name = body.get("model")
+        if name is None and len(self._entries) == 1:
+            name = next(iter(self._entries))
+        if not isinstance(name, str):
+            raise ApiError(
+                400, f"model must be the name of a model, got {shown(name)}", param="model"
+            )
+        return name
 
     def _named(self, name: str) -> str:
         """Returns the model that a request names, by its name or that of an adapter of it."""
@@ -194,14 +199,15 @@ class Switchboard:
         asked = await self._order(request, {"model", "level"})
         if (level := asked.get("level", 1)) not in LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {shown(level)}", param="level")
+        name = self._named(self._name_in(asked))
         try:
-            await self._table.sleep(name := self._ordered(asked), level)
+            await self._table.sleep(name, level)
         except InUse as error:
             raise ApiError(409, str(error), code="conflict") from error
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
     async def _wake_up(self, request: Request) -> Response:
-        name = self._ordered(await self._order(request, {"model"}))
+        name = self._named(self._name_in(await self._order(request, {"model"})))
         async with contextlib.AsyncExitStack() as leases:
             await self._leased(name, leases)
         return json_answer({"model": name, "state": self._table.slots[name].state})
@@ -217,16 +223,6 @@ class Switchboard:
                 asked["level"] = int(asked["level"])
         check_fields(asked, known)
         return asked
-
-    def _ordered(self, asked: Mapping[str, Any]) -> str:
-        name = asked.get("model")
-        if name is None and len(self._entries) == 1:
-            name = next(iter(self._entries))
-        if not isinstance(name, str):
-            raise ApiError(
-                400, f"model must be the name of a model, got {shown(name)}", param="model"
-            )
-        return self._named(name)
 
     # What the server has.
 
