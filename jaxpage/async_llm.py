@@ -284,6 +284,7 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down.
         """
+        self._driver.check_awake()
         weights = await asyncio.wrap_future(self._driver.weights())
         return await asyncio.to_thread(self._named, weights)
 
@@ -305,6 +306,16 @@ class AsyncLLM(DrivenModel):
             self._prepare_weights, parameters, check_finite=check_finite, mode=mode
         )
         return await self._driver.replaced_weights(weights, abort=mode == "abort")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees the device's memory until `wake_up`; see `LLM.sleep`."""
+        with self._sleeping(level) as asleep:
+            await asyncio.wrap_future(asleep)
+
+    async def wake_up(self) -> None:
+        """Ends `sleep`; see `LLM.wake_up`."""
+        weights = await asyncio.to_thread(self._weights_for_waking)
+        await asyncio.wrap_future(self._driver.wake(weights))
 
     async def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> AsyncPinnedPrefix:
         """Computes a prefix and keeps its blocks; see `LLM.pin_prefix`.

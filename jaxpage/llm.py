@@ -157,6 +157,7 @@ class LLM(DrivenModel):
         Raises:
             UnsupportedError: The weights are quantised.
         """
+        self._driver.check_awake()
         return self._named(self._driver.wait(self._driver.weights()))
 
     def update_parameters(
@@ -431,6 +432,32 @@ class LLM(DrivenModel):
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Running requests are not affected."""
         self._driver.wait(self._driver.call(Engine.reset_prefix_cache))
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the device's memory, so that something else can use it until `wake_up`.
+
+        Requests of other threads finish first. The executables stay, so that waking compiles
+        nothing; the prefix cache is emptied. While the model sleeps, requests are refused.
+
+        Args:
+            level: 1 moves the weights to the host's memory. 2 drops them: `wake_up` reads the
+                checkpoint again, and so later updates of the weights are lost.
+
+        Raises:
+            ValueError: The level is neither 1 nor 2.
+            RuntimeError: The model sleeps already, or a prefix is pinned.
+        """
+        with self._sleeping(level) as asleep:
+            self._driver.wait(asleep)
+
+    def wake_up(self) -> None:
+        """Ends `sleep`: the weights come back to the device, and nothing is compiled.
+
+        Raises:
+            RuntimeError: The model does not sleep.
+            CheckpointError: The checkpoint cannot be read again.
+        """
+        self._driver.wait(self._driver.wake(self._weights_for_waking()))
 
     def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> PinnedPrefix:
         """Computes a prefix, such as a system prompt, and keeps its blocks for later prompts.

@@ -394,13 +394,13 @@ def test_who_leaves_while_waiting_takes_the_update_back(
                 f"{running.address}/v1/update_weights", json={"path": "1"}, timeout=0.5
             )
         )
-        wait_until(lambda: running.loop.turns.replacement is not None, "it waits")
+        wait_until(lambda: running.loop.turns.change is not None, "it waits")
         again = client.post("/v1/update_weights", json={"path": "1"})
         assert (again.status_code, again.json()["error"]["code"]) == (409, "conflict")
         with pytest.raises(httpx.ReadTimeout):
             update.result()
         assert token_ids(first.result()) == from_files[0][0][0]
-    wait_until(lambda: running.loop.turns.replacement is None, "nothing waits")
+    wait_until(lambda: running.loop.turns.change is None, "nothing waits")
     assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 

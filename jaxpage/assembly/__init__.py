@@ -18,6 +18,7 @@ No step needs anything of this room, and the engine never imports it. Other room
     Drafting, open_drafting, drafter_directory  find a model's drafter, and describe it
     shards_of_weights  says which part of a weight each device has
     Mode, given_weights, check_replaceable, weights_on_device  take other weights
+    weights_for_waking  gives a model that sleeps its weights again
     chat_defaults      gives the sampling parameters of a chat that a model's files do not set
 """
 
@@ -37,6 +38,7 @@ from jaxpage.assembly.model_weights import (
     Mode,
     check_replaceable,
     given_weights,
+    weights_for_waking,
     weights_on_device,
 )
 from jaxpage.assembly.sampling_defaults import chat_defaults
@@ -68,5 +70,6 @@ __all__ = [
     "refuse_recurrent",
     "refused_settings",
     "shards_of_weights",
+    "weights_for_waking",
     "weights_on_device",
 ]

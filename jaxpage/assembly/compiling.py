@@ -63,18 +63,10 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     files = opened.files
     mesh = opened.mesh
     drafting = spec.described.drafting
-    lora = spec.described.lora
     hooks.phase(PHASES[3])
-    adapters = (
-        adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
-    )
+    adapters = adapters_of(files, spec)
     model, packed = step_model(files, spec)
-    parameters = {
-        "target": load_model(files, spec, mesh, packed, adapters, progress=hooks.progress),
-        "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=hooks.progress),
-    }
-    drafter_packed = drafting.packed(spec)
-    pack_weights(parameters["drafter"], drafter_packed)
+    parameters = load_parameters(files, spec, mesh, packed, adapters, progress=hooks.progress)
     hooks.phase(PHASES[4])
     options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
@@ -93,12 +85,37 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
-    all_packed = _below("target", packed) | _below("drafter", drafter_packed)
+    all_packed = _below("target", packed) | _below("drafter", drafting.packed(spec))
     return Compiled(parameters, all_packed, adapters, pages, executables)
 
 
 def _below(key: str, packed: Packings) -> dict[Path, Packing]:
     return {(key, *path): size for path, size in packed.items()}
+
+
+def adapters_of(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
+    """Returns the LoRA weights A and B of every layer that takes adapters."""
+    lora = spec.described.lora
+    if not lora:
+        return []
+    return adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding)
+
+
+def load_parameters(
+    files: ModelFiles,
+    spec: EngineSpec,
+    mesh: DeviceMesh,
+    packed: Packings,
+    adapters: Sequence[ShardedWeight],
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Loads the weights of a model and of its drafter; see `load_model`."""
+    drafting = spec.described.drafting
+    target = load_model(files, spec, mesh, packed, adapters, progress=progress)
+    drafter = drafting.load(spec.layout.dtype, mesh.put, progress=progress)
+    pack_weights(drafter, drafting.packed(spec))
+    return {"target": target, "drafter": drafter}
 
 
 def load_model(

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from jaxpage.assembly.compiling import load_model, shards_of_weights, step_model
+from jaxpage.assembly.compiling import (
+    adapters_of,
+    load_model,
+    load_parameters,
+    shards_of_weights,
+    step_model,
+)
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
     LoadPlan,
@@ -14,7 +20,8 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device import make_mesh, pack_weights, unpacked_weights
+from jaxpage.device import make_mesh, pack_weights, to_device, unpacked_weights
+from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
@@ -89,6 +96,20 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> d
         for plan, part in checkpoint_parts(files, spec, weights):
             check_all_finite(plan, part)
     return weights
+
+
+def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> dict[str, Any]:
+    """Returns the weights for `Engine.wake`: those that the runner kept, or the checkpoint's.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read again.
+    """
+    if runner.kept is not None:
+        kept: dict[str, Any] = to_device(runner.kept)
+        return kept
+    mesh = make_mesh(spec.layout.tensor_parallel_size)
+    _, packed = step_model(files, spec)
+    return load_parameters(files, spec, mesh, packed, adapters_of(files, spec))
 
 
 def given_weights(

@@ -12,14 +12,16 @@ from pathlib import Path
 from jaxpage.cli.flags import PLANNED_SETTINGS
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
 from jaxpage.errors import UsageError
-from jaxpage.serving import AUTO, bound_socket
+from jaxpage.serving import AUTO, ServerConfig, bound_socket
 from jaxpage.settings.argument_checks import counted
-from jaxpage.settings.sources import BUILT_IN
+from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage serve [MODEL]` until a signal ends it, and returns the exit status."""
     settings, server = resolved_both(arguments)
+    if server.config.models_file is not None:
+        return _serve_several(settings, server)
     if settings.origins["model"] == BUILT_IN:
         raise UsageError(
             "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or --config FILE with a model"
@@ -38,6 +40,25 @@ def serve(arguments: argparse.Namespace) -> int:
         from jaxpage.serving import start
 
         return start(settings.config, config, listener)
+
+
+def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> int:
+    """Runs `jaxpage serve --models FILE`, and returns the exit status."""
+    from jaxpage.serving import read_models_file
+
+    if given := [name for name, origin in settings.origins.items() if origin != BUILT_IN]:
+        raise UsageError(
+            f"--models FILE does not go with {', '.join(given)}: write it below the settings of a "
+            "model in the file"
+        )
+    config = server.config
+    assert config.models_file is not None
+    entries, memory_bytes = read_models_file(Path(config.models_file), config)
+    with bound_socket(config) as listener:
+        # The settings and the address are checked first, because this imports jax.
+        from jaxpage.serving import start_several
+
+        return start_several(entries, memory_bytes, config, listener)
 
 
 def run_batch(arguments: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ class Flag:
         kind: Parses the value; None for a switch, which has a --no- form.
         help: The text of --help.
         metavar: The name of the value in --help; None for that of its kind.
-        alias: Another name of the flag, where vLLM has one.
+        alias: Another name of the flag, such as that of vLLM.
         several: The flag takes one or more values, and may be repeated.
         action: The action of argparse, if it is not the usual one.
     """

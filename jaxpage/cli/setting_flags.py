@@ -216,6 +216,13 @@ SERVER_FLAGS = (
         "TCP port; 0: a free one; default: 8000",
     ),
     Flag(
+        "models_file",
+        str,
+        "YAML file of several models, each loaded when a request names it",
+        metavar="FILE",
+        alias="--models",
+    ),
+    Flag(
         "served_model_name",
         str,
         "names of the model in requests, the first in answers; default: MODEL, of a path its last"

@@ -5,6 +5,7 @@ one of them does not load the others. Other rooms take, to know a device before 
 
     DeviceSpec           describes a device: its memory, its types, and its kernel sets
     open_devices         has JAX open its devices, with a share of a GPU's memory
+    available_bytes      counts the bytes that engines may take of a device
     available_host_bytes counts the free bytes of host memory
     Backend              names the kernels that steps use
     choose_backend       chooses them by the settings and the device
@@ -53,6 +54,11 @@ For keys and values:
     bytes_of_pages, bytes_per_layer   count their bytes
     HostPages            holds the blocks that are swapped out
 
+For a model that sleeps:
+
+    to_host              moves its weights to the host's memory
+    to_device            moves them back
+
 And for what runs next to the steps:
 
     Embedder             computes embeddings of prompts
@@ -73,7 +79,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.device.backends import Backend, attention_sets, choose_backend, cpu_kernels
     from jaxpage.device.buckets import Bucket, BucketMenu, make_menu
-    from jaxpage.device.device_spec import DeviceSpec, available_host_bytes
+    from jaxpage.device.device_spec import DeviceSpec, available_bytes, available_host_bytes
     from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
     from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
     from jaxpage.device.embedder import Embedder
@@ -81,6 +87,7 @@ if TYPE_CHECKING:
     from jaxpage.device.gpu_memory import open_devices
     from jaxpage.device.host_pages import HostPages
     from jaxpage.device.host_processor import processor
+    from jaxpage.device.host_weights import to_device, to_host
     from jaxpage.device.kv_pages import (
         KVPages,
         bytes_of_pages,
@@ -131,6 +138,7 @@ __all__ = [
     "TopIdsDrafter",
     "TreeShape",
     "attention_sets",
+    "available_bytes",
     "available_host_bytes",
     "bytes_of_pages",
     "bytes_per_layer",
@@ -151,6 +159,8 @@ __all__ = [
     "page_shapes",
     "processor",
     "processor_shapes",
+    "to_device",
+    "to_host",
     "unpack_drawn",
     "unpacked_weight",
     "unpacked_weights",
@@ -166,6 +176,7 @@ _HOMES = {
     "BucketMenu": "jaxpage.device.buckets",
     "make_menu": "jaxpage.device.buckets",
     "DeviceSpec": "jaxpage.device.device_spec",
+    "available_bytes": "jaxpage.device.device_spec",
     "available_host_bytes": "jaxpage.device.device_spec",
     "DeviceDrafter": "jaxpage.device.drafter",
     "HeadDrafter": "jaxpage.device.drafter",
@@ -179,6 +190,8 @@ _HOMES = {
     "use_compile_cache": "jaxpage.device.executables",
     "open_devices": "jaxpage.device.gpu_memory",
     "HostPages": "jaxpage.device.host_pages",
+    "to_device": "jaxpage.device.host_weights",
+    "to_host": "jaxpage.device.host_weights",
     "KVPages": "jaxpage.device.kv_pages",
     "bytes_of_pages": "jaxpage.device.kv_pages",
     "bytes_per_layer": "jaxpage.device.kv_pages",

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jaxpage.device import Embedder
 from jaxpage.driver.handle import Handle, copy_error
-from jaxpage.driver.orders import Answer, Order, Replacement
+from jaxpage.driver.orders import Answer, Change, Order
 from jaxpage.driver.pinning import Pinning
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
@@ -141,6 +141,16 @@ class Driver:
         if self.turns.refusal is not None:
             raise copy_error(self.turns.refusal)
 
+    def check_awake(self) -> None:
+        """Checks that the engine can be used, with the errors of `check_open`.
+
+        Raises:
+            RuntimeError: The engine sleeps.
+        """
+        self.check_open()
+        if self.engine.is_asleep:
+            raise RuntimeError("the model sleeps: call wake_up first")
+
     @property
     def before_step(self) -> Callable[[Callable[[], bool]], bool] | None:
         """Returns the listener that may hold the next step back, or None.
@@ -217,31 +227,63 @@ class Driver:
         """Returns whether a pin is in place, without waiting."""
         return not self.turns.is_over and self.engine.is_pinned(pin_id)
 
-    @contextlib.contextmanager
     def replacing(
         self, weights: Any, *, abort: bool = False, tells: bool = False, queues: bool = False
-    ) -> Iterator[Answer[int]]:
-        """Takes other weights once nothing runs. Requests that come in meanwhile wait for them.
-
-        The answer is their version. The end of the `with` block takes back what is not in use.
+    ) -> contextlib.AbstractContextManager[Answer[int]]:
+        """Takes other weights once nothing runs; see `changing`. The answer is their version.
 
         Args:
             weights: The weights as they are on the device.
+            abort: See `changing`.
+            tells: See `changing`.
+            queues: See `changing`.
+        """
+        return self.changing(
+            lambda engine: engine.replace_weights(weights), abort=abort, tells=tells, queues=queues
+        )
+
+    def falling_asleep(self, level: int) -> contextlib.AbstractContextManager[Answer[None]]:
+        """Has the engine sleep once nothing runs; see `changing` and `Engine.sleep`.
+
+        Requests that come in meanwhile wait until it is woken.
+        """
+        return self.changing(lambda engine: engine.sleep(level))
+
+    @contextlib.contextmanager
+    def changing(
+        self,
+        function: Callable[[Engine], _Result],
+        *,
+        abort: bool = False,
+        tells: bool = False,
+        queues: bool = False,
+    ) -> Iterator[Answer[_Result]]:
+        """Changes the weights once nothing runs. Requests that come in meanwhile wait for that.
+
+        The end of the `with` block takes back a change that was not made.
+
+        Args:
+            function: Makes the change.
             abort: True ends the running and waiting requests, and does not wait for them.
             tells: True ends them with WeightsReplaced, False with a last output.
-            queues: True waits if another replacement is under way; False then raises an error.
+            queues: True waits if another change is under way; False then raises an error.
         """
         turns = self.turns
-        replacement = Replacement(weights)
+        change = Change(function)
 
         def begin(engine: Engine) -> object:
-            return turns.begin_replacing(replacement, abort=abort, tells=tells)
+            return turns.begin_change(change, abort=abort, tells=tells)
 
-        turns.post(Order(begin, replacement.version, waits_for_weights=queues))
+        turns.post(Order(begin, change.answer, waits_for_weights=queues))
         try:
-            yield replacement.version
+            yield change.answer
         finally:
-            replacement.withdraw()
+            change.withdraw()
+
+    def wake(self, parameters: Any) -> Answer[None]:
+        """Wakes the engine with its weights as they are on the device; see `Engine.wake`."""
+        turns = self.turns
+        return self.call(lambda engine: turns.wake(parameters))
 
     def weights(self) -> Answer[Any]:
         """Asks for the weights of the model and of its drafter as they are on the device."""

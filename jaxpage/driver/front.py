@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.assembly import BuiltModel, Mode, given_weights
+from jaxpage.assembly import BuiltModel, Mode, given_weights, weights_for_waking
 from jaxpage.checkpoints import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
+from jaxpage.driver.orders import Answer
 from jaxpage.engine import (
     ByVectors,
     CheckedParams,
@@ -30,6 +32,7 @@ from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
+LEVELS = (1, 2)  # of sleep: the weights are in the host's memory, or dropped
 
 
 class DrivenModel(BuiltModel):
@@ -48,7 +51,7 @@ class DrivenModel(BuiltModel):
         self, prompts: Any, params: Any, lora_request: Any = None
     ) -> list[PreparedRequest]:
         """Encodes and checks all prompts, so that a bad one is refused before anything runs."""
-        self._driver.check_open()
+        self._driver.check_awake()
         normalised = normalise(prompts)
         each = one_each(
             self.default_sampling_params() if params is None else params, len(normalised)
@@ -154,9 +157,28 @@ class DrivenModel(BuiltModel):
 
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
         """Returns other weights as they are on the device; see `given_weights`."""
-        self._driver.check_open()
+        self._driver.check_awake()
         about = self._model, self.spec, self.config.event_log
         return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
+
+    def _sleeping(self, level: int) -> AbstractContextManager[Answer[None]]:
+        """Has the engine sleep once nothing runs; see `LLM.sleep`."""
+        self._driver.check_awake()
+        if level not in LEVELS:
+            raise ValueError(f"level must be 1 or 2, not {level!r:.80}")
+        return self._driver.falling_asleep(level)
+
+    def _weights_for_waking(self) -> Any:
+        """Returns the weights with which a model that sleeps is woken, on its device."""
+        self._driver.check_open()
+        if not self._engine.is_asleep:
+            raise RuntimeError("the model does not sleep")
+        return weights_for_waking(self._model, self.spec, self._engine.runner)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Returns whether the model sleeps; see `LLM.sleep`."""
+        return self._engine.is_asleep
 
 
 def stacked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from jaxpage.engine import Engine
 
@@ -35,7 +35,8 @@ class Order(NamedTuple):
     Attributes:
         function: The function, which the driver calls between two steps.
         answer: Gets the result. If it is None, nobody waits, and an exception ends the driver.
-        waits_for_weights: True if the order waits while other weights are on their way.
+        waits_for_weights: True if the order waits while other weights are on their way, or while
+            the engine sleeps.
     """
 
     function: Callable[[Engine], Any]
@@ -61,14 +62,20 @@ class Order(NamedTuple):
             self.answer.set_exception(error)
 
 
-class Replacement:
-    """Holds other weights for the model, which wait until nothing runs with the old ones."""
+class Change(Generic[_Result]):
+    """Holds a change of the weights, such as other ones or sleep, which waits until nothing runs.
 
-    def __init__(self, weights: Any) -> None:
-        self.weights = weights
-        self.version: Answer[int] = Answer()
+    Attributes:
+        function: Makes the change.
+        answer: Gets what the function returns or raises.
+        is_withdrawn: True if nobody waits for the change any more.
+    """
+
+    def __init__(self, function: Callable[[Engine], _Result]) -> None:
+        self.function = function
+        self.answer: Answer[_Result] = Answer()
         self.is_withdrawn = False
 
     def withdraw(self) -> None:
-        """Takes the weights back, unless they are in use already."""
+        """Takes the change back, unless it was made already."""
         self.is_withdrawn = True

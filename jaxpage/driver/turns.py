@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxpage.driver.handle import Handle, Update, copy_error, send
-from jaxpage.driver.orders import LATER, Answer, Order, Replacement
+from jaxpage.driver.orders import LATER, Answer, Change, Order
 from jaxpage.engine import Engine
 from jaxpage.errors import (
     CapacityError,
@@ -60,7 +60,7 @@ class Turns:
         self.began: float | None = None  # the start of this turn; None if there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
         self.live: dict[str, Handle] = {}
-        self.replacement: Replacement | None = None
+        self.change: Change[Any] | None = None
         self.draining: ShuttingDown | None = None  # why new requests are refused
         self.refusal: JaxpageError | None = None  # why everything is refused
         self.is_over = False  # nobody reads the inbox any more
@@ -175,11 +175,11 @@ class Turns:
             self.taker = None
 
     def _turn(self, waits: bool) -> bool:
-        has_replaced = self._replace_weights()
+        has_changed = self._change_weights()
         if not self._has_work:
             self.began = None
             if not waits and self.inbox.empty():
-                return has_replaced
+                return has_changed
             self._obey(self.inbox.get())
         self.began = time.monotonic()
         for _ in range(self.inbox.qsize()):
@@ -207,7 +207,8 @@ class Turns:
         return self.before_step is None or self.before_step(lambda: not self.inbox.empty())
 
     def _obey(self, order: Order) -> None:
-        if order.waits_for_weights and self.replacement is not None:
+        waits = self.change is not None or self.engine.is_asleep
+        if order.waits_for_weights and waits:
             self._held.append(order)
         else:
             order.obey(self.engine)
@@ -358,47 +359,55 @@ class Turns:
             self._later.remove(answer)
             answer.set_exception(error)
 
-    def begin_replacing(self, replacement: Replacement, *, abort: bool, tells: bool) -> object:
-        """Holds other weights until nothing runs, and makes later requests wait for them.
+    def begin_change(self, change: Change[Any], *, abort: bool, tells: bool) -> object:
+        """Holds a change until nothing runs, and makes later requests wait for it.
 
         Args:
-            replacement: The other weights.
+            change: The change.
             abort: True ends the running and waiting requests, and does not wait for them.
             tells: True ends them with WeightsReplaced, False with a last output.
         """
-        if self.replacement is not None:
+        if self.change is not None:
             raise RuntimeError("Other weights are on their way already")
-        self.replacement = replacement
-        self._later.append(replacement.version)
+        self.change = change
+        self._later.append(change.answer)
         if abort:
             why = WeightsReplaced("The request was ended: the model gets other weights")
             self.end_all(why if tells else None)
         return LATER
 
-    def _replace_weights(self) -> bool:
-        """Takes the other weights if nothing runs, and then obeys the orders that waited for them.
+    def _change_weights(self) -> bool:
+        """Makes the change if nothing runs, and then obeys the orders that waited for it.
 
         Returns:
-            True if weights waited and do not wait any more: they were taken, refused or withdrawn.
+            True if a change waited and does not wait any more: it was made, refused or withdrawn.
         """
-        replacement = self.replacement
-        if replacement is None or (self._has_work and not replacement.is_withdrawn):
+        change = self.change
+        if change is None or (self._has_work and not change.is_withdrawn):
             return False
-        self.replacement = None
-        self._later.remove(replacement.version)
+        self.change = None
+        self._later.remove(change.answer)
         try:
-            if replacement.is_withdrawn:
+            if change.is_withdrawn:
                 raise RuntimeError("The weights were taken back")
-            version = self.engine.replace_weights(replacement.weights)
+            result = change.function(self.engine)
         except Exception as error:
-            replacement.version.set_exception(error)
+            change.answer.set_exception(error)
         else:
-            replacement.version.set_result(version)
+            change.answer.set_result(result)
+        self._obey_held()
+        return True
+
+    def wake(self, parameters: Any) -> None:
+        """Wakes the engine with its weights, and then obeys the orders that waited for it."""
+        self.engine.wake(parameters)
+        self._obey_held()
+
+    def _obey_held(self) -> None:
         held = self._held
         self._held = []
         for order in held:
             self._obey(order)
-        return True
 
     def close_engine(self) -> None:
         """Frees the device."""

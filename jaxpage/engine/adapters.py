@@ -107,6 +107,10 @@ class Adapters:
             return min(free)
         return self._slots.pop(next(digest for digest in self._slots if digest not in needed))
 
+    def lose_slots(self) -> None:
+        """Forgets what is in the slots, because other weights have taken their place."""
+        self._slots.clear()
+
     def forget(self, lora_int_id: int) -> None:
         """Allows that the number is given to another adapter."""
         with self._lock:

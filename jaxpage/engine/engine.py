@@ -304,17 +304,59 @@ class Engine:
         Raises:
             RuntimeError: A request is running or waiting, or a prefix is pinned.
         """
-        if self.has_unfinished:
-            raise RuntimeError("weights cannot be replaced while requests are running or waiting")
-        if pins := len(self.scheduler.block_manager.pins):
-            raise RuntimeError(
-                f"weights cannot be replaced while prefixes of the old ones are pinned ({pins}); release them first"
-            )
+        self._check_unused("weights cannot be replaced", "prefixes of the old ones")
         self.reset_prefix_cache()
         self.runner.replace_parameters(weights)
         self.weights_version += 1
         self.events.weights_replaced()
         return self.weights_version
+
+    def _check_unused(self, what: str, prefixes: str) -> None:
+        if self.has_unfinished:
+            raise RuntimeError(f"{what} while requests are running or waiting")
+        if pins := len(self.scheduler.block_manager.pins):
+            raise RuntimeError(f"{what} while {prefixes} are pinned ({pins}); release them first")
+
+    @property
+    def is_asleep(self) -> bool:
+        """Returns whether the device has neither weights nor pages."""
+        return self.runner.is_asleep
+
+    def sleep(self, level: int) -> None:
+        """Frees the device's memory until `wake`; the executables stay, the prefix cache is lost.
+
+        Args:
+            level: 1 moves the weights to the host's memory, with the adapters in their slots;
+                2 drops them.
+
+        Raises:
+            RuntimeError: The engine sleeps already, a request is running or waiting, or a prefix is
+                pinned.
+        """
+        if self.is_asleep:
+            raise RuntimeError("the engine sleeps already")
+        self._check_unused("the engine cannot sleep", "prefixes")
+        self.scheduler.lose_pages()
+        self.runner.sleep(keeps_weights=level == 1)
+
+    def wake(self, parameters: Any) -> None:
+        """Takes weights again after `sleep`, and makes the pages anew.
+
+        Args:
+            parameters: The weights that the runner kept, or those of the checkpoint.
+
+        Raises:
+            RuntimeError: The engine does not sleep.
+        """
+        if not self.is_asleep:
+            raise RuntimeError("the engine does not sleep")
+        were_dropped = self.runner.kept is None
+        self.runner.wake(parameters)
+        self.events.pages_rebuilt()
+        if were_dropped and self.adapters is not None:
+            self.adapters.lose_slots()
+        if were_dropped and self.weights_version:
+            self.weights_version += 1  # those of the checkpoint, in place of later ones
 
     def pin(self, request_id: str) -> int:
         """Ends a running request and pins its computed prompt until `unpin`; returns the pin's id.

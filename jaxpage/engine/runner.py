@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import Executables, HostPages, KVPages, Packings, unpack_drawn
+from jaxpage.device import Executables, HostPages, KVPages, Packings, to_host, unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models import Path, ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult
@@ -23,6 +23,11 @@ class Runner:
     """Runs steps from the table of executables.
 
     The pages are donated to each step, and replaced by those that it returns.
+
+    Attributes:
+        executables: The table of executables.
+        is_asleep: True while the device has neither weights nor pages.
+        kept: The weights in the host's memory, while the runner sleeps with them; else None.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Runner:
             packed: The weights that are in panels.
         """
         self.executables = executables
+        self.is_asleep = False
+        self.kept: Any | None = None
         self._parameters = parameters
         self.packed = packed or {}
         self._new_pages = new_pages
@@ -159,6 +166,30 @@ class Runner:
                     before.shape, before.sharding, parts
                 )
                 before.delete()
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Frees the device's memory but for the executables, until `wake`.
+
+        Args:
+            keeps_weights: True keeps the weights in the host's memory; False drops them.
+        """
+        for page in jax.tree.leaves(self._pages):
+            page.delete()
+        self._pages = ()
+        self.is_asleep = True
+        if keeps_weights:
+            self.kept = to_host(self._parameters)
+        else:
+            for array in jax.tree.leaves(self._parameters):
+                array.delete()
+        self._parameters = {}
+
+    def wake(self, parameters: Any) -> None:
+        """Takes the weights again, and makes empty pages."""
+        self.rebuild_pages()
+        self._parameters = parameters
+        self.kept = None
+        self.is_asleep = False
 
     def rebuild_pages(self) -> None:
         """Makes empty pages; the contents of the old ones are lost. The host's pages stay."""

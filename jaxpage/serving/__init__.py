@@ -13,6 +13,8 @@ jax and Starlette are imported. Other rooms and the tools take:
     find_job        asks JAX for the job that the process belongs to
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
+    start_several   runs a server of several models, which are loaded when they are asked for
+    read_models_file  reads which models these are
     run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
+    from jaxpage.serving.several.models_file import read_models_file
+    from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start
     from jaxpage.serving.wire.derived_forms import chat_format, derived_form
     from jaxpage.serving.wire.logprobs import TokenTexts
@@ -48,9 +52,11 @@ __all__ = [
     "follow",
     "hosts_of_job",
     "open_incidents",
+    "read_models_file",
     "resolve_both",
     "run_batch",
     "start",
+    "start_several",
 ]
 
 _HOMES = {
@@ -64,6 +70,8 @@ _HOMES = {
     "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
+    "read_models_file": "jaxpage.serving.several.models_file",
+    "start_several": "jaxpage.serving.several.starting",
     "chat_format": "jaxpage.serving.wire.derived_forms",
     "derived_form": "jaxpage.serving.wire.derived_forms",
     "TokenTexts": "jaxpage.serving.wire.logprobs",

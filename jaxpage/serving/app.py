@@ -49,7 +49,7 @@ from jaxpage.serving.lora_modules import lora_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
-from jaxpage.serving.rerank_requests import Reranking
+from jaxpage.serving.rerank_requests import RERANK_PATHS, Reranking
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -134,7 +134,7 @@ class Server:
             Route("/api/version", self._version),
             post_route("/v1/embeddings", partial(self._embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
-            *(post_route(path, self._rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            *(post_route(path, self._rerank) for path in RERANK_PATHS),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -323,11 +323,45 @@ def build_app(
         incidents: The records of the last steps; None where they are not kept.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
-    batches = open_batches(config, driver, server.visitors, server.routes, metrics)
-    server.batches = batches
+    server.batches = open_batches(
+        config,
+        server.visitors,
+        server.routes,
+        metrics,
+        num_at_once=driver.engine.scheduler.max_num_seqs,
+        is_dead=driver.ended.done,
+    )
+    pages = []
+    if config.ui:
+        pages = inspector.routes(
+            driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
+        )
+    lora = lora_routes(config, driver.engine, server.preparing, context)
+    weights = weights_routes(config, driver, server.visitors)
+    debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
+    # The page comes first, so that its route for / wins over the index of the server.
+    routes = [*pages, *server.routes, *lora, *weights, *debug]
+    return guarded(server, routes, config, api_keys)
+
+
+def guarded(
+    server: Any,
+    routes: Sequence[BaseRoute],
+    config: ServerConfig,
+    api_keys: Sequence[str],
+) -> Starlette:
+    """Returns an application of these routes and those of batches, with its middlewares.
+
+    Args:
+        server: The object that `app.state.server` is, with the counters of the server.
+        routes: The routes.
+        config: The settings of the server.
+        api_keys: The keys; see `build_app`.
+    """
+    batches: Batches | None = server.batches
     middleware = [
         *for_pages_of(config.allowed_origins or ()),
-        Middleware(Envelope, metrics=metrics),
+        Middleware(Envelope, metrics=server.metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
         Middleware(
             ApiKeys,
@@ -341,19 +375,9 @@ def build_app(
             larger=upload_limits(config.batch_directory_bytes) if batches else None,
         ),
     ]
-    pages = []
-    if config.ui:
-        pages = inspector.routes(
-            driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
-        )
-    lora = lora_routes(config, driver.engine, server.preparing, context)
-    handlers = {HTTPException: _http_error}
-    weights = weights_routes(config, driver, server.visitors)
-    debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
-    # The page comes first, so that its route for / wins over the index of the server.
     files = BatchRoutes(batches).routes if batches else []
-    routes = [*pages, *server.routes, *files, *lora, *weights, *debug]
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    handlers = {HTTPException: _http_error}
+    app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     # A path with a slash too many is not found; Starlette would redirect it.
     app.router.redirect_slashes = False

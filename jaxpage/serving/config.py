@@ -33,6 +33,24 @@ _ADDRESS = re.compile(r"[^\x00-\x20/]+:([0-9]{1,5})")
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
+# Settings of a server of one model.
+OF_ONE_MODEL = (
+    "served_model_name",
+    "lora_modules",
+    "lora_directory",
+    "weights_directory",
+    "tool_parser",
+    "reasoning_parser",
+    "rerank_method",
+    "ui",
+    "kv_events",
+    "incident_steps",
+    "num_hosts",
+    "coordinator",
+    "profile_directory",
+)
+
+
 def _endpoint(value: str) -> str:
     address = _ADDRESS.fullmatch(value.removeprefix("tcp://"))
     if not value.startswith("tcp://") or address is None or int(address[1]) >= 2**16:
@@ -87,6 +105,7 @@ class ServerConfig(Settings):
             "weights_directory",
             "incident_directory",
             "profile_directory",
+            "models_file",
             "batch_directory",
         }
         | {"coordinator", "hosts_secret_file"}
@@ -98,6 +117,12 @@ class ServerConfig(Settings):
         shown="127.0.0.1 (only this machine)",
     )
     port: Annotated[int, Field(ge=0, lt=2**16)] = setting(8000, "TCP port; 0: a free one")
+    models_file: _Text | None = setting(
+        None,
+        "YAML file of several models, each loaded when a request names it",
+        metavar="FILE",
+        alias="--models",
+    )
     served_model_name: _ModelNames | None = setting(
         None,
         "names of the model in requests, the first in answers",
@@ -279,6 +304,10 @@ class ServerConfig(Settings):
                 f"cannot be true while log_level is {self.log_level!r}: requests are logged at info",
             )
 
+        if self.models_file is not None:
+            for name in OF_ONE_MODEL:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield name, "is not supported with models_file"
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 yield name, "needs kv_events"

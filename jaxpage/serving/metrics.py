@@ -87,19 +87,37 @@ class ServerMetrics:
         Args:
             stats: The values of `Engine.stats`; empty if the engine gives none.
         """
+        return joined_exposition([(self, stats)])
+
+    def families(self, stats: Mapping[str, Any]) -> list[Metric]:
+        """Returns the metrics of this server's model; for `stats` see `exposition`."""
         with self._lock:
             facts = {
                 **stats,
                 "rejected_total": dict(self._rejected),
                 "aborted_total": dict(self._aborted),
             }
-        build = GaugeMetricFamily(PREFIX + "build_info", "What runs here", labels=("version",))
-        build.add_metric((__version__,), 1)
-        registry = CollectorRegistry()
         theirs = _under_vllm_names(stats, self._model_name, self._block_size)
-        registry.register(_Collected([*_families(facts, self._model_name), *theirs, build]))
-        ProcessCollector(registry=registry)
-        return generate_latest(registry)
+        return [*_families(facts, self._model_name), *theirs]
+
+
+def joined_exposition(each: Iterable[tuple[ServerMetrics, Mapping[str, Any]]]) -> bytes:
+    """Returns the metrics of several models in Prometheus' text format, each metric once.
+
+    Args:
+        each: The counters of each model, with the values of its `Engine.stats`.
+    """
+    build = GaugeMetricFamily(PREFIX + "build_info", "What runs here", labels=("version",))
+    build.add_metric((__version__,), 1)
+    joined: dict[str, Metric] = {}
+    for metrics, stats in each:
+        for family in metrics.families(stats):
+            if (first := joined.setdefault(family.name, family)) is not family:
+                first.samples += family.samples
+    registry = CollectorRegistry()
+    registry.register(_Collected([*joined.values(), build]))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
 
 
 class _Collected:

@@ -19,6 +19,8 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.rerank import RerankAnswer, open_rerank
 
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+
 
 class Reranking:
     """Scores documents in the way of the model: by two tokens, or by vectors."""

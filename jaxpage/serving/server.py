@@ -17,7 +17,8 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -84,9 +85,6 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    config = config.model_copy(
-        update={"max_connections": room_for_connections(config.max_connections)}
-    )
     app = build_app(
         driver,
         context,
@@ -98,6 +96,31 @@ def run_server(
     )
     if hosts is not None:
         hosts.start(driver.fail)
+    return run_app(app, driver, config, listener, announce=announce)
+
+
+def run_app(
+    app: Starlette,
+    driver: Driving,
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    announce: Callable[[], None],
+    is_loading: Callable[[], bool] = lambda: False,
+) -> int:
+    """Serves an application until a signal comes or its driver ends; see `run_server`.
+
+    Args:
+        app: The application.
+        driver: The driver of its engine, or of several.
+        config: The settings of the server.
+        listener: The server's socket, which is bound but does not listen.
+        announce: Called once connections are answered.
+        is_loading: Returns whether a model is being loaded, for which a shutdown does not wait.
+    """
+    config = config.model_copy(
+        update={"max_connections": room_for_connections(config.max_connections)}
+    )
     # A server that starts after this one must not fail on the connections that this one leaves.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -105,14 +128,16 @@ def run_server(
     finally:
         has_ended = driver.stop(PARTING_SECONDS)
     if not has_ended:
-        logger.critical("the engine is still in a step; the process ends without it")
+        logger.critical("an engine is still at work; the process ends without it")
         os._exit(1)
+    if is_loading():
+        os._exit(status)
     return status
 
 
 async def _serve(
     app: Starlette,
-    driver: AsyncDriver,
+    driver: Driving,
     config: ServerConfig,
     listener: socket.socket,
     announce: Callable[[], None],
@@ -139,13 +164,38 @@ async def _serve(
         return await serving.run()
 
 
+class Driving(Protocol):
+    """Drives one engine, as `AsyncDriver` does, or several."""
+
+    @property
+    def ended(self) -> Future[None]:
+        """Returns a future that ends with the engines."""
+        ...
+
+    def start(self) -> None:
+        """Begins to drive, on the event loop that runs."""
+        ...
+
+    async def stats(self) -> Mapping[str, Any]:
+        """Returns the values of all metrics, or raises JaxpageError if there are none."""
+        ...
+
+    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
+        """Accepts no more requests, and waits until all have finished."""
+        ...
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends everything; returns False if an engine is still in a step."""
+        ...
+
+
 class Serving:
     """One run of a server, on its event loop."""
 
     def __init__(
         self,
         app: Starlette,
-        driver: AsyncDriver,
+        driver: Driving,
         config: ServerConfig,
         listener: socket.socket,
         announce: Callable[[], None],
@@ -300,7 +350,7 @@ def _end_process() -> None:
     os._exit(1)
 
 
-async def _ended(driver: AsyncDriver) -> None:
+async def _ended(driver: Driving) -> None:
     with contextlib.suppress(Exception):  # the driver has logged it
         await asyncio.wrap_future(driver.ended)
 

@@ -206,7 +206,8 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
 
 
 @contextlib.contextmanager
-def _handled_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+def handled_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    """Handles a signal otherwise while the context lasts."""
     before = signal.signal(number, handler)
     try:
         yield
@@ -230,7 +231,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
-    with _handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
+    with handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
         if not api_keys and not server.is_local:
             logger.warning(
                 "no API key: anyone who can reach %s can send requests; set --api-key-file or %s",
@@ -239,7 +240,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             )
         # Ctrl-C ends the process at once while a model is loaded and compiled: there is nothing to
         # tidy up, and Python's own handler would wait for the compiling threads.
-        with _handled_as(signal.SIGINT, signal.SIG_DFL):
+        with handled_as(signal.SIGINT, signal.SIG_DFL):
             built, channels = _opened(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         publish_kv_events(built, server)

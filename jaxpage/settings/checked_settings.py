@@ -56,7 +56,7 @@ def setting(
         help: The text of --help and of the reference, without the default.
         shown: The text for the default, if it is not the value itself.
         metavar: The name of the value in --help, if the type does not give one.
-        alias: Another flag for the same setting, if vLLM has one.
+        alias: Another flag for the same setting, such as that of vLLM.
         given: The type that a type checker allows in Python, if it is wider than the annotation.
     """
     told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
@@ -160,6 +160,8 @@ class Settings(BaseModel):
     def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
         """Adds the problems of the other settings, so that all can be corrected at once."""
         wrong = {name.partition(".")[0] for name, _ in problems}
+        if wrong.isdisjoint(settings):
+            return problems  # a required setting is missing, and would be missing again
         try:
             cls(**{name: value for name, value in settings.items() if name not in wrong})
         except (InvalidSettings, UnsupportedSettings) as error:

@@ -67,13 +67,14 @@ class InProcess:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []
 
-        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        never = asyncio.Event()
 
         async def receive() -> Message:
             if messages:
                 return messages.pop()
             # This client never leaves; a request that is no longer wanted is cancelled.
-            return await never
+            await never.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             sent.append(message)

@@ -20,7 +20,6 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import ConfigError, EngineFailed, ShuttingDown
 from jaxpage.serving.batches.in_process import InProcess
 from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
@@ -59,9 +58,10 @@ class Batches:
         self,
         store: Store,
         client: InProcess,
-        driver: AsyncDriver,
         *,
+        num_at_once: int,
         max_line_bytes: int,
+        is_dead: Callable[[], bool],
         is_closing: Callable[[], bool],
     ) -> None:
         """Makes a runner that is not started.
@@ -69,14 +69,16 @@ class Batches:
         Args:
             store: The files and the records.
             client: Sends requests to the server's routes.
-            driver: The driver of the engine.
+            num_at_once: The most requests at a time.
             max_line_bytes: The longest line of a batch.
+            is_dead: Tells whether the engine has ended.
             is_closing: Tells whether the server accepts no more requests.
         """
         self.store = store
         self._client = client
-        self._driver = driver
+        self._num_at_once = num_at_once
         self._max_line_bytes = max_line_bytes
+        self._is_dead = is_dead
         self._is_closing = is_closing
         self._waiting: asyncio.Queue[Record] = asyncio.Queue()
         self._working: asyncio.Task[None] | None = None
@@ -159,9 +161,9 @@ class Batches:
         run = BatchRun(
             self._client,
             output,
-            num_at_once=self._driver.engine.scheduler.max_num_seqs,
+            num_at_once=self._num_at_once,
             max_line_bytes=self._max_line_bytes,
-            is_dead=self._driver.ended.done,
+            is_dead=self._is_dead,
             is_closing=self._is_closing,
             told=told,
             url=record["endpoint"],
@@ -230,19 +232,22 @@ class Batches:
 
 def open_batches(
     config: ServerConfig,
-    driver: AsyncDriver,
     visitors: InFlightRequests,
     routes: Sequence[BaseRoute],
     metrics: ServerMetrics,
+    *,
+    num_at_once: int,
+    is_dead: Callable[[], bool],
 ) -> Batches | None:
     """Returns the runner of batches; None without `batch_directory`.
 
     Args:
         config: The settings of the server.
-        driver: The driver of the engine.
         visitors: The counter of the requests for which a shutdown waits.
         routes: The routes that answer the lines.
         metrics: The counters of the server.
+        num_at_once: The most lines at a time.
+        is_dead: Tells whether the engine has ended.
 
     Raises:
         ConfigError: The directory cannot be used.
@@ -252,8 +257,9 @@ def open_batches(
     return Batches(
         Store(Path(config.batch_directory), config.batch_directory_bytes),
         InProcess(routes, config, metrics),
-        driver,
+        num_at_once=num_at_once,
         max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
+        is_dead=is_dead,
         is_closing=lambda: visitors.is_closed,
     )
 

@@ -1,0 +1,149 @@
+"""Opens a model of the table, with a driver and a server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.routing import Router
+
+from jaxpage.assembly import Built, EngineSpec, Hooks, weights_for_waking
+from jaxpage.async_driver import AsyncDriver
+from jaxpage.checkpoints import open_model, resolve_model
+from jaxpage.errors import CapacityError
+from jaxpage.replay import open_engine
+from jaxpage.serving.app import Server
+from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.lora_modules import check_lora_modules
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.several.models_file import ModelEntry, mib
+from jaxpage.serving.startup import model_context
+
+LEAST_BLOCKS = 3  # the null block, and two for a sequence
+
+
+class ServedModel:
+    """Serves one model of the table while it is loaded.
+
+    Attributes:
+        entry: The model in the file.
+        driver: The driver of its engine.
+        context: The facts about the model that the wire format needs.
+        router: Answers the paths of a server of this model alone.
+        metrics: The counters of its requests.
+        capabilities: The object of `/v1/capabilities`.
+    """
+
+    def __init__(self, entry: ModelEntry, built: Built) -> None:
+        self.entry = entry
+        self._built = built
+        self.context = model_context(built, entry.engine, entry.server)
+        self.metrics = ServerMetrics(entry.name, built.memory.block_size)
+        self.driver = AsyncDriver(
+            built,
+            max_queued_requests=entry.server.max_queued_requests,
+            request_timeout_seconds=entry.server.request_timeout_seconds,
+        )
+        self.capabilities: Mapping[str, Any] = capabilities(
+            built, entry.engine, entry.server, self.context.limits
+        )
+        self._server = Server(
+            self.driver, self.context, entry.server, self.metrics, self.capabilities
+        )
+        self.router = Router(routes=self._server.routes, redirect_slashes=False)
+        self.driver.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the engine has ended by itself."""
+        return self.driver.ended.done()
+
+    async def sleep(self, level: int) -> None:
+        """Frees the device's memory; see `Engine.sleep`."""
+        with self.driver.falling_asleep(level) as asleep:
+            await asyncio.wrap_future(asleep)
+
+    async def wake(self) -> None:
+        """Takes the weights back, and compiles nothing."""
+        built = self._built
+        runner = built.engine.runner
+        weights = await asyncio.to_thread(weights_for_waking, built.model, built.spec, runner)
+        await asyncio.wrap_future(self.driver.wake(weights))
+
+    async def close(self) -> None:
+        """Ends the engine and frees its memory."""
+        await asyncio.to_thread(self.stop, None)
+
+    def stop(self, seconds: float | None) -> bool:
+        """Ends the engine; returns False if it is still in a step after `seconds`."""
+        self._server.preparing.close()
+        return self.driver.stop(seconds)
+
+
+class Opener:
+    """Opens models on a thread of its own, one at a time.
+
+    Attributes:
+        is_busy: True while a model is opened.
+    """
+
+    def __init__(self, entries: Mapping[str, ModelEntry], sizes: Mapping[str, int]) -> None:
+        self._entries = entries
+        self._sizes = sizes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-models")
+        self.is_busy = False
+
+    async def check(self, name: str) -> None:
+        """Raises an error if a model's files, or its adapters, certainly cannot be loaded."""
+        await asyncio.wrap_future(self._thread.submit(self._checked, name))
+
+    async def open(self, name: str) -> ServedModel:
+        """Loads and compiles a model."""
+        return await asyncio.wrap_future(self._thread.submit(self._opened, name))
+
+    def close(self) -> None:
+        """Takes no more models, without waiting for one that is being opened."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, name: str) -> None:
+        entry = self._entries[name]
+        config = entry.engine
+        open_model(resolve_model(config.model, config.revision), config.quantization)
+        check_lora_modules(config, entry.server, (name,))
+
+    def _opened(self, name: str) -> ServedModel:
+        entry = self._entries[name]
+        self.is_busy = True
+        try:
+            return ServedModel(entry, open_engine(entry.engine, _within(self._sizes[name])))
+        finally:
+            self.is_busy = False
+
+
+def _within(num_bytes: int) -> Hooks:
+    """Returns hooks with which an engine takes so many bytes of a device and no more."""
+
+    def planned(spec: EngineSpec) -> Mapping[str, int]:
+        memory = spec.memory
+        room = num_bytes - memory.weights_bytes - memory.workspace_bytes
+        if memory.pool_bytes <= room:
+            return {}
+        most = memory.most_blocks(max(room, 0))
+        config = spec.config
+        sizes = ("num_blocks", "kv_cache_memory_bytes")
+        given = [name for name in sizes if getattr(config, name) is not None]
+        if most < LEAST_BLOCKS or given:
+            what = (
+                f"the pool of {given[0]} takes {mib(memory.pool_bytes)}"
+                if given
+                else (f"{LEAST_BLOCKS} KV blocks take {mib(memory.bytes_of(LEAST_BLOCKS))}")
+            )
+            raise CapacityError(
+                f"memory is {mib(num_bytes)}; the weights take {mib(memory.weights_bytes)}, the "
+                f"workspace {mib(memory.workspace_bytes)}, and {what}"
+            )
+        return {"num_blocks": most}
+
+    return Hooks(planned=planned)

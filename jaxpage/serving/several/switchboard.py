@@ -1,0 +1,411 @@
+"""Answers the requests of a server of several models: hands each to the server of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxpage import __version__
+from jaxpage.errors import DeadlineExceeded, JaxpageError
+from jaxpage.serving.app import STATS_SECONDS
+from jaxpage.serving.batches.jobs import open_batches
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.generating import while_connected
+from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.posting import json_body, post_route
+from jaxpage.serving.in_flight import InFlightRequests
+from jaxpage.serving.metrics import ServerMetrics, joined_exposition
+from jaxpage.serving.preparing import Workers
+from jaxpage.serving.rerank_requests import RERANK_PATHS
+from jaxpage.serving.several.keep_alive import keep_alive_seconds
+from jaxpage.serving.several.models_file import ModelEntry
+from jaxpage.serving.several.served_model import ServedModel
+from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from jaxpage.serving.wire.body import check_fields, parse_object
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.dialects import OLLAMA_PATHS
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.openapi import openapi
+from jaxpage.settings.argument_checks import shown
+
+# Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
+_UNLOADING = {"/api/chat": "messages", "/api/generate": "prompt"}
+LEVELS = (1, 2)
+
+
+class Switchboard:
+    """Has the right model answer each request, on one event loop.
+
+    Attributes:
+        visitors: The requests that are being answered, for which a shutdown waits.
+        preparing: The threads that read which model a request names.
+        metrics: The counters of requests that no model has answered.
+        routes: The routes of all paths but those of batches.
+        batches: The runner of batches, or None.
+    """
+
+    def __init__(
+        self,
+        table: ModelTable[ServedModel],
+        entries: Mapping[str, ModelEntry],
+        config: ServerConfig,
+    ) -> None:
+        self.visitors = InFlightRequests()
+        self.preparing = Workers("naming", 1, 1024 + config.max_queued_requests)
+        self.metrics = ServerMetrics("")
+        self._table = table
+        self._entries = entries
+        self._seconds = config.request_timeout_seconds or math.inf
+        self._models = {
+            **{adapter: name for name, entry in entries.items() for adapter in entry.adapters},
+            **{name: name for name in entries},
+        }
+        self._created = int(time.time())
+        # The length of each model that was ever loaded.
+        self._lengths: dict[str, int] = {}
+        self._openapi = openapi(
+            ModelContext(
+                model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
+            )
+        )
+        posts = [path for path, item in self._openapi["paths"].items() if "post" in item]
+        self.routes: list[BaseRoute] = [
+            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
+            Route("/sleep", self._sleep, methods=["POST"]),
+            Route("/wake_up", self._wake_up, methods=["POST"]),
+            Route("/api/tags", self._tags),
+            Route("/api/ps", self._loaded),
+            Route("/api/version", self._version),
+            Route("/v1/models", self._list),
+            Route("/v1/models/{name:path}", self._one),
+            Route("/v1/capabilities", self._capable),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._exposition),
+            Route("/version", self._version),
+            Route("/openapi.json", self._document),
+            Route("/", self._index),
+        ]
+        # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
+        # put to sleep meanwhile.
+        self.batches = open_batches(
+            config,
+            self.visitors,
+            self.routes,
+            self.metrics,
+            num_at_once=max(entry.engine.max_num_seqs for entry in entries.values()),
+            is_dead=lambda: False,
+        )
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Waits for the model of a request, and has its server answer."""
+        with self.visitors.inside():
+            raw = await json_body(scope, receive)
+            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
+            if asked.unloads:
+                self._table.expire(asked.model)
+                await json_answer(asked.unloaded())(scope, receive, send)
+                return
+            async with contextlib.AsyncExitStack() as leases:
+                model: ServedModel | None = None
+
+                async def leased() -> None:
+                    nonlocal model
+                    model = await self._leased(asked.model, leases, asked.keep_alive)
+
+                await while_connected(receive, leased())
+                assert model is not None
+                await model.router(scope, _again(raw, receive), send)
+
+    async def _leased(
+        self, name: str, leases: contextlib.AsyncExitStack, keep_alive: float | None = None
+    ) -> ServedModel:
+        """Returns a model, of which `leases` gets a lease.
+
+        Raises:
+            ApiError: The model cannot be loaded.
+            DeadlineExceeded: It was not there in the time of a request.
+        """
+        left = None if math.isinf(self._seconds) else self._seconds
+        try:
+            async with asyncio.timeout(left):
+                model = await leases.enter_async_context(self._table.lease(name, keep_alive))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"The model {name!r} was not loaded within {self._seconds:g} s"
+            ) from None
+        except LoadFailed as error:
+            # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
+            raise ApiError(
+                500,
+                f"The model {shown(name)} cannot be loaded: {error}",
+                param="model",
+                code="model_not_loaded",
+            ) from error
+        self._lengths[name] = model.context.max_model_len
+        return model
+
+    @quotes
+    def _asked(self, raw: bytes, path: str) -> Asked:
+        body = parse_object(raw)
+        name = self._name_in(body)
+        is_ollama = path.startswith(OLLAMA_PATHS)
+        if is_ollama and name not in self._models:
+            name = name.removesuffix(":latest")
+        keep_alive = body.get("keep_alive") if is_ollama else None
+        if keep_alive is not None:
+            keep_alive = _keep_alive(keep_alive)
+        prompt = _UNLOADING.get(path)
+        unloads = keep_alive == 0 and prompt is not None and not body.get(prompt)
+        return Asked(self._named(name), name, keep_alive, prompt if unloads else None)
+
+    def _name_in(self, body: Mapping[str, Any]) -> str:
+        """Returns the name in a request, which may be missing if there is one model."""
+        name = body.get("model")
+        if name is None and len(self._entries) == 1:
+            name = next(iter(self._entries))
+        if not isinstance(name, str):
+            raise ApiError(
+                400, f"model must be the name of a model, got {shown(name)}", param="model"
+            )
+        return name
+
+    def _named(self, name: str) -> str:
+        """Returns the model that a request names, by its name or that of an adapter of it."""
+        if (found := self._models.get(name)) is None:
+            raise ApiError(
+                404,
+                f"The model {shown(name)} does not exist",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    # Routes for administrators.
+
+    async def _sleep(self, request: Request) -> Response:
+        asked = await self._order(request, {"model", "level"})
+        if (level := asked.get("level", 1)) not in LEVELS or isinstance(level, bool):
+            raise ApiError(400, f"level must be 1 or 2, got {shown(level)}", param="level")
+        name = self._named(self._name_in(asked))
+        try:
+            await self._table.sleep(name, level)
+        except InUse as error:
+            raise ApiError(409, str(error), code="conflict") from error
+        return json_answer({"model": name, "state": self._table.slots[name].state})
+
+    async def _wake_up(self, request: Request) -> Response:
+        name = self._named(self._name_in(await self._order(request, {"model"})))
+        async with contextlib.AsyncExitStack() as leases:
+            await self._leased(name, leases)
+        return json_answer({"model": name, "state": self._table.slots[name].state})
+
+    async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
+        """Returns the fields of an order: of its body, or as vLLM's clients, of its query."""
+        check_origin(request.headers)
+        if raw := await request.body():
+            asked = parse_object(raw)
+        else:
+            asked = dict(request.query_params)
+            if str(asked.get("level", "")).isdecimal():
+                asked["level"] = int(asked["level"])
+        check_fields(asked, known)
+        return asked
+
+    # What the server has.
+
+    def _in_memory(self) -> Iterator[tuple[Slot[ServedModel], ServedModel]]:
+        for slot in self._table.slots.values():
+            if slot.model is not None:
+                yield slot, slot.model
+
+    def _card(self, name: str) -> dict[str, Any]:
+        model = self._models[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxpage",
+            "state": self._table.slots[model].state,
+            "max_model_len": self._lengths.get(model),
+            **({"parent": model} if name != model else {}),
+        }
+
+    async def _list(self, request: Request) -> Response:
+        return json_answer({"object": "list", "data": [self._card(name) for name in self._models]})
+
+    async def _one(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._named(name)
+        return json_answer(self._card(name))
+
+    async def _tags(self, request: Request) -> Response:
+        since = _moment(float(self._created))
+        names = [{"name": name, "model": name, "modified_at": since} for name in self._models]
+        return json_answer({"models": names})
+
+    async def _loaded(self, request: Request) -> Response:
+        """Answers Ollama's list of the models in memory, with the times at which they go."""
+        models = []
+        for slot, model in self._in_memory():
+            if slot.is_asleep:
+                continue
+            last_used = time.monotonic() if slot.num_leases else slot.last_used
+            until = time.time() + last_used + slot.keep_alive - time.monotonic()
+            models.append(
+                {
+                    "name": slot.name,
+                    "model": slot.name,
+                    "context_length": model.context.max_model_len,
+                    "size": slot.size,
+                    "size_vram": slot.size,
+                    "expires_at": _moment(until),
+                }
+            )
+        return json_answer({"models": models})
+
+    async def _capable(self, request: Request) -> Response:
+        loaded = {slot.name: model.capabilities for slot, model in self._in_memory()}
+        return json_answer({"version": __version__, "models": loaded})
+
+    async def _health(self, request: Request) -> Response:
+        sick = [slot.name for slot, model in self._in_memory() if not model.driver.healthy]
+        if sick:
+            raise ApiError(
+                503,
+                f"The engine of {', '.join(sick)} has stopped, or a step takes too long",
+                code="unhealthy",
+            )
+        return json_answer({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.visitors.is_closed:
+            raise ApiError(503, "The server is shutting down", code="not_ready")
+        return json_answer({"status": "ready"})
+
+    async def _exposition(self, request: Request) -> Response:
+        each: list[tuple[ServerMetrics, Mapping[str, Any]]] = [(self.metrics, {})]
+        for _, model in self._in_memory():
+            stats: Mapping[str, Any] = {}
+            with contextlib.suppress(TimeoutError, JaxpageError):
+                stats = await asyncio.wait_for(model.driver.stats(), STATS_SECONDS)
+            each.append((model.metrics, stats))
+        return Response(joined_exposition(each), media_type=self.metrics.content_type)
+
+    async def _version(self, request: Request) -> Response:
+        return json_answer({"version": __version__})
+
+    async def _document(self, request: Request) -> Response:
+        return json_answer(self._openapi)
+
+    async def _index(self, request: Request) -> Response:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        about = {"name": "jaxpage", "version": __version__, "models": list(self._entries)}
+        return json_answer({**about, "paths": paths})
+
+
+class Asked:
+    """Holds which model a request names, and for how long it is to stay.
+
+    Attributes:
+        model: The model of the table.
+        keep_alive: The seconds of the request; None if it gives none.
+        unloads: True if the request asks for nothing but that the model be unloaded.
+    """
+
+    def __init__(
+        self, model: str, name: str, keep_alive: float | None, unloading: str | None
+    ) -> None:
+        self.model = model
+        self.keep_alive = keep_alive
+        self.unloads = unloading is not None
+        self._name = name
+        self._unloading = unloading
+
+    def unloaded(self) -> dict[str, Any]:
+        """Returns Ollama's answer to a request that unloads."""
+        is_chat = self._unloading == "messages"
+        said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        about = {"model": self._name, "created_at": _moment(time.time())}
+        return {**about, **said, "done": True, "done_reason": "unload"}
+
+
+class Models:
+    """Drives the models of a table together: the part of a driver that `Serving` needs.
+
+    Attributes:
+        ended: Ends when the models were stopped.
+    """
+
+    def __init__(self, table: ModelTable[ServedModel]) -> None:
+        self._table = table
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()
+
+    def start(self) -> None:
+        """Begins to load models that are asked for."""
+        self._table.start()
+
+    async def stats(self) -> Mapping[str, Any]:
+        """Returns no metrics, since models come and go; `/metrics` has those of each."""
+        raise JaxpageError("the metrics of several models are at /metrics")
+
+    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
+        """Has all models accept no more requests; see `AsyncDriver.drained`."""
+        await self._table.stop()
+        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
+        drained = [model.driver.drained(timeout, what) for model in models if not model.is_over]
+        return all(await asyncio.gather(*drained))
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends all models; returns False if one is still in a step."""
+        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
+        have_ended = all([model.stop(timeout) for model in models])
+        if not self.ended.done():
+            self.ended.set_result(None)
+        return have_ended
+
+
+def _again(raw: bytes, receive: Receive) -> Receive:
+    """Returns a function that gives the messages of a request whose body was read already."""
+    is_first = True
+
+    async def received() -> Message:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return {"type": "http.request", "body": raw, "more_body": False}
+        return await receive()
+
+    return received
+
+
+def _keep_alive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ApiError(400, f"keep_alive must be a time, got {shown(value)}", param="keep_alive")
+    try:
+        return keep_alive_seconds(value)
+    except ValueError as error:
+        raise ApiError(400, f"keep_alive {error}", param="keep_alive") from None
+
+
+def _moment(seconds: float) -> str:
+    """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
+    most = 253_402_300_799.0  # the last second of the year 9999
+    return (
+        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
+        .isoformat()
+        .replace("+00:00", "Z")
+    )

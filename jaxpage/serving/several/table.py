@@ -1,0 +1,411 @@
+"""Decides which models are in memory: loads, unloads, puts to sleep and wakes them.
+
+A request takes a lease of its model, and waits for it while the model is not there. One task does
+all the work, one model after the other, so that two loads never compete for memory:
+
+    lease ── usable ──────────────────────────▶ runs
+      └───── waits ─▶ jobs ─▶ check ─▶ room ─▶ load or wake ─▶ all that wait for it run
+
+Room is made by unloading idle models, the least recently used first. If all are busy, the least
+recently used of them takes no more requests until it is idle: those that come in meanwhile wait,
+and so no model starves another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from jaxpage.errors import CapacityError, JaxpageError, QueueFull, ShuttingDown
+from jaxpage.serving.several.models_file import mib
+
+logger = logging.getLogger(__name__)
+
+
+class Resident(Protocol):
+    """A model in memory."""
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether its engine has ended by itself."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Frees the device's memory; see `Engine.sleep`."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes its weights back."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine and frees its memory."""
+        ...
+
+
+Model = TypeVar("Model", bound=Resident)
+
+
+class LoadFailed(JaxpageError):
+    """Says that a model could not be loaded; its cause is why."""
+
+
+class InUse(JaxpageError):
+    """Says that a model cannot be put to sleep while it answers requests."""
+
+
+@dataclass
+class Slot(Generic[Model]):
+    """Holds what is known of a model of the table.
+
+    Attributes:
+        name: The name of the model.
+        size: The bytes that it takes while it is awake.
+        default_keep_alive: The seconds without requests until it is unloaded.
+        stays: True if it is never unloaded to make room.
+        model: The model; None if it is not loaded.
+        is_asleep: True while it sleeps.
+        is_loading: True while it is loaded or woken.
+        is_closing: True while it takes no more leases, so that it becomes idle.
+        keep_alive: The seconds of the last request that gave some, else the default.
+        last_used: The time of the last lease, by the table's clock.
+        num_leases: The requests that use it.
+        waiters: The requests that wait for it.
+        is_wanted: True if a job for it is in the queue.
+    """
+
+    name: str
+    size: int
+    default_keep_alive: float
+    stays: bool = False
+    model: Model | None = None
+    is_asleep: bool = False
+    is_loading: bool = False
+    is_closing: bool = False
+    keep_alive: float = 0.0
+    last_used: float = 0.0
+    num_leases: int = 0
+    waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
+    is_wanted: bool = False
+
+    @property
+    def state(self) -> str:
+        """Returns the word for what the model does."""
+        if self.is_loading:
+            return "loading"
+        if self.model is None:
+            return "unloaded"
+        return "asleep" if self.is_asleep else "loaded"
+
+    @property
+    def is_usable(self) -> bool:
+        """Returns whether a request can run at once."""
+        there = self.model is not None and not self.model.is_over and not self.is_asleep
+        return there and not self.is_closing and not self.is_wanted
+
+    @property
+    def taken(self) -> int:
+        """Returns the bytes that the model takes of the device."""
+        return 0 if self.model is None or self.is_asleep else self.size
+
+    @property
+    def has_waiters(self) -> bool:
+        """Returns whether a request still waits for the model."""
+        return any(not waiter.done() for waiter in self.waiters)
+
+
+class ModelTable(Generic[Model]):
+    """Holds the models by name, on one event loop.
+
+    Attributes:
+        slots: The models by name.
+        memory_bytes: The bytes that they may take together.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, Slot[Model]],
+        memory_bytes: int,
+        *,
+        check: Callable[[str], Awaitable[None]],
+        load: Callable[[str], Awaitable[Model]],
+        max_waiting: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes a table in which nothing is loaded.
+
+        Args:
+            slots: The models by name.
+            memory_bytes: The bytes that they may take together.
+            check: Raises an error if a model certainly cannot be loaded; no room is made for it.
+            load: Loads a model.
+            max_waiting: The most requests that wait for models.
+            clock: Gives the time in seconds.
+        """
+        self.slots = slots
+        self.memory_bytes = memory_bytes
+        self._check = check
+        self._load = load
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._changed = asyncio.Event()
+        self._worker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to work, on the event loop that runs."""
+        self._worker = asyncio.ensure_future(self._work())
+
+    async def stop(self) -> None:
+        """Ends the work; requests that wait end with ShuttingDown. Models stay as they are."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        for slot in self.slots.values():
+            self._refuse(slot, ShuttingDown("The server is shutting down"))
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, keep_alive: float | None = None) -> AsyncIterator[Model]:
+        """Gives a model to a request, which waits for it if need be.
+
+        Args:
+            name: The name of the model.
+            keep_alive: The seconds that the model stays loaded after this request and later ones;
+                None leaves them as they are.
+
+        Raises:
+            LoadFailed: The model cannot be loaded.
+            QueueFull: Too many requests wait for models.
+            ShuttingDown: The table stops.
+        """
+        slot = self.slots[name]
+        if slot.is_usable:
+            slot.num_leases += 1
+        else:
+            await self._granted(slot)
+        try:
+            if keep_alive is not None:
+                slot.keep_alive = keep_alive
+            assert slot.model is not None, "a model with leases is never unloaded"
+            yield slot.model
+        finally:
+            self._release(slot)
+
+    def expire(self, name: str) -> bool:
+        """Unloads a model as soon as it is idle; returns whether it was there."""
+        slot = self.slots[name]
+        if slot.model is None:
+            return False
+        slot.keep_alive = 0.0
+        self.tidy()
+        return True
+
+    async def sleep(self, name: str, level: int) -> None:
+        """Puts a model to sleep; one that is not loaded, or sleeps, stays as it is.
+
+        Raises:
+            InUse: The model answers requests.
+        """
+        slot = self.slots[name]
+        done = asyncio.get_running_loop().create_future()
+
+        async def job() -> None:
+            try:
+                if slot.num_leases:
+                    raise InUse(
+                        f"{slot.name!r} answers {slot.num_leases} requests; try again later"
+                    )
+                if slot.taken and slot.model is not None:
+                    await slot.model.sleep(level)
+                    slot.is_asleep = True
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(None)
+
+        self._post(job)
+        await done
+
+    def tidy(self) -> None:
+        """Has models unloaded whose time is over; called by the timers that leases set."""
+        for slot in self.slots.values():
+            if self._is_due(slot):
+                self._post(lambda slot=slot: self._unload_if_due(slot))  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Asserts what holds between two events."""
+        assert sum(slot.taken for slot in self.slots.values()) <= self.memory_bytes
+        for slot in self.slots.values():
+            assert slot.num_leases >= 0
+            assert not slot.num_leases or slot.taken, f"{slot.name}: leases without a model"
+            assert not slot.has_waiters or slot.is_wanted, f"{slot.name}: nobody works for waiters"
+
+    # The work of the one task.
+
+    def _post(self, job: Callable[[], Awaitable[None]]) -> None:
+        self._jobs.append(job)
+        self._changed.set()
+
+    async def _work(self) -> None:
+        while True:
+            while self._jobs:
+                await self._jobs.popleft()()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _granted(self, slot: Slot[Model]) -> None:
+        """Waits until the model is usable, and counts the lease."""
+        waiting = sum(len(other.waiters) for other in self.slots.values())
+        if waiting >= self._max_waiting:
+            raise QueueFull(f"{waiting} requests wait for models to be loaded; try again later")
+        granted = asyncio.get_running_loop().create_future()
+        slot.waiters.append(granted)
+        if not slot.is_wanted:
+            slot.is_wanted = True
+            self._post(lambda: self._bring(slot))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            # The lease may have been granted in the turn of the loop in which the request ended.
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._release(slot)
+            raise
+        finally:
+            slot.waiters.remove(granted)
+            self._changed.set()
+
+    async def _bring(self, slot: Slot[Model]) -> None:
+        """Makes a model usable for those that wait for it, or ends them with an error."""
+        try:
+            if slot.has_waiters and await self._is_there(slot):
+                self._grant(slot)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            expected = isinstance(error, JaxpageError)
+            logger.error(
+                "the model %s cannot be loaded: %s", slot.name, error, exc_info=not expected
+            )
+            failure = LoadFailed(str(error) if expected else "the server failed to load it")
+            failure.__cause__ = error
+            self._refuse(slot, failure)
+        finally:
+            slot.is_loading = slot.is_wanted = False
+            self._set_timer(slot)
+            for other in self.slots.values():
+                other.is_closing = False
+
+    async def _is_there(self, slot: Slot[Model]) -> bool:
+        """Loads or wakes a model if need be; returns False if nobody waits for it any more."""
+        if slot.model is not None and slot.model.is_over:
+            # The requests of an engine that has ended are over or end at once.
+            while slot.num_leases:
+                await self._next_change()
+            await self._unload(slot)
+        if slot.taken:
+            return True
+        if slot.model is None:
+            await self._check(slot.name)
+        if not await self._made_room(slot):
+            return False
+        slot.is_loading = True
+        began = time.monotonic()
+        if slot.model is None:
+            slot.model = await self._load(slot.name)
+            slot.keep_alive = slot.default_keep_alive
+        else:
+            await slot.model.wake()
+            slot.is_asleep = False
+        slot.last_used = self._clock()
+        logger.info("%s is loaded, after %.1f s", slot.name, time.monotonic() - began)
+        return True
+
+    async def _made_room(self, slot: Slot[Model]) -> bool:
+        """Unloads models until a model fits; returns False if nobody waits for it any more.
+
+        Raises:
+            CapacityError: Models that are never unloaded take the room.
+        """
+        while (taken := sum(other.taken for other in self.slots.values())) + slot.size > (
+            self.memory_bytes
+        ):
+            candidates = [one for one in self.slots.values() if one.taken and not one.stays]
+            if not candidates:
+                raise CapacityError(
+                    f"it takes {mib(slot.size)}, and of {mib(self.memory_bytes)} models that are "
+                    f"never unloaded take {mib(taken)}"
+                )
+            oldest = min(candidates, key=lambda one: (one.num_leases > 0, one.last_used))
+            if not oldest.num_leases:
+                await self._unload(oldest)
+                continue
+            oldest.is_closing = True
+            await self._next_change()
+            if not slot.has_waiters:
+                return False
+        return True
+
+    async def _next_change(self) -> None:
+        """Waits until a lease or a waiter has gone, or a job has come."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _unload_if_due(self, slot: Slot[Model]) -> None:
+        if self._is_due(slot):
+            await self._unload(slot)
+
+    def _is_due(self, slot: Slot[Model]) -> bool:
+        """Returns whether to unload a model. One that sleeps stays, unless it was told to go."""
+        if slot.model is None or slot.num_leases or slot.has_waiters:
+            return False
+        if slot.is_asleep:
+            return slot.keep_alive == 0
+        return self._clock() >= slot.last_used + slot.keep_alive
+
+    async def _unload(self, slot: Slot[Model]) -> None:
+        model = slot.model
+        assert model is not None and not slot.num_leases
+        # From now on requests wait, but the memory counts as taken until it is free.
+        slot.is_closing = True
+        try:
+            await model.close()
+        except Exception as error:
+            logger.error("the model %s did not end as it should", slot.name, exc_info=error)
+        finally:
+            slot.model = None
+            slot.is_asleep = slot.is_closing = False
+        logger.info("%s is unloaded", slot.name)
+
+    def _grant(self, slot: Slot[Model]) -> None:
+        for waiter in slot.waiters:
+            if not waiter.done():
+                slot.num_leases += 1
+                waiter.set_result(None)
+
+    def _refuse(self, slot: Slot[Model], why: JaxpageError) -> None:
+        for waiter in slot.waiters:
+            if not waiter.done():
+                error = type(why)(str(why))
+                error.__cause__ = why.__cause__
+                waiter.set_exception(error)
+
+    def _release(self, slot: Slot[Model]) -> None:
+        slot.num_leases -= 1
+        slot.last_used = self._clock()
+        self._changed.set()
+        self._set_timer(slot)
+
+    def _set_timer(self, slot: Slot[Model]) -> None:
+        if slot.model is None or slot.num_leases or math.isinf(slot.keep_alive):
+            return
+        # A moment later than due, because the timer's clock is another.
+        asyncio.get_running_loop().call_later(slot.keep_alive + 0.001, self.tidy)

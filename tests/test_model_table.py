@@ -1,0 +1,317 @@
+"""The table of models with fake ones: never more memory than there is, nobody waits for ever, and no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage.errors import CapacityError, QueueFull, ShuttingDown
+from jaxpage.serving.several.keep_alive import keep_alive_seconds
+from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+
+
+class Fake:
+    """A model whose calls are noted."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.is_over, self.level = name, log, False, 0
+        log.append(f"load {name}")
+
+    async def sleep(self, level):
+        await asyncio.sleep(0)
+        self.level = level
+        self.log.append(f"sleep {self.name}")
+
+    async def wake(self):
+        await asyncio.sleep(0)
+        self.level = 0
+        self.log.append(f"wake {self.name}")
+
+    async def close(self):
+        await asyncio.sleep(0)
+        self.is_over = True
+        self.log.append(f"close {self.name}")
+
+
+class World:
+    """A table of fake models, whose clock stands still unless it is set."""
+
+    def __init__(self, sizes, memory, *, broken=(), gone=(), staying=(), keep_alive=math.inf):
+        self.log, self.now = [], 0.0
+        self.broken, self.gone = set(broken), set(gone)
+        slots = {
+            name: Slot(name, size, keep_alive, stays=name in staying)
+            for name, size in sizes.items()
+        }
+        self.table = ModelTable(
+            slots,
+            memory,
+            check=self._check,
+            load=self._load,
+            max_waiting=100,
+            clock=lambda: self.now,
+        )
+
+    async def _check(self, name):
+        if name in self.gone:
+            raise CapacityError("its file is gone")
+
+    async def _load(self, name):
+        await asyncio.sleep(0)
+        self.table.check()
+        if name in self.broken:
+            raise ValueError("a mistake")
+        return Fake(name, self.log)
+
+    async def request(self, name, turns=1, keep_alive=None):
+        async with self.table.lease(name, keep_alive) as model:
+            for _ in range(turns):
+                assert model.name == name and not model.is_over and model.level == 0
+                await asyncio.sleep(0)
+        return name
+
+
+@contextlib.asynccontextmanager
+async def running(*arguments, **more):
+    world = World(*arguments, **more)
+    world.table.start()
+    yield world
+    world.table.check()
+    await world.table.stop()
+
+
+async def settled():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_room_is_made_by_the_idle_model_that_was_used_the_longest_ago():
+    async def run():
+        async with running({"a": 1, "b": 1, "c": 1}, 2) as world:
+            for now, name in enumerate(["a", "b", "a", "c", "a", "b"]):
+                world.now = now
+                await world.request(name)
+            return world.log
+
+    assert asyncio.run(run()) == [
+        *("load a", "load b", "close b", "load c", "close c", "load b"),
+    ]
+
+
+def test_a_busy_model_takes_no_more_requests_when_another_waits_for_its_room():
+    async def run():
+        async with running({"a": 1, "b": 1}, 1) as world:
+            busy = asyncio.ensure_future(world.request("a", turns=30))
+            await settled()
+            order = []
+            for name in "baab":
+                task = asyncio.ensure_future(world.request(name))
+                task.add_done_callback(lambda task: order.append(task.result()))
+                await asyncio.sleep(0)
+            assert not order
+            await busy
+            while len(order) < 4:
+                await asyncio.sleep(0)
+            return order, world.log
+
+    order, log = asyncio.run(run())
+    assert order == ["b", "b", "a", "a"]  # who waits for a model runs when it is there
+    assert log == ["load a", "close a", "load b", "close b", "load a"]
+
+
+def test_a_load_that_fails_answers_its_requests_and_leaves_the_others_alone():
+    async def run():
+        sizes = {"a": 1, "b": 1, "c": 1}
+        async with running(sizes, 1, broken="b", gone="c") as world:
+            await world.request("a")
+            with pytest.raises(LoadFailed, match="its file is gone"):
+                await world.request("c")
+            assert world.log == ["load a"], "room was made for a model that is not there"
+            failed = await asyncio.gather(
+                *(world.request("b") for _ in range(3)), return_exceptions=True
+            )
+            assert [str(error) for error in failed] == ["the server failed to load it"] * 3
+            world.broken.clear()
+            assert await world.request("b") == "b"
+            assert await world.request("a") == "a"
+
+    asyncio.run(run())
+
+
+def test_a_lease_that_is_granted_as_its_request_ends_is_given_back():
+    async def run():
+        async with running({"a": 1}, 1) as world:
+            request = asyncio.ensure_future(world.request("a"))
+            grant = world.table._grant
+
+            def granted(slot):
+                grant(slot)
+                request.cancel()
+
+            world.table._grant = granted
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert world.log == ["load a"] and not world.table.slots["a"].num_leases
+
+    asyncio.run(run())
+
+
+def test_models_that_stay_are_never_unloaded():
+    async def run():
+        async with running({"a": 1, "b": 1}, 1, staying="a") as world:
+            await world.request("a")
+            with pytest.raises(LoadFailed, match="never unloaded take 0 MiB"):
+                await world.request("b")
+            return world.log
+
+    assert asyncio.run(run()) == ["load a"]
+
+
+def test_keep_alive_is_that_of_the_last_request_that_gave_one():
+    async def run():
+        async with running({"a": 1}, 1, keep_alive=10.0) as world:
+            table = world.table
+            await world.request("a", keep_alive=60.0)
+            await world.request("a")
+            for now, state in ((59.0, "loaded"), (60.0, "unloaded")):
+                world.now = now
+                table.tidy()
+                await settled()
+                assert table.slots["a"].state == state
+            await world.request("a")
+            world.now += 10.0  # the value went with the model
+            table.tidy()
+            await settled()
+            assert table.slots["a"].state == "unloaded"
+            busy = asyncio.ensure_future(world.request("a", turns=30))
+            await settled()
+            assert table.expire("a") and table.slots["a"].state == "loaded"
+            await busy
+            await asyncio.sleep(0.01)  # the timer
+            await settled()
+            assert table.slots["a"].state == "unloaded" and not table.expire("a")
+
+    asyncio.run(run())
+
+
+def test_a_model_that_sleeps_takes_no_room_and_wakes_for_a_request():
+    async def run():
+        async with running({"a": 1, "b": 1}, 1) as world:
+            busy = asyncio.ensure_future(world.request("a", turns=9))
+            await settled()
+            busy = asyncio.ensure_future(world.request("a", turns=30))
+            await asyncio.sleep(0)
+            with pytest.raises(InUse, match="answers 1"):
+                await world.table.sleep("a", 1)
+            await busy
+            await world.table.sleep("a", 1)
+            await world.table.sleep("b", 1)  # it is not loaded
+            await world.request("b")
+            await world.request("a")
+            return world.log
+
+    log = ["load a", "sleep a", "load b", "close b", "wake a"]
+    assert asyncio.run(run()) == log
+
+
+def test_a_model_whose_engine_has_ended_is_loaded_again():
+    async def run():
+        async with running({"a": 1}, 1) as world:
+            await world.request("a")
+            world.table.slots["a"].model.is_over = True
+            await world.request("a")
+            return world.log
+
+    assert asyncio.run(run()) == ["load a", "close a", "load a"]
+
+
+def test_the_queue_has_an_end_and_a_stop_ends_it():
+    async def run():
+        async with running({"a": 1, "b": 1}, 1) as world:
+            async with world.table.lease("a"):
+                waiting = [asyncio.ensure_future(world.request("b")) for _ in range(100)]
+                await settled()
+                with pytest.raises(QueueFull, match="100 requests"):
+                    await world.request("b")
+                await world.table.stop()
+                ends = await asyncio.gather(*waiting, return_exceptions=True)
+            assert {type(end) for end in ends} == {ShuttingDown}
+
+    asyncio.run(run())
+
+
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["request", "cancel", "sleep", "expire", "kill", "time"]),
+        st.sampled_from("abcd"),
+        st.integers(0, 6),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(_EVENTS, st.integers(3, 6), st.integers(0, 2**32))
+def test_whatever_comes_the_table_keeps_its_promises(events, memory, seed):
+    chance = random.Random(seed)
+
+    async def run():
+        sizes = {"a": 1, "b": 2, "c": 3, "d": 1}
+        async with running(sizes, memory, broken="d", keep_alive=5.0) as world:
+            tasks = []
+            for kind, name, number in events:
+                slot = world.table.slots[name]
+                if kind == "request":
+                    keep_alive = chance.choice([None, 0.0, 3.0, math.inf])
+                    request = world.request(name, number, keep_alive)
+                    tasks.append((name, asyncio.ensure_future(request)))
+                elif kind == "cancel" and tasks:
+                    tasks[number % len(tasks)][1].cancel()
+                elif kind == "sleep":
+                    task = asyncio.ensure_future(world.table.sleep(name, 1))
+                    tasks.append((None, task))
+                elif kind == "expire":
+                    world.table.expire(name)
+                elif kind == "kill" and slot.model is not None and not slot.num_leases:
+                    slot.model.is_over = True
+                elif kind == "time":
+                    world.now += number
+                    world.table.tidy()
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+                    world.table.check()
+            done = [task for _, task in tasks]
+            ends = await asyncio.wait_for(asyncio.gather(*done, return_exceptions=True), 20)
+            for (name, _), end in zip(tasks, ends, strict=True):
+                if isinstance(end, asyncio.CancelledError) or name is None:
+                    assert not isinstance(end, Exception) or isinstance(end, InUse)
+                elif name == "d":
+                    assert isinstance(end, LoadFailed)
+                else:
+                    assert end == name, end
+            assert all(not slot.num_leases for slot in world.table.slots.values())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        *((0, 0), ("0", 0), (90, 90), ("5m", 300), ("1h30m", 5400), ("1.5s", 1.5), ("300ms", 0.3)),
+        *((-1, math.inf), ("-1m", math.inf), ("-1", math.inf), ("120", 120)),
+    ],
+)
+def test_durations_are_ollamas(value, seconds):
+    assert keep_alive_seconds(value) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", ["", "5x", "m", "1h 2m", "5m3", "nan", "9" * 65, "١s"])
+def test_what_is_no_duration_is_refused(value):
+    with pytest.raises(ValueError, match="duration"):
+        keep_alive_seconds(value)

@@ -1,0 +1,384 @@
+"""Several models in one server, over HTTP: no request is lost under changing load, and the texts are those of plain engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxpage import SamplingParams
+from jaxpage.cli import main
+from jaxpage.errors import ConfigError
+from jaxpage.serving.app import guarded
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.listening import address_of, bound_socket
+from jaxpage.serving.server import Serving
+from jaxpage.serving.several.models_file import checked_sizes, read_models_file
+from jaxpage.serving.several.starting import open_table
+from jaxpage.serving.several.switchboard import Models
+from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
+from tests.support.executables import when_used
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.running import SMALL, WAIT_SECONDS, wait_until
+
+ROOM_FOR_ONE = "100MiB"
+PROMPTS = [[7, 8, 9], [1, 2, 3, 4] * 8, list(range(20, 60))]
+DRAWN = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("several") / "model", LLAMA, seed=3)
+
+
+def models_of(directory: Path) -> list[dict[str, Any]]:
+    """The packaged model, one of another shape with other settings, and one whose files are gone."""
+    other = {**BLOCKS_OF_16, "dtype": "float32", "scheduling_policy": "fair"}
+    return [
+        {"name": "demo", "model": "demo", "settings": SMALL},
+        {"name": "other", "model": str(directory), "settings": other},
+        {"name": "gone", "model": str(directory.parent / "gone")},
+    ]
+
+
+class Running:
+    """A server of several models on a thread."""
+
+    def __init__(self, path: Path, config: ServerConfig, listener: socket.socket) -> None:
+        board, self.table, self.opener = open_table(*read_models_file(path, config), config)
+        self.driver = Models(self.table)
+        self.address = address_of(listener)
+        self.status: int | None = None
+        self._signalled = False
+        self._ready = threading.Event()
+        app = guarded(board, board.routes, config, ())
+        self._serving = Serving(app, self.driver, config, listener, self._ready.set)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(WAIT_SECONDS), "the server does not start"
+
+    async def _run(self) -> None:
+        self._home = asyncio.get_running_loop()
+        self.status = await self._serving.run()
+
+    def signal(self) -> None:
+        self._signalled = True
+        self._home.call_soon_threadsafe(self._serving.signal)
+
+    def end(self) -> None:
+        if not self._signalled:
+            self.signal()
+        self._thread.join(WAIT_SECONDS)
+        assert not self._thread.is_alive(), "the server does not end"
+        assert self.driver.stop(WAIT_SECONDS), "an engine does not end"
+        self.opener.close()
+
+
+@contextlib.contextmanager
+def serving(path: Path, models: list[dict[str, Any]], **settings: Any) -> Iterator[Running]:
+    path.write_text(yaml.safe_dump({"memory": ROOM_FOR_ONE, "models": models}))
+    config = ServerConfig(port=0, models_file=str(path), **settings)
+    with when_used(), bound_socket(config) as listener:
+        server = Running(path, config, listener)
+        try:
+            yield server
+        finally:
+            server.end()
+
+
+@pytest.fixture(scope="module")
+def running(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    kept = tmp_path_factory.mktemp("kept")
+    models = models_of(directory)
+    with serving(kept / "models.yaml", models, batch_directory=str(kept / "batches")) as server:
+        yield server
+    assert server.status == 0
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.address, timeout=300) as client:
+        yield client
+
+
+def asked(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
+    about = {"model": model, "prompt": PROMPTS[prompt], "max_tokens": 8, "ignore_eos": True}
+    return {**about, "return_token_ids": True, **DRAWN[drawn], **more}
+
+
+@pytest.fixture(scope="module")
+def wanted(directory: Path) -> dict[tuple[str, int, int], list[int]]:
+    """The tokens of engines that do nothing else, one request after the other."""
+    found = {}
+    for name, model, settings in (("demo", "demo", SMALL), ("other", directory, BLOCKS_OF_16)):
+        with make_llm(model, **settings) as llm:
+            for prompt, ids in enumerate(PROMPTS):
+                for drawn, sampling in enumerate(DRAWN):
+                    params = SamplingParams(max_tokens=8, ignore_eos=True, **sampling)
+                    output = llm.generate(ids, params, use_tqdm=False)[0].outputs[0]
+                    found[name, prompt, drawn] = list(output.token_ids)
+    return found
+
+
+async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+    """Returns the tokens of an answer, which comes whole or as a stream."""
+    if not body.get("stream"):
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+    found: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    found += choice["token_ids"]
+    return found
+
+
+def test_no_request_is_lost_under_changing_load_with_room_for_one(
+    running: Running, wanted: dict[tuple[str, int, int], list[int]]
+) -> None:
+    loads: list[str] = []
+    load = running.table._load
+
+    async def noted(name: str) -> Any:
+        running.table.check()
+        loads.append(name)
+        return await load(name)
+
+    async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
+        case = chance.choice(sorted(wanted))
+        body = asked(*case, stream=chance.random() < 0.5)
+        if chance.random() < 0.2:  # this client leaves, while it waits or is answered
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(answered(client, body), chance.random() / 10)
+        else:
+            assert await answered(client, body) == wanted[case], case
+
+    async def load_it() -> None:
+        async with httpx.AsyncClient(base_url=running.address, timeout=300) as client:
+            for number, num_at_once in enumerate((2, 12, 5, 1)):
+                chance = random.Random(number)
+                places = asyncio.Semaphore(num_at_once)
+
+                async def in_turn(chance: random.Random, places: asyncio.Semaphore) -> None:
+                    async with places:
+                        await one(client, chance)
+
+                await asyncio.gather(*(in_turn(chance, places) for _ in range(3 * num_at_once)))
+
+    running.table._load = noted
+    try:
+        asyncio.run(load_it())
+    finally:
+        running.table._load = load
+    assert set(loads) == {"demo", "other"} and len(loads) >= 4, loads
+    wait_until(lambda: not any(slot.num_leases for slot in running.table.slots.values()))
+
+
+def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(
+    client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
+) -> None:
+    before = client.post("/v1/completions", json=asked("demo", 0, 0)).json()
+    answer = client.post("/v1/completions", json=asked("gone", 0, 0))
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and "retry-after" not in answer.headers
+    assert error["code"] == "model_not_loaded" and error["param"] == "model"
+    assert "'gone' cannot be loaded" in error["message"] and "/" not in error["message"]
+    states = {card["id"]: card["state"] for card in client.get("/v1/models").json()["data"]}
+    assert states == {"demo": "loaded", "other": "unloaded", "gone": "unloaded"}
+    after = client.post("/v1/completions", json=asked("demo", 0, 0)).json()
+    assert after["choices"] == before["choices"]
+    assert before["choices"][0]["token_ids"] == wanted["demo", 0, 0]
+    answer = client.post("/v1/completions", json=asked("nobody", 0, 0))
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int) -> None:
+    body = asked("other", 1, 1)
+    before = client.post("/v1/completions", json=body).json()["choices"]
+    num_compiled = metric(client, "jaxpage_compile_total", "other")
+    for path, state in (("/sleep", "asleep"), ("/wake_up", "loaded"), ("/sleep", "asleep")):
+        order = {"model": "other"} if path == "/wake_up" else {"model": "other", "level": level}
+        assert client.post(path, json=order).json() == {"model": "other", "state": state}
+    assert client.post("/v1/completions", json=body).json()["choices"] == before
+    assert metric(client, "jaxpage_compile_total", "other") == num_compiled
+    for order in ({"model": "other", "level": 3}, {"model": "nobody"}, {"level": 1}, {"mode": 1}):
+        assert client.post("/sleep", json=order).status_code in (400, 404), order
+
+
+def metric(client: httpx.Client, name: str, model: str) -> float:
+    [value] = [
+        sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == name and sample.labels.get("model_name") == model
+    ]
+    return value
+
+
+def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Client) -> None:
+    client.post("/v1/completions", json=asked("demo", 0, 0))
+    text = client.get("/metrics").text
+    assert client.post("/sleep", json={"model": "demo"}).status_code == 200
+    client.post("/v1/completions", json=asked("other", 0, 0))
+    assert metric(client, "jaxpage_num_requests_running", "other") == 0
+    assert metric(client, "jaxpage_num_requests_running", "demo") == 0, "it sleeps, and is there"
+    helps = [line for line in client.get("/metrics").text.splitlines() if "# HELP" in line]
+    assert len(helps) == len(set(helps)) and len(helps) >= text.count("# HELP")
+
+
+def test_ollamas_keep_alive(client: httpx.Client) -> None:
+    def until() -> str:
+        [model] = client.get("/api/ps").json()["models"]
+        assert model["name"] == "demo"
+        return str(model["expires_at"])
+
+    said = {"model": "demo:latest", "prompt": "Once", "options": {"num_predict": 1}}
+    for keep_alive, year in ((-1, "9999"), ("87600h", None), ("-5m", "9999")):
+        answer = client.post(
+            "/api/generate", json={**said, "stream": False, "keep_alive": keep_alive}
+        )
+        assert answer.status_code == 200 and answer.json()["done"], answer.text
+        assert (until()[:4] == "9999") == (year == "9999")
+    for wrong in ("5x", True, [1]):
+        answer = client.post("/api/generate", json={**said, "keep_alive": wrong})
+        assert answer.status_code == 400 and "keep_alive" in answer.json()["error"]
+    for path, key in (("/api/chat", "message"), ("/api/generate", "response")):
+        answer = client.post(path, json={"model": "demo", "keep_alive": 0})
+        assert answer.status_code == 200 and answer.json()["done_reason"] == "unload"
+        assert key in answer.json()
+    wait_until(lambda: not client.get("/api/ps").json()["models"], "the model is unloaded")
+
+
+def test_a_batch_of_two_models_leaves_out_no_line(
+    client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
+) -> None:
+    cases = [*sorted(wanted), ("gone", 0, 0)]
+    line = {"method": "POST", "url": "/v1/completions"}
+    lines = [{**line, "custom_id": str(case), "body": asked(*case)} for case in cases]
+    content = "\n".join(map(json.dumps, lines))
+    file = client.post(
+        "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
+    ).json()
+    asks = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = client.post("/v1/batches", json=asks).json()
+
+    def now() -> dict[str, Any]:
+        found: dict[str, Any] = client.get(f"/v1/batches/{batch['id']}").json()
+        return found
+
+    wait_until(lambda: now()["status"] == "completed", "the batch ends", 300)
+    found = {}
+    for kind in ("output_file_id", "error_file_id"):
+        for text in client.get(f"/v1/files/{now()[kind]}/content").text.splitlines():
+            answer = json.loads(text)
+            found[answer["custom_id"]] = answer["response"]
+    assert found.pop(str(cases[-1]))["status_code"] == 500
+    assert {case: one["body"]["choices"][0]["token_ids"] for case, one in found.items()} == {
+        str(case): ids for case, ids in wanted.items()
+    }
+
+
+def test_a_shutdown_during_a_load_answers_those_that_wait(directory: Path, tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    answers: list[httpx.Response] = []
+    with serving(
+        tmp_path / "models.yaml", models_of(directory), shutdown_timeout_seconds=0.2
+    ) as running:
+
+        def slow(name: str) -> Any:
+            reached.set()
+            assert go_on.wait(WAIT_SECONDS)
+            raise RuntimeError("nobody waits for it any more")
+
+        running.opener._opened = slow  # type: ignore[method-assign]
+
+        def ask() -> None:
+            with httpx.Client(base_url=running.address, timeout=300) as client:
+                answers.append(client.post("/v1/completions", json=asked("other", 0, 0)))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert reached.wait(WAIT_SECONDS)
+        running.signal()
+        asking.join(WAIT_SECONDS)
+        go_on.set()
+    assert running.status == 0
+    assert [answer.status_code for answer in answers] == [503]
+    assert "shutting down" in answers[0].json()["error"]["message"]
+
+
+A = "{name: a, model: demo"
+WRONG_FILES = {
+    "models: []": "models",
+    "{}": "empty|models",
+    "models: [3]": "model 1: must be a mapping",
+    "models: [{name: a}]": "model 1: model",
+    f"models: [{A}, colour: red}}]": "model 1: colour: ",
+    f"models: [{A}}}, {A}}}]": "the name 'a' is given 2 times",
+    f"models: [{A}, keep_alive: 5x}}]": "keep_alive",
+    f"models: [{A}, settings: {{block_sise: 4}}}}]": r"\(a\): block_sise: .*block_size",
+    f"models: [{A}, settings: {{model: x}}}}]": "belongs next to name",
+    f"models: [{A}, settings: {{lora_modules: [b=c]}}}}]": "needs enable_lora",
+    f"models: [{A}}}]\nmemori: 1GiB": "models.yaml:2: memori: .*memory",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=WRONG_FILES[text]) as refused:
+        read_models_file(path, ServerConfig())
+    assert "models.yaml" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        read_models_file(tmp_path / "absent.yaml", ServerConfig())
+
+
+def test_settings_of_one_model_do_not_go_with_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(f"models: [{A}}}]")
+    assert main(["serve", "demo", "--models", str(path)]) == 2
+    assert "--models FILE does not go with model: " in capsys.readouterr().err
+    given = {"weights_directory": "w", "ui": True, "kv_events": "tcp://127.0.0.1:9"}
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(models_file=str(path), **given)
+    assert str(refused.value).splitlines() == [
+        f"{name}: is not supported with models_file" for name in given
+    ]
+
+
+def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+
+    def sizes(**memory: str) -> dict[str, int]:
+        models = [
+            {"name": name, "model": "demo", "memory": size, "keep_alive": -1 if name == "a" else 0}
+            for name, size in memory.items()
+        ]
+        path.write_text(yaml.safe_dump({"models": models}))
+        entries, _ = read_models_file(path, ServerConfig())
+        return checked_sizes(entries, 100 * 2**20, "the memory of the file")
+
+    assert sizes(a="60MiB", b="40MiB", c="40MiB") == {"a": 60 << 20, "b": 40 << 20, "c": 40 << 20}
+    with pytest.raises(ConfigError, match="'b' takes 101 MiB, and the memory of the file is 100"):
+        sizes(b="101MiB")
+    with pytest.raises(ConfigError, match=r"'b' \(41 MiB\) does not fit next to 'a' \(60 MiB\)"):
+        sizes(a="60MiB", b="41MiB")

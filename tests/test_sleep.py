@@ -1,0 +1,152 @@
+"""A model that sleeps: its memory is free, it comes back without a compilation, and its texts are what they were."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxpage import AsyncLLM, SamplingParams
+from jaxpage.device import to_device, to_host
+from jaxpage.settings.lora_request import LoRARequest
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("sleep") / "model", LLAMA, seed=3)
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with make_llm(directory) as made:
+        yield made
+
+
+def texts(llm, **more):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, **more)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def write_adapter(directory):
+    """An adapter of one projection that changes every text."""
+    directory.mkdir()
+    random = np.random.default_rng(1)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    tensors = {"A": (4, 64), "B": (64, 4)}
+    save_file(
+        {
+            f"{layer}{name}.weight": random.normal(size=shape).astype(np.float32)
+            for name, shape in tensors.items()
+        },
+        directory / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def on_device(llm):
+    """The bytes of the arrays that the runner has."""
+    runner = llm._engine.runner
+    return sum(one.nbytes for one in jax.tree.leaves((runner._parameters, runner._pages)))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_wakes_without_a_compilation_and_with_the_same_texts(llm, level):
+    before = texts(llm)
+    texts(llm)  # now with prefix hits, whose shapes are compiled here
+    hits = llm.stats()["prefix_cache_hits_total"]
+    weights = jax.tree.leaves(llm._engine.runner.parameters)
+    num_compiled = llm.stats()["compile_total"]
+    assert on_device(llm) > 0 and not llm.is_sleeping
+    llm.sleep(level)
+    assert llm.is_sleeping and on_device(llm) == 0
+    assert weights and all(one.is_deleted() for one in weights), "the device still has the weights"
+    for use in (texts, lambda llm: llm.parameters(), lambda llm: llm.sleep()):
+        with pytest.raises(RuntimeError, match="sleeps"):
+            use(llm)
+    assert llm.stats()["num_blocks_cached"] == 0
+    llm.wake_up()
+    assert not llm.is_sleeping
+    assert texts(llm) == before
+    assert llm.stats()["prefix_cache_hits_total"] == hits, "the pages were lost, and are cached"
+    assert llm.stats()["compile_total"] == num_compiled
+    assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].weights_version == 0
+    invariants(llm)
+    with pytest.raises(RuntimeError, match="does not sleep"):
+        llm.wake_up()
+
+
+def test_sleep_waits_for_running_requests_and_not_for_pins(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    next(stream)
+    sleeping = threading.Thread(target=llm.sleep)
+    sleeping.start()
+    assert sum(len(chunk.outputs[0].token_ids) for chunk in stream) == 39
+    sleeping.join(60)
+    assert llm.is_sleeping
+    llm.wake_up()
+    with llm.pin_prefix([1] * 20), pytest.raises(RuntimeError, match="pinned"):
+        llm.sleep()
+    with pytest.raises(ValueError, match="level"):
+        llm.sleep(3)
+    assert not llm.is_sleeping
+
+
+def test_updated_weights_survive_the_host_and_are_dropped_with_the_others(directory):
+    with make_llm(directory) as llm:
+        before = texts(llm)
+        llm.update_parameters({name: -np.asarray(one) for name, one in llm.parameters().items()})
+        updated = texts(llm)
+        assert updated != before
+        llm.sleep(1)
+        llm.wake_up()
+        assert texts(llm) == updated
+        llm.sleep(2)
+        llm.wake_up()
+        assert texts(llm) == before
+        assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].weights_version == 2
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_follow_their_model(directory, tmp_path, level):
+    write_adapter(tmp_path / "one")
+    adapter = LoRARequest("one", 1, str(tmp_path / "one"))
+    with make_llm(directory, enable_lora=True, max_loras=2, max_lora_rank=8) as llm:
+        plain, adapted = texts(llm), texts(llm, lora_request=adapter)
+        assert plain != adapted
+        llm.sleep(level)
+        llm.wake_up()
+        assert texts(llm, lora_request=adapter) == adapted
+        assert texts(llm) == plain
+
+
+def test_an_async_model_sleeps(directory, compiled_when_used):
+    async def run():
+        async with AsyncLLM(str(directory), max_num_seqs=4, num_blocks=129) as llm:
+            await llm.sleep()
+            assert llm.is_sleeping
+            with pytest.raises(RuntimeError, match="sleeps"):
+                [_ async for _ in llm.generate([1, 2], GREEDY)]
+            await llm.wake_up()
+            return [output async for output in llm.generate([1, 2], GREEDY)][-1]
+
+    assert len(asyncio.run(run()).outputs[0].token_ids) == 8
+
+
+def test_an_array_that_is_in_the_tree_twice_is_moved_once():
+    one = jax.device_put(np.arange(6.0).reshape(2, 3))
+    held = to_host({"a": one, "b": [one]})
+    assert one.is_deleted() and held["a"] is held["b"][0]
+    back = to_device(held)
+    assert back["a"] is back["b"][0]
+    np.testing.assert_array_equal(back["a"], np.arange(6.0).reshape(2, 3))
