@@ -369,7 +369,7 @@ class Models:
         self._table.start()
 
     async def stats(self) -> Mapping[str, Any]:
-        """Returns no metrics, since models come and go; `/metrics` has those of each."""
+        """Raises JaxpageError, since models come and go; `/metrics` has the metrics of each."""
         raise JaxpageError("the metrics of several models are at /metrics")
 
     async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
