@@ -362,7 +362,7 @@ def test_a_choice_that_is_not_the_best_is_seen(
     """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
 
     def unranked(*arguments: Any) -> list[Any]:
-        return [node._replace(rank=0.5) for node in nodes_of(*arguments)]
+        return [node._replace(least=0.5) for node in nodes_of(*arguments)]
 
     nodes_of, seconds, rates = controlling._nodes, [1.0, 0.3, 2.0, 9.0], [[0.4] * 7, [0.9] * 7]
     assert is_the_best(seconds, rates, 0.0)
