@@ -37,6 +37,11 @@ def add_bench(commands: Commands[Parser]) -> None:
     )
     _add_versus(throughput)
     add(
+        "--run-batch",
+        action="store_true",
+        help="compare with jaxpage run-batch on a file of the same requests",
+    )
+    add(
         "--baseline-batch-size",
         type=int,
         default=16,
