@@ -56,9 +56,7 @@ def run_workload(
         repeats: The number of runs; of an even number, the slower of the middle ones is the median.
     """
     warmup_seconds = warm_up(llm, workload)
-    return median(
-        [_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)]
-    )
+    return median([_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)])
 
 
 def median(runs: Sequence[Measurement]) -> Measurement:
