@@ -13,7 +13,7 @@ from ray import serve
 
 
 def application() -> Any:
-    """In the replica's process, which loads the model."""
+    """Loads the model in the replica's process, and returns the application."""
     from jaxpage.serving.asgi import asgi_app
 
     config = os.environ.get("JAXPAGE_CONFIG")

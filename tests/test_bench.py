@@ -290,6 +290,23 @@ def test_engines_with_other_settings_stand_beside(
     assert "6 of 6 outputs equal those of preemption_mode=recompute" in shown
 
 
+def test_run_batch_stands_beside(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same outputs, from a file of the same requests; its engine is made for each repeat."""
+    words = [*flags(model), "--run-batch", "--repeats", "2"]
+    assert cli.main(["bench", "throughput", *words]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    (batch,) = result["baselines"]
+    assert batch["engine"] == "run-batch" and result["identical_outputs"] == [6]
+    for one in (result, batch):
+        assert len(one["durations"]) == 2 and one["duration"] == max(one["durations"])
+        assert one["output_throughput"] == one["total_output_tokens"] / one["duration"]
+    assert shown[0].split() == ["jaxpage", "run-batch"]
+    (row,) = [line for line in shown if line.startswith("output tokens/s")]
+    assert row.split()[-1] == f"{batch['output_throughput']:.1f}"
+    assert "compile_seconds" not in batch, "load_seconds have it"
+
+
 def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
     """As `--output-json` writes it, with a run for each of the times."""
     work = {

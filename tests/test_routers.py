@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.running import metrics, wait_until
+from tests.support.running import free_port, metrics, wait_until
 
 pytestmark = pytest.mark.sweep
 
@@ -42,12 +41,6 @@ SETTINGS = [
 ]
 STORIES = [f"Story {name}. " + f"Once upon a time {name} went to the {place}. " * 6 for name, place in
            (("Anna", "sea"), ("Ben", "hill"), ("Carl", "mill"), ("Dora", "town"))]  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Replica:

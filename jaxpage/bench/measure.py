@@ -56,9 +56,13 @@ def run_workload(
         repeats: The number of runs; of an even number, the slower of the middle ones is the median.
     """
     warmup_seconds = warm_up(llm, workload)
-    runs = [_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)]
-    median = sorted(runs, key=lambda run: run.duration)[repeats // 2]
-    return replace(median, durations=tuple(run.duration for run in runs))
+    return median([_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)])
+
+
+def median(runs: Sequence[Measurement]) -> Measurement:
+    """Returns the run of the median duration, with the durations of all."""
+    found = sorted(runs, key=lambda run: run.duration)[len(runs) // 2]
+    return replace(found, durations=tuple(run.duration for run in runs))
 
 
 def _run(

@@ -40,7 +40,7 @@ class Measurement:
         total_output_tokens: The tokens of all outputs.
         duration: The time of the run alone, without loading, compilation and warm-up.
         load_seconds: The time of the start-up without compilation.
-        compile_seconds: The time of compilation.
+        compile_seconds: The time of compilation, or None where it is part of `load_seconds`.
         warmup_seconds: The time of the warm-up.
         durations: The durations of every run; `duration` is their median.
         outputs: The token ids of each output.
@@ -54,8 +54,8 @@ class Measurement:
     total_output_tokens: int
     duration: float
     load_seconds: float
-    compile_seconds: float
-    warmup_seconds: float
+    compile_seconds: float | None = None
+    warmup_seconds: float = 0.0
     durations: Sequence[float] = ()
     outputs: Sequence[Sequence[int]] = ()
     details: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ class Measurement:
             "total_token_throughput": (self.total_input_tokens + self.total_output_tokens)
             / self.duration,
             "load_seconds": self.load_seconds,
-            "compile_seconds": self.compile_seconds,
+            **({} if self.compile_seconds is None else {"compile_seconds": self.compile_seconds}),
             "warmup_seconds": self.warmup_seconds,
             **(self.details or {}),
             **({"kv_memory": self.memory.as_dict()} if self.memory else {}),

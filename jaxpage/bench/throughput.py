@@ -1,6 +1,6 @@
 """Measures the tokens per second of many requests at once, for `jaxpage bench throughput`.
 
-A baseline, and other settings, can run after it on the same requests.
+A baseline, other settings, and `jaxpage run-batch` can run after it on the same requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpage.bench.batched import AnswerBatch, run_batched
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.history import check_record, record
@@ -39,8 +40,15 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 _THE_WORK = ("model", "revision", "tokenizer")
 
 
-def run_throughput(arguments: argparse.Namespace, config: EngineConfig) -> int:
+def run_throughput(
+    arguments: argparse.Namespace, config: EngineConfig, *, answer_batch: AnswerBatch
+) -> int:
     """Prints a table and, as the last line, one JSON object.
+
+    Args:
+        arguments: The flags.
+        config: The settings of the engine.
+        answer_batch: Runs a file of requests, for `--run-batch`.
 
     Returns:
         The status. It is 1 if the whole range of the ratio to the earlier run is below
@@ -54,10 +62,8 @@ def run_throughput(arguments: argparse.Namespace, config: EngineConfig) -> int:
     earlier = read_baseline(path) if path else None
     if earlier:
         check_same_work(path, earlier, _known_work(arguments, config))
-    others = [
-        (text, config.replace(**{"event_log": None, **changes_of(text)}))
-        for text in arguments.versus
-    ]
+    unlogged = config.replace(event_log=None)
+    others = [(text, unlogged.replace(**changes_of(text))) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     with started(config) as (llm, load_seconds):
@@ -82,6 +88,10 @@ def run_throughput(arguments: argparse.Namespace, config: EngineConfig) -> int:
     for text, other in others:
         with started(other) as (llm, load_seconds):
             measurements.append(measure(llm, load_seconds=load_seconds, name=text))
+    if arguments.run_batch:
+        measurements.append(
+            run_batched(answer_batch, unlogged, workload, repeats=arguments.repeats)
+        )
     if arguments.baseline:
         measurements.append(baseline(arguments, config, directory, workload))
     result = as_result(

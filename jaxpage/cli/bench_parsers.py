@@ -24,18 +24,45 @@ def add_bench(commands: Commands[Parser]) -> None:
     """Adds the command `bench` with all its kinds."""
     parser = add_command(commands, "bench", "run a benchmark")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
-    throughput = add_command(
+    _add_bench_throughput(kinds)
+    _add_bench_latency(kinds)
+    _add_bench_serve(kinds)
+    _add_bench_startup(kinds)
+    _add_bench_roofline(kinds)
+    kv_dtype = add_command(
+        kinds,
+        "kv-dtype",
+        "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit",
+    )
+    add_model(kv_dtype)
+    _add_text(kv_dtype)
+    add_engine_flags(
+        kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS)
+    )
+    _add_output(kv_dtype)
+    kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
+    _add_bench_quantization(kinds)
+    _add_bench_speculation(kinds)
+
+
+def _add_bench_throughput(kinds: Commands[Parser]) -> None:
+    parser = add_command(
         kinds, "throughput", "offline throughput of many requests, in tokens per second"
     )
-    add_model(throughput)
-    _add_workload(throughput)
-    add = throughput.add_argument
+    add_model(parser)
+    _add_workload(parser)
+    add = parser.add_argument
     add(
         "--baseline",
         metavar="NAME",
         help="transformers: compare with static batches of transformers",
     )
-    _add_versus(throughput)
+    _add_versus(parser)
+    add(
+        "--run-batch",
+        action="store_true",
+        help="compare with jaxpage run-batch on a file of the same requests",
+    )
     add(
         "--baseline-batch-size",
         type=int,
@@ -66,27 +93,9 @@ def add_bench(commands: Commands[Parser]) -> None:
         metavar="FILE",
         help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]",
     )
-    add_engine_flags(throughput, without=("seed",))
-    _add_output(throughput)
-    throughput.set_defaults(run=lazily("commands", "bench_throughput"))
-    _add_bench_latency(kinds)
-    _add_bench_serve(kinds)
-    _add_bench_startup(kinds)
-    _add_bench_roofline(kinds)
-    kv_dtype = add_command(
-        kinds,
-        "kv-dtype",
-        "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit",
-    )
-    add_model(kv_dtype)
-    _add_text(kv_dtype)
-    add_engine_flags(
-        kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS)
-    )
-    _add_output(kv_dtype)
-    kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
-    _add_bench_quantization(kinds)
-    _add_bench_speculation(kinds)
+    add_engine_flags(parser, without=("seed",))
+    _add_output(parser)
+    parser.set_defaults(run=lazily("commands", "bench_throughput"))
 
 
 def _add_output(parser: Parser) -> None:

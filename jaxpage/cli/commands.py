@@ -14,6 +14,7 @@ from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
 from jaxpage.errors import UsageError
 from jaxpage.serving import AUTO, ServerConfig, bound_socket
 from jaxpage.settings.argument_checks import counted
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig
 
 
@@ -76,7 +77,7 @@ def run_batch(arguments: argparse.Namespace) -> None:
         window=arguments.sort_window,
         quiet=arguments.quiet,
     )
-    print(done)
+    print(done.summary)
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -150,7 +151,17 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
     from jaxpage.bench import run_throughput
 
-    return run_throughput(arguments, resolved(arguments, without=("seed",)).config)
+    config = resolved(arguments, without=("seed",)).config
+    return run_throughput(arguments, config, answer_batch=_answer_batch)
+
+
+def _answer_batch(config: EngineConfig, source: Path, target: Path, model: str) -> float:
+    """Runs a file of requests as `run_batch` does, and returns the seconds of the run."""
+    from jaxpage.serving import ServerConfig
+    from jaxpage.serving import run_batch as answer_batch
+
+    server = ServerConfig(served_model_name=(model,))
+    return answer_batch(config, server, source, target, quiet=True).seconds
 
 
 def bench_latency(arguments: argparse.Namespace) -> None:

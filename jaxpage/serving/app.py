@@ -73,6 +73,7 @@ from jaxpage.serving.wire.ollama import (
 )
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rendering import RENDERERS
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
@@ -113,8 +114,10 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
-        self._embedding = Embedding(driver, self.preparing, context, driver.built.new_embedder())
-        self._reranking = Reranking(driver, self.preparing, context, self._embedding)
+        answered_by = (driver, self.preparing, context, driver.built.new_embedder())
+        self._reranking = Reranking(*answered_by)
+        embed = partial(self._compute, Embedding(*answered_by))
+        rerank = partial(self._compute, self._reranking, open_rerank)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -127,14 +130,14 @@ class Server:
             post_route("/api/chat", partial(self._exchange, open_ollama_chat)),
             post_route("/api/generate", partial(self._exchange, open_ollama_generate)),
             post_route("/api/show", partial(self._transform, show_ollama)),
-            post_route("/api/embed", partial(self._embed, open_ollama_embed)),
-            post_route("/api/embeddings", partial(self._embed, open_ollama_embeddings)),
+            post_route("/api/embed", partial(embed, open_ollama_embed)),
+            post_route("/api/embeddings", partial(embed, open_ollama_embeddings)),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._loaded),
             Route("/api/version", self._version),
-            post_route("/v1/embeddings", partial(self._embed, open_embeddings)),
+            post_route("/v1/embeddings", partial(embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
-            *(post_route(path, self._rerank) for path in RERANK_PATHS),
+            *(post_route(path, rerank) for path in RERANK_PATHS),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -156,29 +159,16 @@ class Server:
                 lambda: self._opened(opened, raw), arrived, scope, receive, send
             )
 
-    async def _embed(self, opened: OpenVectors, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _compute(
+        self, by: Embedding, opened: OpenVectors, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if self._num_hosts > 1:
-            raise ApiError(
-                400, f"embeddings are not supported by a server on {self._num_hosts} hosts"
-            )
+            refused = "reranking is" if by is self._reranking else "embeddings are"
+            raise ApiError(400, f"{refused} not supported by a server on {self._num_hosts} hosts")
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            await while_connected(
-                receive, self._embedding.answer(opened, raw, arrived, scope, receive, send)
-            )
-
-    async def _rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._num_hosts > 1:
-            raise ApiError(
-                400, f"reranking is not supported by a server on {self._num_hosts} hosts"
-            )
-        with self.visitors.inside():
-            arrived = time.monotonic()
-            raw = await json_body(scope, receive)
-            await while_connected(
-                receive, self._reranking.answer(raw, arrived, scope, receive, send)
-            )
+            await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)

@@ -6,11 +6,9 @@ The inputs of a request are computed one at a time on the engine's thread, betwe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
@@ -24,7 +22,7 @@ from jaxpage.serving.wire.embeddings import EmbeddingAnswer
 from jaxpage.serving.wire.rerank import RerankAnswer
 
 Vectors = EmbeddingAnswer | RerankAnswer
-Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
+Open = Callable[[dict[str, Any], ModelContext], Vectors]
 
 
 class Embedding:
@@ -45,7 +43,7 @@ class Embedding:
     async def answer(
         self, opened: Open, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Reads a request, computes its vectors, and sends the answer.
+        """Reads a request, computes what it asks for, and sends the answer.
 
         Args:
             opened: Reads the request.
@@ -62,17 +60,16 @@ class Embedding:
         """
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
-            requests = await self.requests(asked)
-            vectors = await self.vectors(requests, asked)
+            requests = await self._requests(asked)
+            values = await self._values(asked, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
         headers = ignored_header(asked.ignored_fields)
         answer = await asyncio.to_thread(
-            lambda: json_answer(asked.whole(vectors, num_tokens), headers=headers)
+            lambda: json_answer(asked.whole(values, num_tokens), headers=headers)
         )
         await answer(scope, receive, send)
 
-    async def requests(self, asked: Vectors) -> list[PreparedRequest]:
-        """Prepares the inputs of a request, or raises the client's error."""
+    async def _requests(self, asked: Vectors) -> list[PreparedRequest]:
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
@@ -80,10 +77,10 @@ class Embedding:
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
-    async def vectors(
-        self, requests: Sequence[PreparedRequest], asked: Vectors
-    ) -> list[npt.NDArray[np.float32]]:
-        """Returns the vectors of prepared inputs, which are not normalised."""
+    async def _values(
+        self, asked: Any, requests: list[PreparedRequest], arrived: float
+    ) -> list[Any]:
+        """Returns what the answer is made of, here the vectors, which are not normalised."""
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
         vectors = []

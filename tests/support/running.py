@@ -68,6 +68,12 @@ def wait_until(
         time.sleep(0.01)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
 class Running:
     """A server on a thread, from `start` on. Its engine is reached through `loop.call`, as others reach it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -14,7 +15,7 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.batches.in_process import InProcess
-from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
+from jaxpage.serving.batches.ordering import DEFAULT_WINDOW, LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import OutputFile
 from jaxpage.serving.batches.running import BatchRun
 from jaxpage.serving.config import ServerConfig
@@ -29,15 +30,27 @@ _NUM_PLACES = 1 << 17
 _LINES_PER_SEQUENCE = 2
 
 
+class Done(NamedTuple):
+    """Holds what a run has done.
+
+    Attributes:
+        summary: A line: lines, errors, and the tokens and the speed of this run.
+        seconds: The time of this run, without that of making the engine.
+    """
+
+    summary: str
+    seconds: float
+
+
 def run_batch(
     engine: EngineConfig,
     server: ServerConfig,
     source: Path,
     target: Path,
     *,
-    window: int,
+    window: int = DEFAULT_WINDOW,
     quiet: bool = False,
-) -> str:
+) -> Done:
     """Answers the lines of a file that have no answer in `target` yet.
 
     Args:
@@ -47,9 +60,6 @@ def run_batch(
         target: The file of answers, which is continued if it exists.
         window: The most lines that are ordered together.
         quiet: Show no progress.
-
-    Returns:
-        A line about what was done.
 
     Raises:
         ConfigError: A file cannot be read or written, or the input has changed.
@@ -85,7 +95,8 @@ def run_batch(
             )
             with bar:
                 _answer_all(driver, app.state.server, server, source, output, window, bar)
-        return _summary(output, total, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Done(_summary(output, total, seconds), seconds)
 
 
 def _answer_all(
@@ -124,7 +135,6 @@ def _answer_all(
 
 
 def _summary(output: OutputFile, total: int, seconds: float) -> str:
-    """Returns a line: lines, errors, and the tokens and the speed of this run."""
     counts = output.counts
     before = output.before
     num_lines_now = counts.lines - before.lines
