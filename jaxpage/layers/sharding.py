@@ -297,9 +297,14 @@ class ShardedAttention(nnx.Module):
             keys = self._normed(
                 self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
             )
+        first = place_of_device(self.sharding) * self.sharding.num_local
         each = zip(self.shards, queries, keys, values, layer_pages, strict=True)
         parts, pages = zip(
-            *(shard.attended(q, k, v, own, context) for shard, q, k, v, own in each), strict=True
+            *(
+                shard.attended(q, k, v, own, context, first + index)
+                for index, (shard, q, k, v, own) in enumerate(each)
+            ),
+            strict=True,
         )
         return self.output(parts, x_TI), pages
 

@@ -85,6 +85,8 @@ FAMILIES = {
     "GPTJForCausalLM": "gptj",
     "CodeGenForCausalLM": "codegen",
     "XGLMForCausalLM": "xglm",
+    "BloomForCausalLM": "bloom",
+    "MptForCausalLM": "mpt",
 }
 
 # Packages that bring a family have entries `architecture = "module"` in this group.
