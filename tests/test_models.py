@@ -28,6 +28,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
 from jaxpage.models import registry
+from jaxpage.models.alibi import alibi_slopes
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.fields import Fields
 from jaxpage.models.registry import FAMILIES, load_family
@@ -359,6 +360,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "heads of a fused product shifted": (
         "falcon-grouped",
         lambda: {"state": roll("query_key_value.weight", 0)},
+    ),
+    "slopes of the heads beside": (
+        "mpt-six-heads",
+        lambda: {"spec": {"alibi_slopes": alibi_slopes(7)[1:]}},
+    ),
+    "slopes that are not scaled": (
+        "falcon-alibi",
+        lambda: {"spec": {"alibi_slopes": alibi_slopes(4)}},
     ),
     "norms of halves swapped": ("falcon-grouped", lambda: {"state": swap("ln_attn", "ln_mlp")}),
     "mscale of YaRN forgotten": (
