@@ -168,9 +168,7 @@ def test_tree_mask_takes_the_place_of_the_causal_order(backend):
     tree[0:4] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     tree[4:7] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
     for slopes in (None, SLOPES[:4]):
-        got = run(
-            *case.arrays, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes, backend=backend
-        )
+        got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes, backend=backend)
         want = oracle(case, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes)
         np.testing.assert_allclose(got, want, atol=2e-6)
         assert np.abs(np.asarray(got) - oracle(case, scale=0.25, alibi_slopes=slopes)).max() > 1e-2
@@ -247,9 +245,7 @@ def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(form):
     options = {"scale": 0.3, "alibi_slopes": form.get("alibi_slopes")}
     form = {name: value for name, value in form.items() if name not in options}
     case, mask, trees = tree_case(11, [70, 20, 9], [20, 16, 9], **form)
-    got = np.asarray(
-        run(*case.arrays, **case.scales, **options, backend="scan", tree_mask_TQ=mask)
-    )
+    got = np.asarray(run(*case.arrays, **case.scales, **options, backend="scan", tree_mask_TQ=mask))
     np.testing.assert_allclose(got, oracle(case, **options, tree_mask_TQ=mask), atol=5e-6)
     assert any(np.diff(tree).tolist() != [1] * (len(tree) - 1) for tree in trees)
     for row, tree in enumerate(trees):
