@@ -67,7 +67,7 @@ class AttentionOptions:
     @property
     def static(self) -> AttentionOptions:
         """Returns the options without their arrays; they can be hashed."""
-        return dataclasses.replace(self, **dict.fromkeys(_ARRAYS))
+        return dataclasses.replace(self, sinks=None, alibi_slopes=None, tree_mask_TQ=None)
 
     def checked(
         self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
+from flax import nnx
 
-from jaxpage.checkpoints import convert
+from jaxpage.checkpoints import convert, open_parameters
 from jaxpage.checkpoints.trainer_names import hugging_face_names
 from jaxpage.errors import UnsupportedError
 from tests.support.engines import make_llm
@@ -247,6 +249,29 @@ def test_names_of_maxtext(case: str, scanned: bool) -> None:
 def test_names_of_tunix(case: str) -> None:
     config, arrays = weights(case)
     assert_as_hugging_face(case, config, of_tunix(case, config, arrays), arrays)
+
+
+class Node(nnx.Module):
+    """A module of the arrays in a nested dict; keys that are numbers make a list."""
+
+    def __init__(self, tree: Arrays) -> None:
+        for name, value in tree.items():
+            if not isinstance(value, dict):
+                made: Any = nnx.Param(jnp.asarray(value))
+            elif "0" in value:
+                made = nnx.List([Node(value[str(index)]) for index in range(len(value))])
+            else:
+                made = Node(value)
+            setattr(self, name, made)
+
+
+def test_a_module_of_tunix_is_taken_as_its_arrays_are() -> None:
+    config, arrays = weights("llama")
+    tree = flax.traverse_util.unflatten_dict(of_tunix("llama", config, arrays), sep=".")
+    found = open_parameters(config, Node(tree)).plan.arrays
+    assert found.keys() == arrays.keys()
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, arrays[name])
 
 
 @pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3"])

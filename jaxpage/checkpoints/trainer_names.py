@@ -264,7 +264,7 @@ def hugging_face_names(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> 
             f"the parameters have names of {trainer}, which are known for {known}, not for {architecture}"
         )
     sizes = _sizes(config)
-    named = {}
+    named: dict[str, Any] = {}
     for name, array in arrays.items():
         if _dotted(name).startswith(prefix):
             own = _dotted(name).removeprefix(prefix)
