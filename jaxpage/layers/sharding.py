@@ -315,10 +315,7 @@ class ShardedAttention(nnx.Module):
         copies = self.sharding.num_shards // count
         every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
-        return [
-            jax.lax.dynamic_index_in_dim(normed, place // copies, axis=1, keepdims=False)
-            for place in self._places()
-        ]
+        return [normed[:, place // copies] for place in self._places()]
 
     def _places(self) -> list[jax.Array | int]:
         """Returns the places of this device's shards among all."""
