@@ -298,8 +298,10 @@ class ShardedAttention(nnx.Module):
                 self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
             )
         each = zip(self.shards, queries, keys, values, layer_pages, self._places(), strict=True)
-        attended = [shard.attended(q, k, v, own, context, at) for shard, q, k, v, own, at in each]
-        parts, pages = zip(*attended, strict=True)
+        parts, pages = zip(
+            *(shard.attended(q, k, v, own, context, at) for shard, q, k, v, own, at in each),
+            strict=True,
+        )
         return self.output(parts, x_TI), pages
 
     def _normed(
