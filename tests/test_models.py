@@ -118,6 +118,13 @@ def test_logits_are_those_of_transformers(name):
     assert largest_difference(name) < TOLERANCE
 
 
+def test_decoders_have_as_many_layers_as_those_of_transformers():
+    """EAGLE's heads count them; layers that share pages, or keep nothing, count as others do."""
+    for name in MODELS:
+        own = make_model(name).config.get_text_config().num_hidden_layers
+        assert read_spec(name)[1].kv.num_decoder_layers == own, name
+
+
 DIFFERENT_LAYERS = [
     "llama-wide-heads",
     "mistral-window",
