@@ -131,8 +131,9 @@ class LLM(DrivenModel):
         Args:
             config: The content of the model's config.json as a dict, or a config of transformers.
             parameters: Arrays of numpy or JAX under the names of Hugging Face, weights as [out,
-                in]; a flat dict, or one that is nested at the dots. A Flax NNX module of
-                `jaxpage.models` with its arrays is accepted, too.
+                in]; a flat dict, or one that is nested at the dots. Names and layouts of MaxText,
+                Tunix and gemma are accepted for Llama, Qwen and Gemma. So is a Flax NNX module of
+                `jaxpage.models` or of Tunix with its arrays.
             tokenizer: A tokenizer of transformers, or a directory with its files. With None,
                 prompts are token ids.
             use_tqdm: Show progress bars on standard error.

@@ -172,6 +172,9 @@ def dense_attend(num_rows: int) -> Attend:
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         back = jnp.arange(length)[:, None] - jnp.arange(length)
+        if options.alibi_slopes is not None:
+            slopes = options.alibi_slopes.reshape(num_kv_heads, -1, 1, 1)
+            scores = scores - slopes * back
         seen = (back >= 0) & (back < (options.sliding_window or length))
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:

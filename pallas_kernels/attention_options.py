@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-_ARRAYS = ("sinks", "tree_mask_TQ")
+_OF_HEADS = ("sinks", "alibi_slopes")
+_ARRAYS = (*_OF_HEADS, "tree_mask_TQ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class AttentionOptions:
             afterwards (DeepSeek's MLA).
         sinks: One more logit for the softmax of each query head, which has no value: its weight is
             lost (GPT-OSS). Calls take it in float32.
+        alibi_slopes: A slope for each query head. The score of a position that is n tokens before
+            the query's own falls by n times the slope, after the softcap (ALiBi; Press et al.,
+            2021). Calls take it in float32.
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row.
             It replaces the causal order.
     """
@@ -40,6 +44,7 @@ class AttentionOptions:
     logit_softcap: float | None = None
     value_width: int | None = None
     sinks: Float[Array, "N"] | None = None
+    alibi_slopes: Float[Array, "N"] | None = None
     tree_mask_TQ: Bool[Array, "T Q"] | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +67,7 @@ class AttentionOptions:
     @property
     def static(self) -> AttentionOptions:
         """Returns the options without their arrays; they can be hashed."""
-        return dataclasses.replace(self, sinks=None, tree_mask_TQ=None)
+        return dataclasses.replace(self, sinks=None, alibi_slopes=None, tree_mask_TQ=None)
 
     def checked(
         self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None
@@ -76,16 +81,16 @@ class AttentionOptions:
         arrays = {
             name: None if array is None else jnp.asarray(array) for name, array in arrays.items()
         }
-        sinks = arrays["sinks"]
         tree = arrays["tree_mask_TQ"]
         num_tokens, num_heads, _ = q_TNH.shape
-        if sinks is not None:
-            if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-                raise ValueError(
-                    f"sinks must hold a float for each of {num_heads} query heads, "
-                    f"not {sinks.dtype} of shape {sinks.shape}"
-                )
-            arrays["sinks"] = sinks.astype(jnp.float32)
+        for name in _OF_HEADS:
+            if (each := arrays[name]) is not None:
+                if each.shape != (num_heads,) or not jnp.issubdtype(each.dtype, jnp.floating):
+                    raise ValueError(
+                        f"{name} must hold a float for each of {num_heads} query heads, "
+                        f"not {each.dtype} of shape {each.shape}"
+                    )
+                arrays[name] = each.astype(jnp.float32)
         if tree is not None:
             is_mask = tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_
             if not is_mask or tree.shape[0] != num_tokens:

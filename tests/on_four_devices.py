@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
+    "bloom-plain": {"n_layer": 1},  # ALiBi's slopes by head
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
     "gpt-oss-windows": {"num_hidden_layers": 1, "num_local_experts": 4},
     "falcon-grouped": {
@@ -85,6 +85,8 @@ PLANTED = {
 # Sizes that four devices can share, of others.
 SWEPT = {
     "falcon-one-norm": FAMILIES["falcon-grouped"],
+    "mpt-six-heads": {"n_heads": 8},
+    "opt-norm-first": {"hidden_size": 64},
     **{
         name: {"n_routed_experts": 4}
         for name in ("deepseek-v2-greedy", "deepseek-v3-halves", "glm4-moe-lite-mixed")

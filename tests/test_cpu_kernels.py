@@ -151,7 +151,9 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "128 wide": {"width": 128, "heads": (5, 5)},
     "256 wide": {"width": 256, "heads": (4, 1)},
 }
-ONE_CALL = {**OPTIONS, **WIDTHS}
+SLOPES = {"alibi_slopes": np.array([0.5, 0.1, 0.0, 0.02, 0.004, 0.25], np.float32)}
+ALIBI: dict[str, dict[str, Any]] = {"alibi": SLOPES, "alibi in a tree": {**SLOPES, "tree": True}}
+ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,7 @@ ONE_CALL = {**OPTIONS, **WIDTHS}
         [
             *itertools.product(PAGES, OPTIONS),
             *zip(("float32", "bfloat16", "int8"), WIDTHS, strict=True),
+            *(("float32", name) for name in ALIBI),
         ],
     ),
 )
@@ -177,10 +180,10 @@ def test_one_call_writes_and_attends(page_dtype: str, name: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
-def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
+@pytest.mark.parametrize(("page_dtype", "options"), [("float32", SLOPES), ("bfloat16", {})])
+def test_a_row_has_its_bits_among_any_others(page_dtype: str, options: dict[str, Any]) -> None:
     """With all key/value heads in one unit of work, or some in each."""
-    shape: dict[str, Any] = {"heads": (6, 6), "width": 64, "num_rows": 32}
+    shape: dict[str, Any] = {"heads": (6, 6), "width": 64, "num_rows": 32, **options}
     together, _ = step("cpu", page_dtype, **shape)
     queries, start = [5, 1, 3, LONGEST] * 8, 0
     for row, count in enumerate(queries):
@@ -593,6 +596,8 @@ MISTAKES = {
         "first.begin == tile.begin && first.end == tile.end",
         "true",
     ),
+    "slopes of other heads": ("a.slopes[head]", "a.slopes[a.num_heads - 1 - head]"),
+    "distances from the block": ("tile.position + group - own", "group % a.block_size - own"),
     "sums are left in registers": ("heads[h].acc[i] = acc[h][i];", ";"),
     "scales of keys are forgotten": ("scores[j] *= a.k_scale", "scores[j] += 0 * a.k_scale"),
 }

@@ -28,6 +28,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
 from jaxpage.models import registry
+from jaxpage.models.alibi import alibi_slopes
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.fields import Fields
 from jaxpage.models.registry import FAMILIES, load_family
@@ -115,6 +116,13 @@ def test_logits_are_those_of_transformers(name):
     _, _, expected = oracle(name)
     assert expected.std() > 0.5  # else a small difference says little
     assert largest_difference(name) < TOLERANCE
+
+
+def test_decoders_have_as_many_layers_as_those_of_transformers():
+    """EAGLE's heads count them; layers that share pages, or keep nothing, count as others do."""
+    for name in MODELS:
+        own = make_model(name).config.get_text_config().num_hidden_layers
+        assert read_spec(name)[1].kv.num_decoder_layers == own, name
 
 
 DIFFERENT_LAYERS = [
@@ -359,6 +367,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "heads of a fused product shifted": (
         "falcon-grouped",
         lambda: {"state": roll("query_key_value.weight", 0)},
+    ),
+    "slopes of the heads beside": (
+        "mpt-six-heads",
+        lambda: {"spec": {"alibi_slopes": alibi_slopes(7)[1:]}},
+    ),
+    "slopes that are not scaled": (
+        "falcon-alibi",
+        lambda: {"spec": {"alibi_slopes": alibi_slopes(4)}},
     ),
     "norms of halves swapped": ("falcon-grouped", lambda: {"state": swap("ln_attn", "ln_mlp")}),
     "mscale of YaRN forgotten": (

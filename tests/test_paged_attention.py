@@ -68,6 +68,26 @@ def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
         assert np.abs(np.asarray(got) - oracle(case, **options, sinks=wrong)).max() > 1e-2
 
 
+SLOPES = np.array([0.5, 0.3, 0.1, 0.03, 0.01, 0.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    "backend", [name for name in SHARED_BACKENDS if "alibi_slopes" in SETS[name].honours]
+)
+@pytest.mark.parametrize(("contexts", "queries"), [ROWS[0], ROWS[2]])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}], ids=str)
+def test_alibi_lowers_scores_by_distance(backend, contexts, queries, options):
+    """Mistakes planted: slopes of the heads beside, or none."""
+    one_shape = {"padding": 64 - sum(queries), "num_blocks": 32, "table_width": 13}
+    case = make_case(1, contexts, queries, heads=(6, 2), **one_shape)
+    got = run(*case.arrays, scale=0.3, **options, alibi_slopes=SLOPES, backend=backend)
+    want = oracle(case, scale=0.3, **options, alibi_slopes=SLOPES)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    for wrong in (np.roll(SLOPES, 1), SLOPES[[3, 4, 5, 0, 1, 2]], None):
+        other = oracle(case, scale=0.3, **options, alibi_slopes=wrong)
+        assert np.abs(np.asarray(got) - other).max() > 1e-2
+
+
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("page_dtype", ["float32", "int8", "uint8"])
 def test_values_within_the_keys(backend, page_dtype):
@@ -147,9 +167,11 @@ def test_tree_mask_takes_the_place_of_the_causal_order(backend):
     tree = np.zeros((len(case.q_TNH), 4), bool)
     tree[0:4] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     tree[4:7] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
-    got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree, backend=backend)
-    np.testing.assert_allclose(got, oracle(case, scale=0.25, tree_mask_TQ=tree), atol=2e-6)
-    assert np.abs(np.asarray(got) - oracle(case, scale=0.25)).max() > 1e-2
+    for slopes in (None, SLOPES[:4]):
+        got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes, backend=backend)
+        want = oracle(case, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes)
+        np.testing.assert_allclose(got, want, atol=2e-6)
+        assert np.abs(np.asarray(got) - oracle(case, scale=0.25, alibi_slopes=slopes)).max() > 1e-2
 
 
 def random_tree(rng, num_tokens):
@@ -214,14 +236,17 @@ def on_its_own(case, row, path):
         {"heads": (3, 3), "block_size": 1},
         {"heads": (8, 1), "block_size": 128, "width": 32},
         {"page_dtype": "int8", "block_size": 16},
+        {"heads": (6, 2), "alibi_slopes": SLOPES},
     ],
     ids=str,
 )
 def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(form):
     """Across the edges of blocks and of tiles of 64 positions, and at the beginning of a context."""
+    options = {"scale": 0.3, "alibi_slopes": form.get("alibi_slopes")}
+    form = {name: value for name, value in form.items() if name not in options}
     case, mask, trees = tree_case(11, [70, 20, 9], [20, 16, 9], **form)
-    got = np.asarray(run(*case.arrays, **case.scales, scale=0.3, backend="scan", tree_mask_TQ=mask))
-    np.testing.assert_allclose(got, oracle(case, scale=0.3, tree_mask_TQ=mask), atol=5e-6)
+    got = np.asarray(run(*case.arrays, **case.scales, **options, backend="scan", tree_mask_TQ=mask))
+    np.testing.assert_allclose(got, oracle(case, **options, tree_mask_TQ=mask), atol=5e-6)
     assert any(np.diff(tree).tolist() != [1] * (len(tree) - 1) for tree in trees)
     for row, tree in enumerate(trees):
         start = case.query_start[row]
@@ -242,7 +267,7 @@ def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(form):
                 plain = run(
                     *arrays,
                     **alone.scales,
-                    scale=0.3,
+                    **options,
                     backend="scan",
                     max_query_len=1 if count == 1 else 20,
                 )
@@ -392,7 +417,8 @@ def test_refusals_name_the_argument():
 def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not_compute_it(name):
     assert name in SETS["reference"].honours
     case = vars(make_case(9, [4, 4], [1, 1]))
-    arrays = {"sinks": np.zeros(4, np.float32), "tree_mask_TQ": np.ones((5, 1), bool)}
+    zeros = np.zeros(4, np.float32)
+    arrays = {"sinks": zeros, "alibi_slopes": zeros, "tree_mask_TQ": np.ones((5, 1), bool)}
     options = {"scale": 1.0, name: arrays.get(name, 3)}
     if name == "value_width":
         case["v_pages"] = None

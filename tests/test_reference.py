@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import jaxpage
+from jaxpage.models.registry import FAMILIES, OTHER_NAMES, load_family
 from tests.support.notebooks import as_page, as_text, executed
+from tests.support.published_models import ENTRIES
 from tests.support.reference import pages, python_page
 from tests.support.reference_models import TESTS
 from tests.support.settings_files import flags_module, keywords
@@ -62,6 +64,16 @@ def test_the_tests_of_the_page_of_models_exist() -> None:
     for name in (name for names in TESTS.values() for name in names):
         file, _, function = name.partition("::")
         assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_published_models_have_architectures_that_load_and_each_family_has_one() -> None:
+    entries = [entry for group in ENTRIES.values() for entry in group]
+    found = {FAMILIES[OTHER_NAMES.get(kind, kind)] for _, _, kind, _ in entries}
+    assert found == set(FAMILIES.values())
+    for other, name in OTHER_NAMES.items():
+        assert load_family({"architectures": [other]}) is load_family({"architectures": [name]})
+    names = [name for name, *_ in entries]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Converts a model between safetensors and Orbax bit for bit, and from GGUF to safetensors.
 
-Quantised numbers of a GGUF file are dequantised.
+Quantised numbers of a GGUF file are dequantised. An Orbax checkpoint may have the names of a
+trainer (`trainer_names`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.checkpoints.config_file import read_generation_config
+from jaxpage.checkpoints.config_file import read_config, read_generation_config
 from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.fitting import LoadPlan
+from jaxpage.checkpoints.in_memory import open_parameters
 from jaxpage.checkpoints.loading import insert, stored_arrays
 from jaxpage.checkpoints.opening import ModelFiles, open_model
-from jaxpage.checkpoints.orbax_files import save_orbax
+from jaxpage.checkpoints.orbax_files import (
+    has_orbax,
+    read_orbax_tensors,
+    restore_orbax,
+    save_orbax,
+)
+from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, write_safetensors
+from jaxpage.checkpoints.trainer_names import trainer_of
 from jaxpage.errors import CheckpointError
 
 # All files of a model directory but its weights.
@@ -85,7 +94,7 @@ def convert(
         raise CheckpointError(
             f"{destination} exists and is not an empty directory; nothing was written"
         )
-    files = open_model(source)
+    files = _of_trainer(source) or open_model(source)
     plan = files.plan
     temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
     try:
@@ -116,6 +125,21 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return destination
+
+
+def _of_trainer(source: Path) -> ModelFiles | None:
+    """Returns the model in a directory whose Orbax checkpoint has the names of a trainer."""
+    if not source.is_dir() or not has_orbax(source):
+        return None
+    problems = Problems(source)
+    stored = read_orbax_tensors(source, problems)
+    if trainer_of(stored) is None or problems.lines:
+        return None  # `open_model` opens it, or says what is wrong.
+    targets: dict[str, Any] = {}
+    for name, info in stored.items():
+        dtype = NUMPY_DTYPES.get(info.dtype, info.dtype)
+        insert(targets, name.split("."), np.broadcast_to(np.empty((), dtype), info.shape))
+    return open_parameters(read_config(source), restore_orbax(source, targets))
 
 
 def _copy_files(source: Path, destination: Path) -> None:

@@ -1,6 +1,6 @@
 """Fits weights that are in memory to a model, and returns weights by their names.
 
-The names are those of Hugging Face, as in files.
+The names are those of Hugging Face, as in files; those of some trainers are turned into them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.checkpoints.trainer_names import hugging_face_names, trainer_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
 from jaxpage.models import Weight, entry_at, ignored_tensors, model_weights, text_part
@@ -47,7 +48,8 @@ def open_parameters(
 
     Args:
         config: A dict with the content of config.json, or a config of transformers.
-        parameters: The arrays in a flat or a nested dict, or a module of the model's family.
+        parameters: The arrays in a flat or a nested dict, or a module of the model's family or of
+            Tunix.
         quantization: The setting.
 
     Raises:
@@ -79,8 +81,16 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     problems = Problems(PLACE)
     weights = model_weights(files.family, files.spec, files.rule)
     if isinstance(parameters, nnx.Module):
-        return _with_module(files, parameters, weights, problems)
-    arrays = dict(flat(parameters))
+        arrays = {
+            name: array
+            for name, array in flat(nnx.to_pure_dict(nnx.state(parameters)))
+            if not isinstance(array, jax.ShapeDtypeStruct)  # declared, and never filled
+        }
+        if trainer_of(arrays) is None:
+            return _with_module(files, arrays, weights, problems)
+    else:
+        arrays = dict(flat(parameters))
+    arrays = hugging_face_names(arrays, files.config)
     known = {
         name
         for one in weights
@@ -98,18 +108,13 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
 
 
 def _with_module(
-    files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems
+    files: ModelFiles, arrays: dict[str, Any], weights: Sequence[Weight], problems: Problems
 ) -> ModelFiles:
     """Fits a module: each parameter is one tensor, whose name is its path in the module."""
     if files.quantization is not None:
         raise UnsupportedError(
             "a module cannot be quantised; give its arrays under the names of the checkpoint"
         )
-    arrays = {
-        name: array
-        for name, array in flat(nnx.to_pure_dict(nnx.state(module)))
-        if not isinstance(array, jax.ShapeDtypeStruct)  # declared, and never filled
-    }
     if not arrays:
         problems.add("the model has no arrays yet")
         problems.raise_if_any()

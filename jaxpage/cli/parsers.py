@@ -150,7 +150,7 @@ def _add_convert(commands: Commands[Parser]) -> None:
     parser = add_command(
         commands,
         "convert",
-        "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face",
+        "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face; Orbax of MaxText, Tunix or gemma",
     )
     parser.add_argument("source", metavar="SRC", help="model directory, GGUF file, hub id or demo")
     parser.add_argument("destination", metavar="DST", help="new directory")

@@ -43,6 +43,7 @@ class Attention(nnx.Module):
         query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
             (Llama 4, Ministral 3).
         sinks: See `AttentionOptions`.
+        alibi_slopes: See `AttentionOptions`: those of all query heads of the model.
         num_groups: The number of key/value heads, where `query_key_value` is one part that has for
             each of them its queries, its key and its value (Falcon); otherwise None.
         limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
@@ -69,6 +70,7 @@ class Attention(nnx.Module):
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
         num_groups: int | None = None,
         limit: float | None = None,
         gated: bool = False,
@@ -84,6 +86,7 @@ class Attention(nnx.Module):
         self.logit_softcap = logit_softcap
         self.query_growth = query_growth
         self.sinks = sinks
+        self.alibi_slopes = alibi_slopes
         self.num_groups = num_groups
         self.gated = gated
         self.limit = limit
@@ -128,10 +131,12 @@ class Attention(nnx.Module):
         v: jax.Array | None,
         layer_pages: LayerPages,
         context: ForwardContext,
+        place: jax.Array | int = 0,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output for the queries, keys and values that `projected` returned.
 
-        Norms over all heads together must have been applied already.
+        Norms over all heads together must have been applied already. `place` says which of the
+        equal parts of the model's heads these are.
         """
         if self.limit is not None:
             q = jnp.clip(q, -self.limit, self.limit)
@@ -165,6 +170,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
             sinks=None if self.sinks is None else self.sinks[...],
+            alibi_slopes=self._slopes(q_TNH.shape[1], place),
         )
         out_TNH, layer_pages = context.attend(
             self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options
@@ -172,6 +178,12 @@ class Attention(nnx.Module):
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
+
+    def _slopes(self, num_heads: int, place: jax.Array | int) -> jax.Array | None:
+        if self.alibi_slopes is None:
+            return None
+        slopes_PN = jnp.asarray(self.alibi_slopes, jnp.float32).reshape(-1, num_heads)
+        return jax.lax.dynamic_index_in_dim(slopes_PN, place, keepdims=False)
 
     def _normed(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         if self.query_norm is not None:

@@ -297,9 +297,10 @@ class ShardedAttention(nnx.Module):
             keys = self._normed(
                 self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
             )
-        each = zip(self.shards, queries, keys, values, layer_pages, strict=True)
+        each = zip(self.shards, queries, keys, values, layer_pages, self._places(), strict=True)
         parts, pages = zip(
-            *(shard.attended(q, k, v, own, context) for shard, q, k, v, own in each), strict=True
+            *(shard.attended(q, k, v, own, context, at) for shard, q, k, v, own, at in each),
+            strict=True,
         )
         return self.output(parts, x_TI), pages
 
@@ -316,11 +317,12 @@ class ShardedAttention(nnx.Module):
         copies = self.sharding.num_shards // count
         every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
+        return [normed[:, place // copies] for place in self._places()]
+
+    def _places(self) -> list[jax.Array | int]:
+        """Returns the places of this device's shards among all."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        places = [(first + index) // copies for index in range(len(parts))]
-        return [
-            jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places
-        ]
+        return [first + index for index in range(self.sharding.num_local)]
 
 
 class _OfShards(nnx.Module):

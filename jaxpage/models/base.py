@@ -34,7 +34,8 @@ class KVSpec:
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
         decoder_layers: The number of layers of the decoder, where some have two of these layers
-            (Falcon-H1) or none (Nemotron-H); None if it is `num_layers`.
+            (Falcon-H1), none (Nemotron-H) or those of another one (Gemma 4); None if it is
+            `num_layers`.
         heads: For each layer, its number of key/value heads and their width, in a model whose
             layers differ in them; empty if all have `num_kv_heads` of `head_width`.
     """

@@ -19,8 +19,10 @@ class DecoderNames:
         norm: The norm after the last layer, in the decoder.
         heads: The names that the head has, the usual one first.
         attention: The attention, in a layer.
-        fused: The one product for queries, keys and values, in the attention. It has for each
-            key/value head its queries, its key and its value. None for three products.
+        fused: The one product for queries, keys and values, in the attention; None for three
+            products.
+        in_groups: True if that product has for each key/value head its queries, its key and its
+            value; False if it has all queries, then all keys, then all values.
         output: The product for the output, in the attention.
         head_norms: The norms of queries and of keys, in the attention.
     """
@@ -32,6 +34,7 @@ class DecoderNames:
     heads: tuple[str, ...] = ("lm_head",)
     attention: str = "self_attn"
     fused: str | None = None
+    in_groups: bool = True
     output: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
 

@@ -1,6 +1,7 @@
 """Falcon computes both halves of a layer in parallel (Almazrouei et al., 2023).
 
-It has few key/value heads, and LayerNorm. There are models of 7B, 11B, 40B and 180B.
+It has few key/value heads, and LayerNorm. There are models of 7B, 11B, 40B and 180B; those of
+RefinedWeb (RW) have ALiBi in place of the rotation.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.alibi import alibi_slopes
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.decoder_names import DecoderNames
@@ -35,17 +38,19 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
-            if fields.flag("alibi", False):
-                text = "alibi = true (biases of scores by distance) is not supported"
-                fields.note(RefusedField(text), alibi=False)
             num_heads = fields.integer("num_attention_heads")
             width = fields.integer("hidden_size")
+            head_width = fields.divided("hidden_size", "num_attention_heads")
+            longest = fields.integer("max_position_embeddings", 2048)
+            has_alibi = fields.flag("alibi", False)
             bias = fields.flag("bias", False)
             return cls._from_fields(
                 fields,
                 num_kv_heads=_kv_heads(fields, num_heads),
-                head_width=fields.divided("hidden_size", "num_attention_heads"),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                rope=(NO_ROTATION, longest) if has_alibi else None,
+                alibi_slopes=_slopes(num_heads, head_width) if has_alibi else None,
                 feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
                 attention_bias=bias,
                 mlp_bias=bias,
@@ -57,6 +62,14 @@ class Spec(RotaryDecoderSpec):
                 names=NAMES,
                 tied=True,
             )
+
+
+def _slopes(num_heads: int, head_width: int) -> tuple[float, ...]:
+    """Returns the slopes, which Falcon scales like the scores.
+
+    transformers rounds them to bfloat16, and their products with positions too.
+    """
+    return tuple(slope * head_width**-0.5 for slope in alibi_slopes(num_heads))
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:

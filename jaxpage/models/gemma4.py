@@ -94,6 +94,7 @@ class Spec(Gemma4Spec):
                 len(kept),
                 *heads[SLIDING],
                 tuple(window if kind == SLIDING else None for kind in kept),
+                decoder_layers=len(types),
                 heads=tuple(heads[kind] for kind in kept),
             )
             return dataclasses.replace(spec, kv=kv)

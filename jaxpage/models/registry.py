@@ -85,7 +85,12 @@ FAMILIES = {
     "GPTJForCausalLM": "gptj",
     "CodeGenForCausalLM": "codegen",
     "XGLMForCausalLM": "xglm",
+    "BloomForCausalLM": "bloom",
+    "MptForCausalLM": "mpt",
 }
+
+# Names that published files have for architectures of which transformers writes the name otherwise.
+OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 # Packages that bring a family have entries `architecture = "module"` in this group.
 ENTRY_POINTS = "jaxpage.models"
@@ -126,7 +131,7 @@ def load_family(config: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"config.json must name the model in architectures, not {names!r}; known are {', '.join(_known())}"
         )
-    name = names[0]
+    name = OTHER_NAMES.get(names[0], names[0])
     if name in FAMILIES and name not in _registered:
         if name in MULTIMODAL:
             return _text_family(name, text_module(name, config))

@@ -70,6 +70,7 @@ class RotaryDecoderSpec:
     attention_softcap: float | None = None
     attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
+    alibi_slopes: tuple[float, ...] | None = None  # see `AttentionOptions`
     latent: LatentSpec | None = None  # latent attention, if the model has it
     recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
@@ -225,7 +226,8 @@ def make_attention(
     queries = spec.num_query_heads * head
     keys = spec.kv.num_kv_heads * head
     # With one head the fused product is as others are: all queries, the key, the value.
-    is_grouped = spec.names.fused is not None and spec.kv.num_kv_heads > 1
+    is_fused = spec.names.fused is not None and spec.names.in_groups
+    is_grouped = is_fused and spec.kv.num_kv_heads > 1
     query_name, key_name = (f"{name}.{norm}" for norm in spec.names.head_norms)
 
     def head_norm(num_rows: int, axis: str, *, name: str) -> Norm | HeadNorm | None:
@@ -266,6 +268,7 @@ def make_attention(
         query_growth=spec.query_growth,
         limit=spec.attention_limit,
         sinks=_sinks(spec, name, dtype),
+        alibi_slopes=spec.alibi_slopes,
         gated=spec.attention_gated,
     )
 

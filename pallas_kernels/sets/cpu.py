@@ -99,6 +99,7 @@ def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
     sinks = arguments.options.sinks
+    slopes = arguments.options.alibi_slopes
     tree = arguments.options.tree_mask_TQ
     return (
         arguments.block_table_BM.astype(jnp.int32),
@@ -106,6 +107,7 @@ def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
         jnp.zeros(0, jnp.float32) if sinks is None else sinks,
+        jnp.zeros(0, jnp.float32) if slopes is None else slopes,
     )
 
 
@@ -150,7 +152,8 @@ SET = dataclasses.replace(
     attend=attend,
     write_and_attend=write_and_attend,
     honours=frozenset(
-        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
+        | {"tree_mask_TQ"}
     ),
     supports=_supports,
     platforms=("cpu",),

@@ -67,6 +67,11 @@ def attend(arguments: Arguments) -> jax.Array:
     if options.logit_softcap is not None:
         scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
     seen_TC = visible_TC(arguments, num_positions)
+    if options.alibi_slopes is not None:
+        # What a token sees of a tree of drafts is its branch, so it counts what it sees.
+        back_TC = jnp.cumsum(seen_TC[:, ::-1], axis=1)[:, ::-1] - 1
+        slopes_KG = options.alibi_slopes.reshape(num_kv_heads, -1)
+        scores -= slopes_KG[None, :, :, None] * back_TC[:, None, None, :]
     seen = seen_TC[:, None, None, :]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
     sink = None if options.sinks is None else options.sinks.reshape(1, num_kv_heads, -1, 1)
@@ -100,7 +105,8 @@ SET = KernelSet(
     scatter_blocks=move.scatter_blocks,
     multiply=product.multiply,
     honours=frozenset(
-        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
+        | {"tree_mask_TQ"}
     ),
     supports=supports,
 )

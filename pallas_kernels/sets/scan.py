@@ -135,9 +135,12 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
         if options.logit_softcap is not None:
             scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
-        seen = position_C <= position_RA[:, :, None]
+        back_RAC = position_RA[:, :, None] - position_C
+        if options.alibi_slopes is not None:
+            scores -= _of_queries(options.alibi_slopes, group, shape)[..., None] * back_RAC[:, None]
+        seen = back_RAC >= 0
         if options.sliding_window is not None:
-            seen &= position_C > position_RA[:, :, None] - options.sliding_window
+            seen &= back_RAC < options.sliding_window
         scores = jnp.where(seen[:, None], scores, MASKED)
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -149,14 +152,19 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     top_RKA = jnp.full(shape, MASKED)
     total_RKA = jnp.zeros(shape)
     if options.sinks is not None:  # the softmax begins with them
-        sinks_KA = jnp.tile(options.sinks.reshape(-1, group), (1, shape[2] // group))
-        top_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape)
+        top_RKA = jnp.maximum(_of_queries(options.sinks, group, shape), MASKED)
         total_RKA = jnp.ones(shape)
     start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(
         first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start
     )
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
+
+
+def _of_queries(of_heads_N: jax.Array, group: int, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a number of each query head for every query of a tile, in this shape [R, K, A]."""
+    tiled_KA = jnp.tile(of_heads_N.reshape(-1, group), (1, shape[2] // group))
+    return jnp.broadcast_to(tiled_KA, shape)
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
@@ -236,7 +244,8 @@ SET = dataclasses.replace(
     name="scan",
     attend=attend,
     honours=frozenset(
-        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
+        | {"tree_mask_TQ"}
     ),
     supports=_supports,
 )

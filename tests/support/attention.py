@@ -110,7 +110,14 @@ def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
 
 
 def oracle(
-    case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None, sinks=None
+    case: Case,
+    *,
+    scale,
+    sliding_window=None,
+    logit_softcap=None,
+    tree_mask_TQ=None,
+    sinks=None,
+    alibi_slopes=None,
 ) -> np.ndarray:
     """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
     out = np.zeros(case.q_TNH.shape)
@@ -140,6 +147,8 @@ def oracle(
                 )
                 if logit_softcap is not None:
                     scores = logit_softcap * np.tanh(scores / logit_softcap)
+                if alibi_slopes is not None:
+                    scores -= alibi_slopes[head] * np.arange(len(seen))[::-1]
                 sink = -np.inf if sinks is None else float(sinks[head])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)

@@ -34,7 +34,7 @@ SIZES = (
     "pad_token_id",  # which has to be one of the vocabulary's
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
     *("moe_num_experts", "moe_k", "moe_topk", "d_model", "attention_heads", "num_layers"),
-    *("num_heads", "attention_types", "rotary_dim"),
+    *("num_heads", "attention_types", "rotary_dim", "n_layers", "n_heads"),
 )
 _FORM = ("architectures", "model_type", "text_config", "vision_config")
 KEPT = (*_FORM, *SIZES)

@@ -44,6 +44,8 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         if softcap is not None:
             scores_NQC = softcap * jnp.tanh(scores_NQC / softcap)
         distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
+        if options.alibi_slopes is not None:
+            scores_NQC = scores_NQC - options.alibi_slopes[:, None, None] * distance_QC
         seen_QC = distance_QC >= 0
         if options.sliding_window is not None:
             seen_QC &= distance_QC < options.sliding_window + window_error

@@ -572,6 +572,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {**_FALCON, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": False},
     ),
+    "falcon-alibi": (
+        "falcon",
+        {**_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
     "opt-norm-first": (
         "opt",
         {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131},

@@ -27,6 +27,8 @@ SIZES: dict[str, Fields] = {
         "attention_types": [[["global", "local"], 1]],
     },
     "gpt_neox": {**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4},
+    "bloom": {"vocab_size": 131, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 128},
+    "mpt": {"vocab_size": 131, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
     "xglm": {
         **{"vocab_size": 131, "d_model": 64, "ffn_dim": 80, "num_layers": 2},
         **{"attention_heads": 4, "max_position_embeddings": 128},
@@ -121,6 +123,10 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"use_parallel_residual": False, "attention_bias": False},
             **{"tie_word_embeddings": True, "rotary_pct": 1.0},
         },
+    },
+    "mpt": {
+        "scaled": {"attn_config": {"softmax_scale": 0.4, "clip_qkv": 1.5}},
+        "six-heads": {"d_model": 96, "n_heads": 6, "tie_word_embeddings": False},
     },
     "gpt_bigcode": {
         "multi-query": {},

@@ -19,6 +19,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import PREFIX
 from jaxpage.settings.sources import PREFIX as PREFIX_OF_VARIABLES
+from tests.support import published_models
 from tests.support.reference_models import INTRODUCTION, TESTS, models
 from tests.support.settings_files import told
 
@@ -68,6 +69,7 @@ def pages() -> dict[str, str]:
         "command-line.md": _page("The command line", _command_line()),
         "metrics.md": _page("Metrics", _metrics()),
         "models.md": _page("Models", _models()),
+        "is-my-model-there.md": _page("Is my model there?", _published_models()),
         "from-vllm.md": _page("Coming from vLLM", _from_vllm()),
     }
 
@@ -96,6 +98,15 @@ def _said(owner: Any, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for name in names:
         text = " ".join((inspect.getdoc(getattr(owner, name)) or "").partition("\n\n")[0].split())
         yield f"`{name}`", text.partition(". ")[0].rstrip(".:")
+
+
+def _published_models() -> Iterator[str]:
+    yield published_models.INTRODUCTION
+    yield ""
+    for publisher, header, rows in published_models.tables():
+        yield f"## {publisher}"
+        yield ""
+        yield from _table(header, rows)
 
 
 def _models() -> Iterator[str]:

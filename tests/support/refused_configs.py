@@ -115,8 +115,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (
         UnsupportedError,
         "llama-grouped",
-        "BloomForCausalLM",
-        {"architectures": ["BloomForCausalLM"]},
+        "BertForMaskedLM",
+        {"architectures": ["BertForMaskedLM"]},
     ),
     (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
     (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
@@ -199,7 +199,18 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "deepseek-v3-groups", "n_group", {"n_group": 3}),
     (CheckpointError, "deepseek-v3-groups", "topk_group", {"topk_group": 1}),
     (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
-    (UnsupportedError, "falcon-multi-query", "alibi", {"alibi": True}),
+    *(
+        (UnsupportedError, "mpt-scaled", field, {"attn_config": {field: value}})
+        for field, value in (("qk_ln", True), ("alibi", False), ("attn_type", "multiquery"))
+    ),
+    (CheckpointError, "mpt-scaled", "attn_config", {"attn_config": [True]}),
+    (UnsupportedError, "mpt-scaled", "logit_scale", {"logit_scale": 0.5}),
+    (
+        UnsupportedError,
+        "bloom-plain",
+        "apply_residual",
+        {"apply_residual_connection_post_layernorm": True},
+    ),
     (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
     (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
     (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),

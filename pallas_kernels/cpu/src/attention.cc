@@ -89,8 +89,10 @@ struct Unit {
 struct Tile {
   int64_t slots[kTile];
   int begin, end, from;
+  int64_t position;  // of the first of the 64
 
-  void find(const Attention& a, const Unit& unit, int64_t position) {
+  void find(const Attention& a, const Unit& unit, int64_t start) {
+    position = start;
     begin = static_cast<int>(unit.first > position ? unit.first - position : 0);
     end = static_cast<int>(unit.last - position < kTile ? unit.last - position + 1 : kTile);
     from = begin / kLanes * kLanes;
@@ -113,14 +115,18 @@ struct Tile {
 struct Head {
   Vec q[kMostVecs], acc[kMostVecs];
   float scores[kTile] __attribute__((aligned(64)));
-  float most, total;
+  float most, total, slope;
+  int64_t own;  // the query token's position
 
-  void start(const Attention& a, int64_t token, int64_t head) {
+  void start(const Attention& a, const Unit& unit, int64_t head) {
+    const int64_t token = unit.token;
     for (int64_t i = 0; i < a.head_width; i += kLanes)
       q[i / kLanes] = load(a.query_type, a.q, (token * a.num_heads + head) * a.head_width + i) * splat(a.scale);
     for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] = splat(0.0f);
     most = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
     total = a.sinks ? 1.0f : 0.0f;
+    slope = a.slopes ? a.slopes[head] : 0.0f;
+    own = unit.last;
   }
 
   // Makes weights of the scores of a tile.
@@ -133,6 +139,13 @@ struct Head {
         Vec score;
         std::memcpy(&score, scores + group, sizeof(score));
         score = tanh(score / splat(a.softcap)) * splat(a.softcap);
+        std::memcpy(scores + group, &score, sizeof(score));
+      }
+    if (slope != 0.0f)
+      for (int group = from; group < end; group += kLanes) {
+        Vec score;
+        std::memcpy(&score, scores + group, sizeof(score));
+        score = multiply_add(splat(slope), splat(static_cast<float>(tile.position + group - own)) + ascending(), score);
         std::memcpy(scores + group, &score, sizeof(score));
       }
     for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
@@ -256,7 +269,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   if (static_cast<int64_t>(of_thread.size()) < count * num_heads) of_thread.resize(count * num_heads);
   Head* const heads = of_thread.data();
   const auto head_of = [&](int64_t i) { return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads; };
-  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit.token, head_of(i));
+  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit, head_of(i));
 
   const Steps steps = steps_of(a, num_heads);
   const int64_t width = bytes_of_head(a), stride = a.num_kv_heads * width;
@@ -297,7 +310,7 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
   Head heads[kMostHeads];
-  for (int i = 0; i < num_heads; ++i) heads[i].start(a, units[i / group_size].token, kv_head * group_size + i % group_size);
+  for (int i = 0; i < num_heads; ++i) heads[i].start(a, units[i / group_size], kv_head * group_size + i % group_size);
   const auto attend_tile = [&](const Tile& tile, Head* some, int count, const Steps& steps) {
     for (int group = tile.from; group < tile.end; group += kLanes) steps.score(a, some, tile, k_pages, group);
     for (int i = 0; i < count; ++i) some[i].weigh(a, tile, kv_head);

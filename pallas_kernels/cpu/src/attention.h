@@ -27,6 +27,7 @@ struct Attention {
   const int32_t* query_start;    // [B + 1]
   const uint8_t* tree_mask;      // [T, Q], or null: causal
   const float* sinks;            // [N], or null
+  const float* slopes;           // [N], of ALiBi, or null
   void* out;                     // [T, N, value_width]
   int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, value_width, num_slots, block_size, table_width, mask_width;
   float scale, softcap;  // softcap 0: none

@@ -173,7 +173,7 @@ using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
 ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
                ffi::Buffer<ffi::F32>& v_scale, int64_t num_written, ffi::Buffer<ffi::S32>& block_table,
                ffi::Buffer<ffi::S32>& context_len, ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
-               ffi::Buffer<ffi::F32>& sinks, ffi::AnyBuffer& out) {
+               ffi::Buffer<ffi::F32>& sinks, ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
   if (!type_of(q.element_type(), false, &a.query_type) || !type_of(k_pages.element_type(), true, &a.page_type))
     return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
   const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
@@ -195,6 +195,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
   if (a.mask_width > kMostDrafts) return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  a.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
   const Kernels& k = JAXPAGE_ISA::kKernels;
@@ -233,7 +234,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
 ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer k_in,
                             ffi::AnyBuffer v_in, ffi::Buffer<ffi::F32> k_scale_in, ffi::Buffer<ffi::F32> v_scale_in,
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
-                            ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                            ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
                             ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
                             float scale, float softcap, int64_t window, int64_t value_width) {
   if (k_pages->untyped_data() != k_in.untyped_data() ||
@@ -248,17 +249,17 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
   a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
   return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table, context_len, query_start, tree_mask, sinks,
-             *out);
+             slopes, *out);
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
                   ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
-                  ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                  ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
                   ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
   a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
-  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
+  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, slopes, *out);
 }
 
 // The best instructions for words of this type that the processor has and the kernels are built for.
@@ -424,6 +425,7 @@ extern "C" int jaxpage_instructions(bool of_int8) { return best(of_int8 ? Type::
       .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
       .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
       .Arg<ffi::Buffer<ffi::PRED>>()                                                                                       \
+      .Arg<ffi::Buffer<ffi::F32>>()                                                                                        \
       .Arg<ffi::Buffer<ffi::F32>>()                                                                                        \
       .Ret<ffi::AnyBuffer>()
 
