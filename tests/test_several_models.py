@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import SamplingParams
 from jaxpage.cli import main
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.listening import address_of, bound_socket
@@ -214,10 +214,15 @@ def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int
     for path, state in (("/sleep", "asleep"), ("/wake_up", "loaded"), ("/sleep", "asleep")):
         order = {"model": "other"} if path == "/wake_up" else {"model": "other", "level": level}
         assert client.post(path, json=order).json() == {"model": "other", "state": state}
+        sleeping = client.get("/is_sleeping", params={"model": "other"}).json()
+        assert sleeping == {"is_sleeping": state == "asleep"}
     assert client.post("/v1/completions", json=body).json()["choices"] == before
     assert metric(client, "jaxpage_compile_total", "other") == num_compiled
     for order in ({"model": "other", "level": 3}, {"model": "nobody"}, {"level": 1}, {"mode": 1}):
         assert client.post("/sleep", json=order).status_code in (400, 404), order
+    twice = client.post("/sleep?level=1", json={"model": "other", "level": 2})
+    assert twice.status_code == 400 and "in the body and in the query" in twice.text
+    assert "this server has 'demo, other, gone'" in client.post("/sleep").text
 
 
 def metric(client: httpx.Client, name: str, model: str) -> float:
@@ -382,3 +387,10 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
         sizes(b="101MiB")
     with pytest.raises(ConfigError, match=r"'b' \(41 MiB\) does not fit next to 'a' \(60 MiB\)"):
         sizes(a="60MiB", b="41MiB")
+
+
+def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: [{name: a, model: demo, settings: {attention_backend: fa3}}]")
+    with pytest.raises(UnsupportedError, match="attention_backend 'fa3' needs a GPU"):
+        open_table(*read_models_file(path, ServerConfig()), ServerConfig())

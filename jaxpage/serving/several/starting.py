@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from jaxpage.device import available_bytes, make_mesh, open_devices
+from jaxpage.device import available_bytes, choose_backend, make_mesh, open_devices
 from jaxpage.serving import logs
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
@@ -44,6 +44,13 @@ def start_several(
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
+    for entry in entries:
+        if entry.is_missing:
+            logger.warning(
+                "there is no model %r for %s; requests that name it get an error until it is there",
+                entry.engine.model,
+                entry.name,
+            )
     board, table, opener = open_table(entries, memory_bytes, server)
     app = guarded(board, board.routes, server, api_keys)
     address = address_of(listener)
@@ -78,11 +85,16 @@ def open_table(
 
     Raises:
         ConfigError: Models do not fit; see `checked_sizes`.
+        UnsupportedError: A model's kernel set does not run on this device.
     """
+    open_devices(UTILIZATION)
+    device = make_mesh().first
+    for entry in entries:
+        # Kernels for CPUs are compiled here, so that no request waits for that.
+        choose_backend(entry.engine.attention_backend, device, entry.engine.kv_cache_dtype)
     text = "the memory of the file"
     if memory_bytes is None:
-        open_devices(UTILIZATION)
-        memory_bytes = available_bytes(make_mesh().first, UTILIZATION)
+        memory_bytes = available_bytes(device, UTILIZATION)
         text = "the free memory"
     sizes = checked_sizes(entries, memory_bytes, text)
     by_name = {entry.name: entry for entry in entries}
