@@ -37,9 +37,9 @@ class Kernels(BuildHookInterface):
             how["build"](path, how["SOURCES"], how["options"](name, flags, jax.ffi.include_dir()))
             build_data["force_include"][str(path)] = f"pallas_kernels/cpu/prebuilt/{name}.so"
         build_data["pure_python"] = False
-        build_data["tag"] = (
-            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        )
+        # A Python for both kinds of Macs says universal2; the kernels are those of this machine alone.
+        system = sysconfig.get_platform().replace("universal2", platform.machine())
+        build_data["tag"] = f"py3-none-{system.replace('-', '_').replace('.', '_')}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "_directory"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxpage.settings.lora_request import LoRARequest
     from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

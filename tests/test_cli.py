@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import os
@@ -10,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ import pytest
 
 import jaxpage.llm
 from jaxpage import __version__, cli
-from jaxpage.cli.flags import SAMPLING_FLAGS
-from jaxpage.cli.from_vllm import ANSWERS
-from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
+from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.serving.wire.neutral import NEUTRAL
+from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
+from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM
 
@@ -367,11 +371,60 @@ def test_jaxpage_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> No
     assert "serve" in out and "generate" in out and err == ""
 
 
-def test_answers_for_flags_of_vllm_are_about_flags_that_are_not_there() -> None:
-    own = {flag.option for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, *SAMPLING_FLAGS)}
-    assert not own & set(ANSWERS)
-    named = {name for answer in ANSWERS.values() for name in re.findall(r"--[a-z-]+", answer.text)}
-    assert named <= own | {"--num-hosts"}
+def test_answers_for_flags_of_vllm_are_true_of_the_parser() -> None:
+    """What is the same is there, all else is not, and flags in the answers exist."""
+    own = options("serve")
+    for flag, answer in answers("flags").items():
+        assert (flag in own) == (answer.kind == "same"), flag
+        assert set(re.findall(r"--[a-z][a-z-]+", answer.text)) <= own, answer.text
+
+
+@pytest.mark.parametrize("what", ["flags", "fields"])
+def test_a_name_of_vllm_has_one_answer_of_a_known_kind(what: str) -> None:
+    kinds = tomllib.loads(
+        resources.files("jaxpage.settings").joinpath("from_vllm.toml").read_text()
+    )
+    names = [
+        name for texts in kinds[what].values() for group in texts.values() for name in group.split()
+    ]
+    assert [*kinds[what]] == ["same", "other name", "always on", "not needed", "not there"]
+    assert sorted(names) == sorted(answers(what)) == sorted(set(names))
+    form = r"--[a-z][a-z0-9-]*" if what == "flags" else r"[a-z][a-z0-9_]*"
+    assert all(re.fullmatch(form, name) for name in names)
+    assert not any(answer.text.endswith(".") for answer in answers(what).values())
+
+
+def test_answers_for_fields_of_vllm_are_true_of_the_requests() -> None:
+    anywhere = {name for model in NEUTRAL for name in model.model_fields}
+    generation = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    known = answers("fields")
+    same = {field for field, answer in known.items() if answer.kind == "same"}
+    assert same <= anywhere
+    assert not generation & (known.keys() - same)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("--enforce_eager", "every step is an executable"),
+        ("--no-async-scheduling", "planning and the device take turns"),
+        ("--compilation-config.mode=3", "every step is compiled ahead of time"),
+    ],
+)
+def test_flags_of_vllm_are_answered_in_every_form(
+    word: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "demo", word) == 2
+    assert f"; {answer}" in capsys.readouterr().err
+
+
+def options(command: str) -> set[str]:
+    commands = next(
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return {word for action in commands.choices[command]._actions for word in action.option_strings}
 
 
 @pytest.mark.parametrize("cut", [1, 3, 100])

@@ -103,6 +103,9 @@ def _add_serve(commands: Commands[Parser]) -> None:
     add_model(parser)
     add_server_flags(parser)
     add_engine_flags(parser)
+    parser.epilog = (
+        "A flag of 'vllm serve' that is not here is refused with what to do in its place."
+    )
     parser.set_defaults(run=lazily("commands", "serve"))
 
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from jaxpage.cli.flag import OneModel
-from jaxpage.cli.from_vllm import ANSWERS
 from jaxpage.settings.argument_checks import close_names
+from jaxpage.settings.from_vllm import answer_for_flag
 
 # Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
@@ -43,8 +43,8 @@ class Parser(argparse.ArgumentParser):
     def _of_unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unexpected argument {word!r}; a text of several words needs quotes"
-        if word in ANSWERS:
-            return f"unknown argument {word!r}; {ANSWERS[word].text}"
+        if answer := answer_for_flag(word):
+            return f"unknown argument {word!r}; {answer}"
         own = [option for action in self._actions for option in action.option_strings]
         close = close_names(
             word, [option for option in own if _negates(option) == _negates(word)], cutoff=0.7

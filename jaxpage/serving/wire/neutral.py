@@ -49,6 +49,7 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "chat_template": (),
     "documents": ([],),
     "ebnf": (),
+    "ec_transfer_params": (),
     "escape_special_tokens": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -62,10 +63,12 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "json_schema": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
     "lora": (),
     "lora_path": (),
     "lora_request": (),
     "media_io_kwargs": ({},),
+    "mm_payload": (),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
@@ -73,8 +76,14 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "prompt_embeds": (),
     "reasoning_effort": (),
     "regex": (),
+    "repetition_detection": (),
     "return_hidden_states": (False,),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
     "sampling_seed": (),
     "separate_reasoning": (True,),
     "service_tier": ("auto", "default"),
@@ -83,9 +92,12 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "store": (False,),
     "stream_reasoning": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "verbosity": (),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 _OF_GENERATION: dict[str, Values] = {
@@ -204,7 +216,7 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
 }
 # These fields ask for nothing, whatever their value is: labels of a request, and the fields that
 # clients add to an answer before they send it back.
-LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "session_id"})
 ADDED: dict[type[BaseModel], frozenset[str]] = {
     AssistantMessage: frozenset({"parsed"}),
     ToolCall: frozenset({"index"}),

@@ -15,16 +15,12 @@ from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.schemas import without_sets
 from jaxpage.settings.argument_checks import close_names, shown
+from jaxpage.settings.from_vllm import answers
 
 Request = TypeVar("Request", bound=BaseModel)
 _HONOURED_SOMEWHERE = (
     CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 )
-# Fields of older versions of vLLM, and of SGLang, that are kinds of structured outputs now.
-_OLD_GRAMMARS = {
-    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
-    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
-}
 # A message follows the name of the field; these replace messages of pydantic that cannot.
 _MESSAGES = {
     "extra_forbidden": "is not a known field",
@@ -132,12 +128,12 @@ def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
     for name in body:
         if name in NEUTRAL[model] and name not in model.model_fields:
             others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
-            raise ApiError(400, f"{name} is not supported{others}{_successor(name)}", param=name)
+            raise ApiError(400, f"{name} is not supported{others}{_hint(name)}", param=name)
 
 
-def _successor(name: str) -> str:
-    kind = _OLD_GRAMMARS.get(name)
-    return f"; use structured_outputs={{{kind!r}: ...}}" if kind else ""
+def _hint(name: str) -> str:
+    answer = answers("fields").get(name)
+    return f"; {answer.text}" if answer and answer.kind != "same" else ""
 
 
 def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:

@@ -303,7 +303,13 @@ template <Code code>
 inline Vec number(Int bits) {
   if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Vec);
   const Vec numbers = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.f, -.5, -1, -1.5, -2, -3, -4, -6};
+#if defined(__clang__)
+  Vec found = {};
+  for (int lane = 0; lane < kLanes; ++lane) found[lane] = numbers[bits[lane] & 15];
+  return found;
+#else
   return __builtin_shuffle(numbers, bits);
+#endif
 }
 
 // Makes words of float32 of the codes of a panel, for some inputs.

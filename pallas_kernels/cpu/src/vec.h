@@ -222,22 +222,29 @@ static inline uint8_t float8_of(float number) {
   return sign | (magnitude >> 20);
 }
 
+// Lanes of both vectors; those of b have the numbers from 16.
+template <int... lanes>
+static inline Vec shuffled(Vec a, Vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lanes...);
+#else
+  return __builtin_shuffle(a, b, Int{lanes...});  // GCC has clang's function from version 12
+#endif
+}
+
 // The sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever the others hold.
 static inline Vec sums(Vec* v) {
-#define JAXPAGE_PAIR(a, b, lo, hi) (__builtin_shuffle(a, b, (Int)lo) + __builtin_shuffle(a, b, (Int)hi))
-  const Int lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  const Int hi8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
-  const Int lo4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-  const Int hi4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-  const Int lo2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-  const Int hi2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-  const Int lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-  const Int hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-  for (int i = 0; i < 8; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 8], lo8, hi8);
-  for (int i = 0; i < 4; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 4], lo4, hi4);
-  for (int i = 0; i < 2; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 2], lo2, hi2);
-  return JAXPAGE_PAIR(v[0], v[1], lo1, hi1);
-#undef JAXPAGE_PAIR
+  for (int i = 0; i < 8; ++i)
+    v[i] = shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[i], v[i + 8]) +
+           shuffled<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(v[i], v[i + 8]);
+  for (int i = 0; i < 4; ++i)
+    v[i] = shuffled<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(v[i], v[i + 4]) +
+           shuffled<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(v[i], v[i + 4]);
+  for (int i = 0; i < 2; ++i)
+    v[i] = shuffled<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(v[i], v[i + 2]) +
+           shuffled<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(v[i], v[i + 2]);
+  return shuffled<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(v[0], v[1]) +
+         shuffled<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[0], v[1]);
 }
 
 static inline float sum(Vec v) {
