@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.errors import DeadlineExceeded, JaxpageError
@@ -26,6 +26,7 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
+from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
 from jaxpage.serving.preparing import Workers
 from jaxpage.serving.rerank_requests import RERANK_PATHS
@@ -98,6 +99,13 @@ class Switchboard:
             Route("/openapi.json", self._document),
             Route("/", self._index),
         ]
+        if config.ui:
+            # The page comes first, so that its route for / wins over the index.
+            self.routes[:0] = [
+                *page_routes(),
+                Route("/debug/state", self._watched),
+                Route("/debug/events", self._watched, methods=["GET", "POST"]),
+            ]
         # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
         # put to sleep meanwhile.
         self.batches = open_batches(
@@ -279,6 +287,18 @@ class Switchboard:
     async def _capable(self, request: Request) -> Response:
         loaded = {slot.name: model.capabilities for slot, model in self._in_memory()}
         return json_answer({"version": __version__, "models": loaded})
+
+    async def _watched(self, request: Request) -> ASGIApp:
+        """Has a model show itself to the page, which takes no lease: who looks holds no memory."""
+        name = self._named(self._name_in(request.query_params))
+        if (model := self._table.slots[name].model) is None:
+            raise ApiError(
+                409,
+                f"The model {name!r} is not loaded; a request that names it loads it",
+                param="model",
+                code="model_not_loaded",
+            )
+        return model.router
 
     async def _health(self, request: Request) -> Response:
         sick = [slot.name for slot, model in self._in_memory() if not model.driver.healthy]
