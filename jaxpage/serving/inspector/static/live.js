@@ -7,10 +7,10 @@ const MS_OF_A_CHANGE = 2000; // until another pace is seen, at most
 const ABSENT = ["unloaded", "loading"]; // states of a model of several that has no engine
 
 export class Live {
-  /** onModels(cards): of /v1/models. onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
+  /** model: the one to begin with, if there is one of this name. onModels(cards): of /v1/models. onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
    *  onState(state, text): "live"; "unloaded" or "loading"; "key": one is missing; "lost": it is tried again; "refused"; "none": there is no engine. */
-  constructor({ onModels, onFacts, onSnapshot, onState }) {
-    Object.assign(this, { onModels, onFacts, onSnapshot, onState });
+  constructor({ model, onModels, onFacts, onSnapshot, onState }) {
+    Object.assign(this, { model, onModels, onFacts, onSnapshot, onState });
     this.card = null; // the chosen model's of /v1/models
     this.pace = 0; // seconds for each step, at least
     this.connection = new AbortController();
@@ -35,6 +35,7 @@ export class Live {
 
   choose(id) {
     const before = this.engine;
+    this.model = id;
     this.card = this.cards.find((card) => card.id === id);
     if (this.engine !== before) this.again();
   }
@@ -79,7 +80,7 @@ export class Live {
     try {
       const { data } = await (await request("/v1/models", { signal })).json();
       this.cards = data;
-      this.card = data.find(({ id }) => id === this.card?.id) ?? data[0];
+      this.card = data.find(({ id }) => id === this.model) ?? data[0];
       this.onModels(data);
       if (ABSENT.includes(this.card.state)) return;
       const facts = await (await request("/v1/capabilities", { signal })).json();

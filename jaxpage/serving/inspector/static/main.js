@@ -15,7 +15,7 @@ document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
 const view = new InspectorView({ onStep: (step) => replay.goToStep(step) });
 const playground = new Playground();
 const tour = new Tour(playground, { setPace, pathOf: (path) => live.pathOf(path) });
-const live = new Live({ onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
+const live = new Live({ model: playground.model, onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
 let latest = null; // the last snapshot of the running engine
 let shown = {}; // the state of the engine that the page shows: {state, text, time}
 const replay = new Replay(view, { onClose: showLatest, onProblem: showProblem });

@@ -52,14 +52,15 @@ export class Playground {
   }
 
   keep() {
-    const { kind, isChosen, history, exchanges } = this;
-    keep({ kind, isChosen, history, exchanges: exchanges.map((exchange) => exchange.record()) });
+    const { model, kind, isChosen, history, exchanges } = this;
+    keep({ model, kind, isChosen, history, exchanges: exchanges.map((exchange) => exchange.record()) });
   }
 
   /** What was there before the page was loaded again. */
   restore() {
     const before = kept();
     if (!before) return this.showStart();
+    this.model = before.model;
     this.history = before.history;
     this.isChosen = before.isChosen;
     $("form").elements.kind.value = before.kind;

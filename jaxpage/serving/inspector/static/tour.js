@@ -78,7 +78,8 @@ const PRESETS = [
       const prompt = `"${SAYING}"\n\n"Say it again," said Walter.\n\n"${SAYING.split(" ")[0]}`;
       await tour.send("A text that repeats itself", { prompt, temperature: 0, max_tokens: 2 * LENGTH }).ended;
     },
-    outcome: (requests, tour) => `${count(tour.numDrafts, "draft")} in ${count(tour.numSteps, "step")} seen here, which computed ${count(tour.numTokens, "token")}.`,
+    outcome: ([{ sequences, prompt_tokens }], tour) =>
+      `${count(sequences[0].known - prompt_tokens, "token")} came in ${count(tour.numSteps, "step")}; without drafts each step yields one.`,
   },
 ];
 
@@ -135,32 +136,19 @@ export class Tour {
 
   /** A snapshot of the engine came. */
   show(snapshot) {
-    const { pool, step, copies } = snapshot;
+    const { pool, history, copies } = snapshot;
     const isFirst = !this.pool;
     this.snapshot = snapshot;
     this.pool = pool;
     if (isFirst) this.check();
     if (!this.running) return;
-    const { counted } = this;
-    for (const [number, from, to] of copies) if (number > this.firstStep) counted.copies.add(`${number} ${from} ${to}`);
+    for (const [number, from, to] of copies) if (number > this.firstStep) this.copies.add(`${number} ${from} ${to}`);
+    this.numSteps = history.filter(([number]) => number > this.firstStep).length;
     this.mostShared = Math.max(this.mostShared, pool.ref_counts.filter((references) => references > 1).length);
-    if (step && step.step > this.firstStep) counted.steps.set(step.step, [step.rows.reduce((sum, row) => sum + row[3] - row[4], 0), step.rows.reduce((sum, row) => sum + row[4], 0)]);
   }
 
   get numCopies() {
-    return this.counted.copies.size;
-  }
-
-  get numSteps() {
-    return this.counted.steps.size;
-  }
-
-  get numTokens() {
-    return [...this.counted.steps.values()].reduce((sum, [tokens]) => sum + tokens, 0);
-  }
-
-  get numDrafts() {
-    return [...this.counted.steps.values()].reduce((sum, [, drafts]) => sum + drafts, 0);
+    return this.copies.size;
   }
 
   /** Which presets can be shown on this server. */
@@ -206,8 +194,8 @@ export class Tour {
     $("tour-text").textContent = preset.seen;
     this.tell("");
     this.firstStep = this.snapshot.step?.step ?? 0;
-    this.counted = { copies: new Set(), steps: new Map() };
-    this.mostShared = 0;
+    this.copies = new Set();
+    this.numSteps = this.mostShared = 0;
     const before = Math.max(0, ...this.snapshot.requests.map(({ number }) => number));
     this.busy(new AbortController());
     const pace = $("tour-slow").checked ? await this.setPace(SECONDS_PER_STEP) : null;
