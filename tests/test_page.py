@@ -468,7 +468,7 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncD
     outcome, gained = played("Force a preemption")
     assert gained["preempted"] >= outcome.count("#") >= 1 and "finished" in outcome
     assert page.locator(".note").count() == 5 and page.locator(".note.problem").count() == 0
-    assert page.locator(".cost").all_inner_texts()[4] == "not on this server"
+    assert page.locator(".cost").all_inner_texts()[4] == "not on this server: why?"
     page.get_by_role("button", name="Speculate").click(force=True)
     expect(page.locator("#tour-text")).to_contain_text("speculation is off")
 

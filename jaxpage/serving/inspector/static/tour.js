@@ -157,7 +157,7 @@ export class Tour {
     PRESETS.forEach((preset, index) => {
       const why = this.whyNot(preset);
       this.buttons[index].setAttribute("aria-disabled", String(Boolean(why)));
-      this.costs[index].textContent = why ? "not on this server" : costText(this.costOf(preset));
+      this.costs[index].textContent = why ? "not on this server: why?" : costText(this.costOf(preset));
     });
     $("tour").hidden = $("to-tour").hidden = false;
   }
