@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import SamplingParams
 from jaxpage.cli import main
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.listening import address_of, bound_socket
@@ -382,3 +382,10 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
         sizes(b="101MiB")
     with pytest.raises(ConfigError, match=r"'b' \(41 MiB\) does not fit next to 'a' \(60 MiB\)"):
         sizes(a="60MiB", b="41MiB")
+
+
+def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: [{name: a, model: demo, settings: {attention_backend: fa3}}]")
+    with pytest.raises(UnsupportedError, match="attention_backend 'fa3' needs a GPU"):
+        open_table(*read_models_file(path, ServerConfig()), ServerConfig())
