@@ -35,7 +35,7 @@ from tests.support.browsing import CHROMIUM, launched, open_log, opened
 from tests.support.engines import make_llm
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.running import SMALL, wait_until
+from tests.support.running import wait_until
 from tests.support.served import served, served_engine
 from tests.test_cache_groups import QWEN
 from tests.test_several_models import serving
@@ -48,7 +48,8 @@ KEY = "correct-horse"
 INCIDENT_STEP, INCIDENT_STEPS = 150, 40
 
 
-CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
+SIZES = {"max_num_batched_tokens": 64, "swap_space_blocks": 24, **POOL}
+CONFIG = EngineConfig(model="demo", **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +360,9 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
     page.locator("#prompt").press("Enter")
     expect(page.locator(".exchange").nth(2)).to_have_attribute("aria-busy", "false")
     assert [one["content"] for one in bodies[2]["messages"]][:3] == [
-        "Once upon a time", said[2][1], "And then"
+        "Once upon a time",
+        said[2][1],
+        "And then",
     ]
     page.click("#clear")
     page.reload()
@@ -504,7 +507,7 @@ def test_the_page_of_several_models_shows_the_chosen_one(page: Any, tmp_path: Pa
     """Looking at a model neither loads it nor keeps it in memory."""
     page.allowed.append("500")
     models = [
-        {"name": "demo", "model": "demo", "settings": SMALL},
+        {"name": "demo", "model": "demo", "settings": SIZES},
         {"name": "gone", "model": str(tmp_path / "gone")},
     ]
     with serving(tmp_path / "models.yaml", models, ui=True) as several:
