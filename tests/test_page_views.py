@@ -489,12 +489,16 @@ NAMELESS = f"""() => {{
 
 OVERLAPS = f"""() => {{
     {SEEN}
-    const target = (one) => one.closest("label") ?? one;
-    const all = [...new Set(seen(controls).filter((one) => one.closest("#form, header, #tour")).map(target))];
-    const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
-    const boxes = all.map((one) => [one, one.getBoundingClientRect()]);
-    return boxes.flatMap(([one, a], index) => boxes.slice(index + 1)
-        .filter(([other, b]) => !one.contains(other) && !other.contains(one) && meet(a, b)).map(([other]) => [one.textContent, other.textContent]));
+    const places = "#form, header, #tour";
+    const labelled = seen(controls).filter((one) => one.closest(places));
+    const all = [...new Set(labelled.map((one) => one.closest("label") ?? one))];
+    const shared = (a, b, from, to) => Math.min(a[to], b[to]) - Math.max(a[from], b[from]) > 1;
+    const meet = (one, other) => {{
+        const [a, b] = [one.getBoundingClientRect(), other.getBoundingClientRect()];
+        return shared(a, b, "left", "right") && shared(a, b, "top", "bottom");
+    }};
+    const pairs = all.flatMap((one, index) => all.slice(index + 1).map((other) => [one, other]));
+    return pairs.filter((pair) => meet(...pair)).map((pair) => pair.map((one) => one.textContent));
 }}"""
 
 

@@ -47,7 +47,7 @@ export class Playground {
   /** Sends an example. */
   try(text) {
     $("prompt").value = text;
-    $("prompt").focus();
+    if (!coarse.matches) $("prompt").focus(); // a touch keyboard would hide the answer
     this.send();
   }
 
