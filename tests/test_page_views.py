@@ -508,11 +508,12 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
         open_faked_on_phone(page, files)
         for pane in ("chat", "cache"):
             page.locator(f"[name=pane][value={pane}]").check(force=True)
-            page.evaluate(
-                "document.querySelectorAll('details').forEach((one) => (one.open = true))"
-            )
+            for is_open in ("false", "true"):
+                page.evaluate(
+                    f"document.querySelectorAll('details').forEach((one) => (one.open = {is_open}))"
+                )
+                assert page.evaluate(OVERLAPS) == [], pane
             assert page.evaluate("document.documentElement.scrollWidth") <= width, pane
-            assert page.evaluate(OVERLAPS) == [], pane
             assert page.evaluate(SMALL) == [], pane
             assert page.evaluate(NAMELESS) == [], pane
         expect(page.locator("#grid")).to_be_visible()

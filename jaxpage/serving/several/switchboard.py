@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.errors import DeadlineExceeded, JaxpageError
@@ -26,12 +26,12 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
 from jaxpage.serving.preparing import Workers
 from jaxpage.serving.rerank_requests import RERANK_PATHS
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
+from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.wire.body import check_fields, parse_object
@@ -101,11 +101,9 @@ class Switchboard:
         ]
         if config.ui:
             # The page comes first, so that its route for / wins over the index.
-            self.routes[:0] = [
-                *page_routes(),
-                Route("/debug/state", self._watched),
-                Route("/debug/events", self._watched, methods=["GET", "POST"]),
-            ]
+            self.routes[:0] = routes_of_page(
+                lambda query: table.slots[self._named(self._name_in(query))]
+            )
         # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
         # put to sleep meanwhile.
         self.batches = open_batches(
@@ -287,18 +285,6 @@ class Switchboard:
     async def _capable(self, request: Request) -> Response:
         loaded = {slot.name: model.capabilities for slot, model in self._in_memory()}
         return json_answer({"version": __version__, "models": loaded})
-
-    async def _watched(self, request: Request) -> ASGIApp:
-        """Has a model show itself to the page, which takes no lease: who looks holds no memory."""
-        name = self._named(self._name_in(request.query_params))
-        if (model := self._table.slots[name].model) is None:
-            raise ApiError(
-                409,
-                f"The model {name!r} is not loaded; a request that names it loads it",
-                param="model",
-                code="model_not_loaded",
-            )
-        return model.router
 
     async def _health(self, request: Request) -> Response:
         sick = [slot.name for slot, model in self._in_memory() if not model.driver.healthy]
