@@ -520,6 +520,8 @@ def test_the_page_of_several_models_shows_the_chosen_one(page: Any, tmp_path: Pa
         expect(page.locator("#status")).to_have_text("live")
         expect(page.locator("#numbers")).to_contain_text("0 in use")
         assert slot.state == "loaded" and slot.num_leases == 0
+        httpx.post(f"{several.address}/sleep", json={"model": "demo"}).raise_for_status()
+        assert httpx.get(f"{several.address}/debug/state?model=demo").status_code == 200
         page.locator("#examples button").first.click()
         expect(page.locator(".note")).to_contain_text(re.compile(r"^demo · \d+ tokens"))
         expect(page.locator(".requests")).to_contain_text("finished")
@@ -529,6 +531,8 @@ def test_the_page_of_several_models_shows_the_chosen_one(page: Any, tmp_path: Pa
         page.select_option("#models", "gone")
         expect(page.locator("#notice-text")).to_contain_text("gone is not loaded")
         page.click("#notice-act")
+        expect(page.locator("#notice.problem")).to_contain_text("cannot be loaded")
+        page.wait_for_timeout(2500)  # the page has looked at the states again
         expect(page.locator("#notice.problem")).to_contain_text("cannot be loaded")
 
 

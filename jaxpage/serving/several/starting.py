@@ -44,6 +44,13 @@ def start_several(
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
+    for entry in entries:
+        if entry.is_missing:
+            logger.warning(
+                "there is no model %r for %s; requests that name it get an error until it is there",
+                entry.engine.model,
+                entry.name,
+            )
     board, table, opener = open_table(entries, memory_bytes, server)
     app = guarded(board, board.routes, server, api_keys)
     address = address_of(listener)

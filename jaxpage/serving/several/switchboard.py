@@ -86,6 +86,7 @@ class Switchboard:
             *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
+            Route("/is_sleeping", self._is_sleeping),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._loaded),
             Route("/api/version", self._version),
@@ -182,6 +183,9 @@ class Switchboard:
         name = body.get("model")
         if name is None and len(self._entries) == 1:
             name = next(iter(self._entries))
+        if name is None:
+            names = ", ".join(self._entries)
+            raise ApiError(400, f"model is required: this server has {shown(names)}", param="model")
         if not isinstance(name, str):
             raise ApiError(
                 400, f"model must be the name of a model, got {shown(name)}", param="model"
@@ -218,15 +222,21 @@ class Switchboard:
             await self._leased(name, leases)
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
+    async def _is_sleeping(self, request: Request) -> Response:
+        name = self._named(self._name_in(request.query_params))
+        return json_answer({"is_sleeping": self._table.slots[name].is_asleep})
+
     async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
-        """Returns the fields of an order: of its body, or as vLLM's clients, of its query."""
+        """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
         check_origin(request.headers)
+        asked: dict[str, Any] = dict(request.query_params)
+        if str(asked.get("level", "")).isdecimal():
+            asked["level"] = int(asked["level"])
         if raw := await request.body():
-            asked = parse_object(raw)
-        else:
-            asked = dict(request.query_params)
-            if str(asked.get("level", "")).isdecimal():
-                asked["level"] = int(asked["level"])
+            body = parse_object(raw)
+            if twice := sorted(body.keys() & asked.keys()):
+                raise ApiError(400, f"{twice[0]} is in the body and in the query", param=twice[0])
+            asked |= body
         check_fields(asked, known)
         return asked
 
@@ -404,7 +414,8 @@ def _keep_alive(value: Any) -> float:
     try:
         return keep_alive_seconds(value)
     except ValueError as error:
-        raise ApiError(400, f"keep_alive {error}", param="keep_alive") from None
+        text = f"keep_alive {error}, got {shown(value)}"
+        raise ApiError(400, text, param="keep_alive") from None
 
 
 def _moment(seconds: float) -> str:

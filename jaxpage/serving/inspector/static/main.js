@@ -2,7 +2,7 @@
 
 import { $, el } from "./dom.js";
 import { forgetTheme } from "./colors.js";
-import { request, setKeyDialog } from "./api.js";
+import { ApiError, request, setKeyDialog } from "./api.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { Replay } from "./replay.js";
@@ -18,6 +18,7 @@ const tour = new Tour(playground, { setPace, pathOf: (path) => live.pathOf(path)
 const live = new Live({ model: playground.model, onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
 let latest = null; // the last snapshot of the running engine
 let shown = {}; // the state of the engine that the page shows: {state, text, time}
+let failure = ""; // why the chosen model could not be loaded
 const replay = new Replay(view, { onClose: showLatest, onProblem: showProblem });
 drawLegends();
 dark.addEventListener("change", () => setTheme(dark.matches));
@@ -68,14 +69,14 @@ const STATUS = { live: "live", unloaded: "not loaded", loading: "loading", key: 
 const ACTS = { unloaded: "Load it now", key: "Type the key" };
 
 /** What the header and the notice say of the engine. Where it is lost, its last state is shown pale. */
-function showState(state, text = "") {
+function showState(state, text = state === "unloaded" ? failure : "") {
   if (state !== shown.state || text !== shown.text) shown = { state, text, time: new Date().toLocaleTimeString() };
   const pace = latest?.pace.seconds_per_step;
   $("status").textContent = state === "live" && pace ? `live, ${pace} s per step` : STATUS[state];
   $("status").dataset.kind = document.body.dataset.engine = state;
   $("notice").hidden = state === "live";
   $("notice-text").textContent = noticeOf(state, text);
-  $("notice").classList.toggle("problem", ["lost", "refused"].includes(state));
+  $("notice").classList.toggle("problem", ["lost", "refused"].includes(state) || Boolean(failure));
   $("notice-act").hidden = !ACTS[state];
   $("notice-act").textContent = ACTS[state] ?? "";
   $("tour").inert = state !== "live";
@@ -87,7 +88,7 @@ function noticeOf(state, text) {
   const last = latest ? `; what is shown is its last state, of ${shown.time}` : "";
   return {
     live: "",
-    unloaded: `${name} is not loaded: a request to it loads it, and then its blocks, requests and steps are shown here.`,
+    unloaded: text || `${name} is not loaded: a request to it loads it, and then its blocks, requests and steps are shown here.`,
     loading: `${name} is being loaded.`,
     key: "The live view needs the API key of this server.",
     lost: `${text} The page tries again${last}.`,
@@ -98,14 +99,15 @@ function noticeOf(state, text) {
 
 async function act() {
   if (shown.state === "key") return live.again();
-  $("notice-act").hidden = true;
+  failure = "";
   try {
     showState("loading");
     await request("/wake_up", { body: { model: live.engine } });
-    live.again();
   } catch (error) {
-    showState("lost", error.message);
+    if (!(error instanceof ApiError)) throw error;
+    failure = error.message;
   }
+  live.again();
 }
 
 /** The engine is another one from now on. */
@@ -118,6 +120,7 @@ function forget() {
 
 function take(snapshot) {
   latest = snapshot;
+  failure = "";
   $("pace-label").hidden = $("tour-slow-label").hidden = !snapshot.pace.can_be_slow;
   showState("live");
   tour.show(snapshot);
@@ -137,6 +140,7 @@ function showModels(cards) {
 
 function choose(id) {
   const before = live.engine;
+  failure = "";
   live.choose(id);
   playground.model = id;
   if (live.engine !== before) forget();
