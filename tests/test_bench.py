@@ -464,7 +464,9 @@ def test_a_start_is_timed_by_phase(
         ["starting Python", "importing jax", "importing jaxpage", *PHASES, "the first token"],
     )
     assert list(result["cold"]) == list(warm) == names
-    assert [line.split("  ")[0] for line in shown] == ["seconds", *names, "total"]
+    waking = [f"awake after sleep, level {level}" for level in (1, 2)]
+    assert [line.split("  ")[0] for line in shown] == ["seconds", *names, "total", *waking]
+    assert list(result["waking"]) == waking and min(result["waking"].values()) > 0
     assert result["warm_seconds"] == sum(warm.values()) and result["cold_seconds"] == sum(
         result["cold"].values()
     )

@@ -24,9 +24,9 @@ from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.server import Serving
+from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import checked_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
-from jaxpage.serving.several.switchboard import Models
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint

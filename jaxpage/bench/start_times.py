@@ -1,6 +1,7 @@
 """Measures the seconds from the start of a process to its first token, for `jaxpage bench startup`.
 
-It shows the phases of a start with compiled executables in the cache, and of one without.
+It shows the phases of a start with compiled executables in the cache, and of one without, and the
+seconds from sleep to a token.
 """
 
 from __future__ import annotations
@@ -48,39 +49,43 @@ def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
         for _ in range(1 + arguments.starts):
             found.append(_start(config, Path(cache)))
             bar.update()
-    cold, *warm = found
+    cold, *warm = [phases for phases, _ in found]
+    waking = {name: median(each[name] for _, each in found) for name in found[0][1]}
     shown = {name: median(start[name] for start in warm) for name in cold}
     total = median(sum(start.values()) for start in warm)
-    print(table(cold, shown, total))
+    print(table(cold, shown, total, waking))
     result = {
         "cold": cold,
         "warm": warm,
         "cold_seconds": sum(cold.values()),
         "warm_seconds": total,
+        "waking": waking,
         "config": config.model_dump(),
         "environment": environment(),
     }
     print_result(result, arguments)
 
 
-def table(cold: Phases, warm: Phases, warm_total: float) -> str:
+def table(cold: Phases, warm: Phases, warm_total: float, waking: Phases) -> str:
     """Returns a table with a row for each phase.
 
     Args:
         cold: The phases of the start with an empty cache.
         warm: The median phases of the other starts.
         warm_total: The median of the sums, which is not the sum of the medians.
+        waking: The median seconds from sleep to a token, by level.
     """
     rows = [
         ["seconds", "cold", "warm"],
         *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold),
     ]
     rows.append(["total", f"{sum(cold.values()):.2f}", f"{warm_total:.2f}"])
+    rows += [[name, "", f"{seconds:.2f}"] for name, seconds in waking.items()]
     return "\n".join(aligned(rows, num_words=1))
 
 
-def _start(config: EngineConfig, cache: Path) -> Phases:
-    """Starts a process with the given cache, and returns its phases.
+def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
+    """Starts a process with the given cache; returns its phases, and the seconds of waking.
 
     The next start finds what this one compiled and measured. Fetched models stay in the user's
     cache.
@@ -101,5 +106,6 @@ def _start(config: EngineConfig, cache: Path) -> Phases:
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise JaxpageError(answer["error"])
-    marks = {"starting Python": began, **answer}
-    return {name: end - start for (name, start), (_, end) in itertools.pairwise(marks.items())}
+    marks = {"starting Python": began, **answer["phases"]}
+    pairs = itertools.pairwise(marks.items())
+    return {name: end - start for (name, start), (_, end) in pairs}, answer["waking"]

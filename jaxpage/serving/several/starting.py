@@ -13,9 +13,10 @@ from jaxpage.serving.app import guarded
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.server import run_app
+from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import ModelEntry, checked_sizes, mib
 from jaxpage.serving.several.served_model import Opener, ServedModel
-from jaxpage.serving.several.switchboard import Models, Switchboard
+from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handled_as
 

@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -356,42 +355,6 @@ class Asked:
         said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         about = {"model": self._name, "created_at": _moment(time.time())}
         return {**about, **said, "done": True, "done_reason": "unload"}
-
-
-class Models:
-    """Drives the models of a table together: the part of a driver that `Serving` needs.
-
-    Attributes:
-        ended: Ends when the models were stopped.
-    """
-
-    def __init__(self, table: ModelTable[ServedModel]) -> None:
-        self._table = table
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()
-
-    def start(self) -> None:
-        """Begins to load models that are asked for."""
-        self._table.start()
-
-    async def stats(self) -> Mapping[str, Any]:
-        """Returns no metrics, since models come and go; `/metrics` has those of each."""
-        raise JaxpageError("the metrics of several models are at /metrics")
-
-    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
-        """Has all models accept no more requests; see `AsyncDriver.drained`."""
-        await self._table.stop()
-        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
-        drained = [model.driver.drained(timeout, what) for model in models if not model.is_over]
-        return all(await asyncio.gather(*drained))
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Ends all models; returns False if one is still in a step."""
-        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
-        have_ended = all([model.stop(timeout) for model in models])
-        if not self.ended.done():
-            self.ended.set_result(None)
-        return have_ended
 
 
 def _again(raw: bytes, receive: Receive) -> Receive:
