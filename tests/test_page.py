@@ -9,8 +9,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from starlette.applications import Starlette
@@ -36,6 +38,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import wait_until
 from tests.support.served import served, served_engine
 from tests.test_cache_groups import QWEN
+from tests.test_several_models import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
@@ -45,7 +48,8 @@ KEY = "correct-horse"
 INCIDENT_STEP, INCIDENT_STEPS = 150, 40
 
 
-CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
+SIZES = {"max_num_batched_tokens": 64, "swap_space_blocks": 24, **POOL}
+CONFIG = EngineConfig(model="demo", **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +211,10 @@ def test_the_status_is_never_lost_over_a_whole_request(
     assert set(page.evaluate("window.told")) == {"live"} and not streams
 
 
+def rgb(color: str) -> str:
+    return "rgb({}, {}, {})".format(*bytes.fromhex(color.strip().removeprefix("#")))
+
+
 def test_a_server_that_dies_within_an_answer_leaves_a_page_that_can_send(page: Any) -> None:
     async def answer(request: Any) -> StreamingResponse:
         async def parts() -> AsyncIterator[bytes]:
@@ -228,7 +236,10 @@ def test_a_server_that_dies_within_an_answer_leaves_a_page_that_can_send(page: A
             expect(page.locator(".exchange .note.problem")).to_have_count(number)
             expect(page.locator(".exchange .text").nth(number - 1)).to_contain_text("There was")
             expect(page.locator("#send")).to_be_enabled()
-        expect(page.locator(".exchange .note").first).to_contain_text("broke off")
+        note = page.locator(".exchange .note").first
+        expect(note).to_contain_text("broke off")
+        problem = page.evaluate("getComputedStyle(document.body).getPropertyValue('--problem')")
+        assert note.evaluate("(one) => getComputedStyle(one).color") == rgb(problem)
 
 
 def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: AsyncDriver) -> None:
@@ -304,8 +315,16 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
+WITHOUT_POINTER = """
+    const real = window.matchMedia.bind(window);
+    window.matchMedia = (query) => (query.includes("pointer") ? { matches: false } : real(query));
+"""
+
+
+def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server: str) -> None:
+    page.add_init_script(WITHOUT_POINTER)
     open_live(page, server, "Chat")
+    expect(page.locator("#start")).to_be_visible()
     bodies = posted(page)
     page.fill("#max_tokens", "40")
     page.fill("#system", "Be brief")
@@ -333,6 +352,25 @@ def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
     )
     text = page.locator(".exchange .text").last
     assert text.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1"), "at full height"
+    texts = page.locator(".exchange").all_inner_texts()
+    page.reload()
+    expect(page.locator("#status")).to_have_text("live")
+    assert page.locator(".exchange").all_inner_texts() == texts
+    page.fill("#prompt", "Go on")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator(".exchange").nth(2)).to_have_attribute("aria-busy", "false")
+    assert [one["content"] for one in bodies[2]["messages"]][:3] == [
+        "Once upon a time",
+        said[2][1],
+        "And then",
+    ]
+    page.click("#clear")
+    page.reload()
+    expect(page.locator("#start")).to_be_visible()
+    assert page.locator(".exchange").count() == 0
+    page.locator("#examples button").first.click()
+    expect(page.locator(".said")).to_contain_text("Once upon a time there lived")
+    expect(page.locator(".exchange")).to_have_attribute("aria-busy", "false")
 
 
 SILENT = {"model": {"sampling_defaults": {}, "chat_defaults": {"temperature": 0.7, "top_p": 0.9}}}
@@ -433,6 +471,7 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncD
     outcome, gained = played("Force a preemption")
     assert gained["preempted"] >= outcome.count("#") >= 1 and "finished" in outcome
     assert page.locator(".note").count() == 5 and page.locator(".note.problem").count() == 0
+    assert page.locator(".cost").all_inner_texts()[4] == "not on this server: why?"
     page.get_by_role("button", name="Speculate").click(force=True)
     expect(page.locator("#tour-text")).to_contain_text("speculation is off")
 
@@ -462,6 +501,39 @@ def test_slow_motion_lasts_as_long_as_somebody_looks(
             break
         page.wait_for_timeout(50)
     assert pace_of(loop).seconds == 0
+
+
+def test_the_page_of_several_models_shows_the_chosen_one(page: Any, tmp_path: Path) -> None:
+    """Looking at a model neither loads it nor keeps it in memory."""
+    page.allowed.append("500")
+    models = [
+        {"name": "demo", "model": "demo", "settings": SIZES},
+        {"name": "gone", "model": str(tmp_path / "gone")},
+    ]
+    with serving(tmp_path / "models.yaml", models, ui=True) as several:
+        slot = several.table.slots["demo"]
+        page.goto(several.address)
+        expect(page.locator("#notice-text")).to_contain_text("demo is not loaded")
+        assert httpx.get(f"{several.address}/debug/state?model=demo").status_code == 409
+        assert httpx.get(f"{several.address}/debug/state").status_code == 400
+        page.click("#notice-act")
+        expect(page.locator("#status")).to_have_text("live")
+        expect(page.locator("#numbers")).to_contain_text("0 in use")
+        assert slot.state == "loaded" and slot.num_leases == 0
+        httpx.post(f"{several.address}/sleep", json={"model": "demo"}).raise_for_status()
+        assert httpx.get(f"{several.address}/debug/state?model=demo").status_code == 200
+        page.locator("#examples button").first.click()
+        expect(page.locator(".note")).to_contain_text(re.compile(r"^demo · \d+ tokens"))
+        expect(page.locator(".requests")).to_contain_text("finished")
+        httpx.post(f"{several.address}/api/generate", json={"model": "demo", "keep_alive": 0})
+        expect(page.locator("#status")).to_have_text("not loaded")
+        expect(page.locator("#grid")).to_be_hidden()
+        page.select_option("#models", "gone")
+        expect(page.locator("#notice-text")).to_contain_text("gone is not loaded")
+        page.click("#notice-act")
+        expect(page.locator("#notice.problem")).to_contain_text("cannot be loaded")
+        page.wait_for_timeout(2500)  # the page has looked at the states again
+        expect(page.locator("#notice.problem")).to_contain_text("cannot be loaded")
 
 
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>bold</b>'
@@ -503,6 +575,10 @@ def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, built: Built) -> Non
     with served_engine(loop, built, api_keys=[KEY]) as address:
         page.goto(f"{address}/ui/")
         dialog = page.locator("#key-dialog")
+        expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator("#status")).to_have_text("needs a key")
+        page.click("#notice-act")
         expect(dialog).to_be_visible()
         page.fill("#key", "wrong")
         page.keyboard.press("Enter")

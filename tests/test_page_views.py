@@ -413,6 +413,61 @@ def test_timelines_answer_to_pointer_touch_and_keyboard(browser: Any, files: str
         expect(tip).to_have_text("step 9 · 40 of 64 tokens · 10.0 ms")
 
 
+def test_a_timeline_that_ended_long_ago_has_a_scale_of_its_own(page: Any, files: str) -> None:
+    snapshot = state(513, num_requests=2)
+    running, finished = snapshot["requests"]
+    snapshot["clock"]["now"] = 103.0
+    running["timeline"] = [["queued", 100.0, 100.5, 0], ["decode", 100.5, None, 9]]
+    finished.update(state="finished", reasons=["length"])
+    finished["timeline"] = [["chunk", 1.0, 2.0, 64], ["decode", 2.0, 3.0, 7]]
+    finished["sequences"][0].update(blocks=[], further_blocks=[[]])
+    open_faked(page, files, snapshot)
+    expect(page.locator(".past").nth(1)).to_have_text("2.0 s, 100 s ago")
+    lane = page.locator(".timeline").nth(1)
+    lane.scroll_into_view_if_needed()
+    box = lane.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 9)
+    expect(page.locator("#tooltip")).to_have_text("decode · 7 tokens · 2.00 s to 3.00 s (1000 ms)")
+    drawn = """(canvas) => [0.25, 0.75].map((share) =>
+        canvas.getContext("2d").getImageData(share * canvas.width, canvas.height / 2, 1, 1).data[3])"""
+    page.allowed.append("willReadFrequently")
+    assert min(lane.evaluate(drawn)) > 0
+    named = page.locator(".requests button").nth(1)
+    assert named.inner_text().split()[:2] == ["#2", "finished"]
+    assert named.get_attribute("aria-label") is None, "its name begins with what is seen"
+
+
+def test_a_server_that_is_gone_shows_no_live_blocks(page: Any, files: str) -> None:
+    """The faked stream ends after its snapshot, and later ones end before."""
+    open_faked(page, files, state(513, num_requests=5))
+    expect(page.locator("#status")).to_have_text("not live")
+    expect(page.locator("#notice.problem")).to_contain_text("its last state, of ")
+    assert page.evaluate("getComputedStyle(document.querySelector('#grid')).opacity") == "0.4"
+    look = "getComputedStyle(document.querySelector('#inspector')).filter"
+    assert page.evaluate(look) == "grayscale(1)"
+
+
+def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> None:
+    """A pool of 2,050 blocks, as of a default server, takes five requests of 6,576 tokens."""
+    page.allowed += ["404", "405"]
+    limits = {"max_num_seqs": 64}
+    facts = {"model": {"max_model_len": 8192, "has_tokenizer": True}, "limits": limits}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "large"}]}))
+    page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
+    posted: list[str] = []
+    page.on("request", lambda one: posted.append(one.url) if one.method == "POST" else None)
+    open_faked(page, files, state(2050))
+    page.evaluate("document.querySelector('#tour').inert = false")
+    button = page.get_by_role("button", name="Force a preemption")
+    expect(button).to_contain_text("5 requests, 32,880 tokens")
+    button.click(force=True)
+    expect(page.locator("#tour-text")).to_contain_text("computes 5 requests, 32,880 tokens")
+    assert not posted
+    page.locator("#tour-run").click(force=True)
+    expect(page.locator("#tour-outcome.problem")).not_to_be_empty()
+    assert posted
+
+
 SEEN = """
     const seen = (selector) => [...document.querySelectorAll(selector)]
         .filter((one) => one.checkVisibility({ visibilityProperty: true }) && !one.closest(".visually-hidden, .skip"));
@@ -432,19 +487,37 @@ NAMELESS = f"""() => {{
 }}"""
 
 
-def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
-    with opened(browser, viewport={"width": 390, "height": 844}, has_touch=True) as page:
+OVERLAPS = f"""() => {{
+    {SEEN}
+    const places = "#form, header, #tour";
+    const labelled = seen(controls).filter((one) => one.closest(places));
+    const all = [...new Set(labelled.map((one) => one.closest("label") ?? one))];
+    const shared = (a, b, from, to) => Math.min(a[to], b[to]) - Math.max(a[from], b[from]) > 1;
+    const meet = (one, other) => {{
+        const [a, b] = [one.getBoundingClientRect(), other.getBoundingClientRect()];
+        return shared(a, b, "left", "right") && shared(a, b, "top", "bottom");
+    }};
+    const pairs = all.flatMap((one, index) => all.slice(index + 1).map((other) => [one, other]));
+    return pairs.filter((pair) => meet(...pair)).map((pair) => pair.map((one) => one.textContent));
+}}"""
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) -> None:
+    with opened(browser, viewport={"width": width, "height": 844}, has_touch=True) as page:
         open_faked_on_phone(page, files)
         for pane in ("chat", "cache"):
             page.locator(f"[name=pane][value={pane}]").check(force=True)
-            page.evaluate(
-                "document.querySelectorAll('details').forEach((one) => (one.open = true))"
-            )
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390, pane
+            for is_open in ("false", "true"):
+                page.evaluate(
+                    f"document.querySelectorAll('details').forEach((one) => (one.open = {is_open}))"
+                )
+                assert page.evaluate(OVERLAPS) == [], pane
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, pane
             assert page.evaluate(SMALL) == [], pane
             assert page.evaluate(NAMELESS) == [], pane
         expect(page.locator("#grid")).to_be_visible()
-        assert page.locator("#grid").bounding_box()["width"] > 300
+        assert page.locator("#grid").bounding_box()["width"] > width - 90
         page.locator("[name=pane][value=chat]").check(force=True)
         prompt = page.locator("#prompt").bounding_box()
         assert prompt["y"] + prompt["height"] < 844, "the input is in sight below the conversation"
@@ -474,3 +547,25 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     page.fill("#prompt", long)
     page.click("#send")
     expect(page.locator(".markdown table")).to_have_count(3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) -> None:
+    """A conversation with a long answer, an error, and the engine's state, in every part of the page."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    rules = {"rules": {"label-content-name-mismatch": {"enabled": True}}}
+    viewport = {"width": width, "height": 900}
+    with opened(browser, viewport=viewport, color_scheme=scheme, has_touch=width < 800) as page:
+        page.goto(f"{files}/ui/")
+        assert axe.run(page, options=rules).violations_count == 0
+        open_faked_on_phone(page, files)
+        page.unroute("**/v1/chat/completions")
+        page.fill("#prompt", "And then")
+        page.click("#send")
+        expect(page.locator(".note.problem")).to_be_visible()
+        for pane in ("chat", "cache"):
+            if width < 800:
+                page.locator(f"[name=pane][value={pane}]").check(force=True)
+            found = axe.run(page, options=rules)
+            assert found.violations_count == 0, found.generate_report()

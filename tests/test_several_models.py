@@ -362,7 +362,7 @@ def test_settings_of_one_model_do_not_go_with_several(
     path.write_text(f"models: [{A}}}]")
     assert main(["serve", "demo", "--models", str(path)]) == 2
     assert "--models FILE does not go with model: " in capsys.readouterr().err
-    given = {"weights_directory": "w", "ui": True, "kv_events": "tcp://127.0.0.1:9"}
+    given = {"weights_directory": "w", "kv_events": "tcp://127.0.0.1:9"}
     with pytest.raises(ConfigError) as refused:
         ServerConfig(models_file=str(path), **given)
     assert str(refused.value).splitlines() == [

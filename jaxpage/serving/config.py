@@ -42,7 +42,6 @@ OF_ONE_MODEL = (
     "tool_parser",
     "reasoning_parser",
     "rerank_method",
-    "ui",
     "kv_events",
     "incident_steps",
     "num_hosts",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starlette.routing import Router
+from starlette.routing import BaseRoute, Router
 
 from jaxpage.assembly import Built, EngineSpec, Hooks, weights_for_waking
 from jaxpage.async_driver import AsyncDriver
@@ -16,6 +16,7 @@ from jaxpage.errors import CapacityError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server
 from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.inspector.routes import state_routes
 from jaxpage.serving.lora_modules import check_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.several.models_file import ModelEntry, mib
@@ -31,7 +32,7 @@ class ServedModel:
         entry: The model in the file.
         driver: The driver of its engine.
         context: The facts about the model that the wire format needs.
-        router: Answers the paths of a server of this model alone.
+        router: Answers the paths of a server of this model alone, and the page's snapshots of it.
         metrics: The counters of its requests.
         capabilities: The object of `/v1/capabilities`.
     """
@@ -52,7 +53,14 @@ class ServedModel:
         self._server = Server(
             self.driver, self.context, entry.server, self.metrics, self.capabilities
         )
-        self.router = Router(routes=self._server.routes, redirect_slashes=False)
+        watched: list[BaseRoute] = []
+        if entry.server.ui:
+            watched = state_routes(
+                self.driver,
+                show_prompts=entry.server.ui_show_prompts,
+                can_be_slow=entry.server.is_local,
+            )
+        self.router = Router(routes=[*watched, *self._server.routes], redirect_slashes=False)
         self.driver.start()
 
     @property

@@ -59,6 +59,7 @@ def start_several(
     text = "\n".join(
         [
             f"The server is at {address}/v1. Ctrl-C ends it.",
+            *([f"The page is at {address}/ui/"] if server.ui else []),
             f"Models are loaded when they are asked for, within {mib(table.memory_bytes)}: {names}",
             *([f"A key is needed: {API_KEY_VARIABLE}."] if api_keys else []),
         ]

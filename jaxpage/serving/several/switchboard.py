@@ -30,6 +30,7 @@ from jaxpage.serving.preparing import Workers
 from jaxpage.serving.rerank_requests import RERANK_PATHS
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
+from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.wire.body import check_fields, parse_object
@@ -98,6 +99,11 @@ class Switchboard:
             Route("/openapi.json", self._document),
             Route("/", self._index),
         ]
+        if config.ui:
+            # The page comes first, so that its route for / wins over the index.
+            self.routes[:0] = routes_of_page(
+                lambda query: table.slots[self._named(self._name_in(query))]
+            )
         # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
         # put to sleep meanwhile.
         self.batches = open_batches(

@@ -12,9 +12,11 @@ export class Exchange {
    * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role "prompt".
    * names: of the answers, if there are several.
    * showsTokens: texts appear as coloured tokens, as far as there are probabilities. Otherwise a chat's are Markdown.
+   * answerer: the name of the model, if it is to be shown.
    */
-  constructor(prompt, { names = [""], isBeam = false, isChat = false, showsTokens = false, title = "" }) {
-    Object.assign(this, { isBeam, isChat, showsTokens, numTokens: 0, frame: 0 });
+  constructor(prompt, { names = [""], isBeam = false, isChat = false, showsTokens = false, title = "", answerer = "" }) {
+    this.made = [prompt, { names, isBeam, isChat, showsTokens, title, answerer }];
+    Object.assign(this, { isBeam, isChat, showsTokens, answerer, numTokens: 0, frame: 0 });
     this.began = this.last = performance.now();
     this.first = null; // when the first token came
     this.columns = names.map(newColumn);
@@ -24,6 +26,25 @@ export class Exchange {
     this.element = el("article", { class: `exchange ${isChat ? "of-chat" : ""}`, "aria-busy": "true" }, ...said, columns, this.note);
     $("conversation").append(this.element);
     if ($("conversation").checkVisibility()) toEnd();
+  }
+
+  /** What `of` makes the same exchange of, as JSON. */
+  record() {
+    const isCutOff = this.element.getAttribute("aria-busy") === "true";
+    const columns = this.columns.map(({ pieces, reason }) => ({ pieces, reason: reason.textContent }));
+    const note = isCutOff ? `${this.note.textContent} · cut off when the page was left` : this.note.textContent;
+    return { made: this.made, columns, note, isProblem: this.note.classList.contains("problem") };
+  }
+
+  static of({ made, columns, note, isProblem }) {
+    const exchange = new Exchange(...made);
+    exchange.columns.forEach((column, index) => {
+      column.pieces = columns[index].pieces;
+      column.reason.textContent = columns[index].reason;
+    });
+    exchange.close(isProblem);
+    exchange.note.textContent = note;
+    return exchange;
   }
 
   get firstText() {
@@ -69,7 +90,7 @@ export class Exchange {
   }
 
   show({ tokens }) {
-    this.showsTokens = tokens;
+    this.showsTokens = this.made[1].showsTokens = tokens;
     this.draw(true);
   }
 
@@ -78,17 +99,22 @@ export class Exchange {
     const wait = `first after ${Math.round(this.first - this.began)} ms`;
     const seconds = (this.last - (this.isBeam ? this.began : this.first)) / 1000;
     const rate = seconds > 0.01 ? `${(this.numTokens / seconds).toFixed(1)} tokens/s` : "";
-    const parts = [count(this.numTokens, "token"), rate, this.isBeam ? "" : wait, ending];
+    const parts = [this.answerer, count(this.numTokens, "token"), rate, this.isBeam ? "" : wait, ending];
     this.note.textContent = parts.filter(Boolean).join(" · ");
   }
 
   end(ending, isProblem = false) {
+    if (this.first === null) this.note.textContent = ending || "no tokens";
+    else this.tell(ending);
+    this.problem = isProblem ? ending : "";
+    this.close(isProblem);
+  }
+
+  close(isProblem) {
     cancelAnimationFrame(this.frame);
     this.draw();
     const goesOn = isAtEnd();
     this.element.setAttribute("aria-busy", "false");
-    if (this.first === null) this.note.textContent = ending || "no tokens";
-    else this.tell(ending);
     this.note.classList.toggle("problem", isProblem);
     if (goesOn) toEnd();
   }

@@ -1,34 +1,40 @@
 // Puts the page together: the chat, the inspector over the running engine or over a log, the tour, the key and the colours.
 
-import { $ } from "./dom.js";
+import { $, el } from "./dom.js";
 import { forgetTheme } from "./colors.js";
-import { ApiError, messages, request, setKeyDialog } from "./api.js";
+import { ApiError, request, setKeyDialog } from "./api.js";
+import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { Replay } from "./replay.js";
 import { Tour } from "./tour.js";
 import { InspectorView } from "./view.js";
 import { drawLegends } from "./legend.js";
 
-const MS_BEFORE_TRYING_AGAIN = 2000;
-
 const dark = matchMedia("(prefers-color-scheme: dark)");
 document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
 const view = new InspectorView({ onStep: (step) => replay.goToStep(step) });
 const playground = new Playground();
-const tour = new Tour(playground, setPace);
+const tour = new Tour(playground, { setPace, pathOf: (path) => live.pathOf(path) });
+const live = new Live({ model: playground.model, onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
 let latest = null; // the last snapshot of the running engine
-let connection = null; // an AbortController of the stream of snapshots
-let connected = () => {}; // told of the next stream's first snapshot
+let shown = {}; // the state of the engine that the page shows: {state, text, time}
+let failure = ""; // why the chosen model could not be loaded
 const replay = new Replay(view, { onClose: showLatest, onProblem: showProblem });
 drawLegends();
 dark.addEventListener("change", () => setTheme(dark.matches));
 $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
-$("pace").addEventListener("change", () => connection?.abort());
+$("pace").addEventListener("change", () => live.setPace(Number($("pace").value)));
+$("models").addEventListener("change", () => choose($("models").value));
+$("notice-act").addEventListener("click", act);
+$("go-to-tour").addEventListener("click", () => {
+  document.querySelector("[name=pane][value=cache]").checked = true;
+  showPane();
+  tour.focus();
+});
 for (const radio of document.querySelectorAll("[name=pane]")) radio.addEventListener("change", showPane);
 showPane();
 setKeyDialog(askForKey);
-describeServer();
-follow();
+live.follow();
 
 function setTheme(isDark) {
   document.documentElement.dataset.theme = isDark ? "dark" : "light";
@@ -46,77 +52,103 @@ function showProblem(message) {
   $("problem").hidden = !message;
 }
 
-function showStatus(text, kind = "") {
-  $("status").textContent = text;
-  $("status").dataset.kind = kind;
-}
-
 function showLatest() {
   if (latest) view.show(latest, true);
 }
 
-/** Slow motion: at least so many seconds for each step, as long as this page is connected. Resolves to what it was before. */
+/** Slow motion, or none for undefined. Resolves to what it was before. */
 async function setPace(seconds) {
   const before = $("pace").value;
   if (Number(seconds) === Number(before) || (Number(seconds) && Number(before)) || $("pace-label").hidden) return before;
   $("pace").value = String(seconds);
-  const shown = new Promise((resolve) => (connected = resolve));
-  connection?.abort();
-  await Promise.race([shown, new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN))]);
+  await live.setPace(Number(seconds));
   return before;
 }
 
-/** Shows the engine for as long as there is one; a server that went away is asked again. */
-async function follow() {
-  for (;;) {
-    try {
-      connection = new AbortController();
-      const pace = Number($("pace").value);
-      const response = await request("/debug/events", { signal: connection.signal, body: pace ? { seconds_per_step: pace } : undefined });
-      showStatus("live", "live");
-      for await (const snapshot of messages(response)) taken(snapshot);
-      showStatus("the server ended the connection", "lost");
-    } catch (error) {
-      if (error.name === "AbortError") continue; // for another pace
-      const isFinal = error instanceof ApiError && [401, 403, 404].includes(error.status);
-      showStatus(error.status === 404 ? "no engine here: open an event log" : error.message, "lost");
-      if (isFinal) return;
-    }
-    await new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN));
-  }
+const STATUS = { live: "live", unloaded: "not loaded", loading: "loading", key: "needs a key", lost: "not live", refused: "refused", none: "no engine" };
+const ACTS = { unloaded: "Load it now", key: "Type the key" };
+
+/** What the header and the notice say of the engine. Where it is lost, its last state is shown pale. */
+function showState(state, text = state === "unloaded" ? failure : "") {
+  if (state !== shown.state || text !== shown.text) shown = { state, text, time: new Date().toLocaleTimeString() };
+  const pace = latest?.pace.seconds_per_step;
+  $("status").textContent = state === "live" && pace ? `live, ${pace} s per step` : STATUS[state];
+  $("status").dataset.kind = document.body.dataset.engine = state;
+  $("notice").hidden = state === "live";
+  $("notice-text").textContent = noticeOf(state, text);
+  $("notice").classList.toggle("problem", ["lost", "refused"].includes(state) || Boolean(failure));
+  $("notice-act").hidden = !ACTS[state];
+  $("notice-act").textContent = ACTS[state] ?? "";
+  $("tour").inert = state !== "live";
+  if (["unloaded", "loading"].includes(state)) forget();
 }
 
-/** What goes wrong in drawing is told as what it is, and ends no stream. */
-function taken(snapshot) {
+function noticeOf(state, text) {
+  const name = live.engine;
+  const last = latest ? `; what is shown is its last state, of ${shown.time}` : "";
+  return {
+    live: "",
+    unloaded: text || `${name} is not loaded: a request to it loads it, and then its blocks, requests and steps are shown here.`,
+    loading: `${name} is being loaded.`,
+    key: "The live view needs the API key of this server.",
+    lost: `${text} The page tries again${last}.`,
+    refused: text,
+    none: "There is no engine here: open an event log.",
+  }[state];
+}
+
+async function act() {
+  if (shown.state === "key") return live.again();
+  failure = "";
   try {
-    take(snapshot);
+    showState("loading");
+    await request("/wake_up", { body: { model: live.engine } });
   } catch (error) {
-    reportError(error);
+    if (!(error instanceof ApiError)) throw error;
+    failure = error.message;
   }
+  live.again();
+}
+
+/** The engine is another one from now on. */
+function forget() {
+  if (!latest) return;
+  latest = null;
+  view.forget();
+  tour.forget();
 }
 
 function take(snapshot) {
   latest = snapshot;
-  const { seconds_per_step: pace, can_be_slow: canBeSlow } = snapshot.pace;
-  $("pace-label").hidden = !canBeSlow;
-  showStatus(pace ? `live, ${pace} s per step` : "live", "live");
-  connected();
+  failure = "";
+  $("pace-label").hidden = $("tour-slow-label").hidden = !snapshot.pace.can_be_slow;
+  showState("live");
   tour.show(snapshot);
   if (!replay.recording) showLatest();
 }
 
-async function describeServer() {
-  try {
-    const { data } = await (await request("/v1/models")).json();
-    playground.model = data[0].id;
-    $("model").textContent = data[0].id;
-    const facts = await (await request("/v1/capabilities")).json();
-    if (facts.model) playground.describe(facts.model);
-    if (facts.limits) tour.describe(facts);
-  } catch (error) {
-    if (!(error instanceof ApiError)) throw error;
-    $("model").textContent = "";
-  }
+/** One model has its name in the header; of several, adapters too, one is chosen there. */
+function showModels(cards) {
+  const { id } = live.card;
+  playground.model = id;
+  playground.names = cards.length > 1;
+  $("model").textContent = cards.length > 1 ? "" : id;
+  $("models").hidden = cards.length < 2;
+  if ($("models").length !== cards.length) $("models").replaceChildren(...cards.map((card) => el("option", { value: card.id }, card.id)));
+  $("models").value = id;
+}
+
+function choose(id) {
+  const before = live.engine;
+  failure = "";
+  live.choose(id);
+  playground.model = id;
+  if (live.engine !== before) forget();
+}
+
+function showFacts(facts) {
+  playground.describe(facts.model);
+  if (facts.limits) tour.describe(facts);
 }
 
 let asking = null; // one dialog, however many requests wait for the key
@@ -125,10 +157,15 @@ function askForKey(isAgain) {
   asking ??= new Promise((resolve) => {
     const dialog = $("key-dialog");
     if (isAgain) $("key-text").textContent = "The server refused this key. Type another one.";
+    $("key-text").classList.toggle("problem", isAgain);
     $("key").value = "";
     dialog.returnValue = "cancel";
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "ok" ? $("key").value.trim() : ""), { once: true });
     dialog.showModal();
-  }).finally(() => (asking = null));
+  }).then((key) => {
+    asking = null;
+    if (key && shown.state === "key") live.again(); // the chat asked for it
+    return key;
+  });
   return asking;
 }

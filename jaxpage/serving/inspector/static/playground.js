@@ -1,16 +1,20 @@
 // The chat and the completions: a request as an OpenAI client would make it, and its answer in the conversation.
 
-import { $ } from "./dom.js";
+import { $, el } from "./dom.js";
 import { ApiError, messages, request, whole } from "./api.js";
 import { Exchange } from "./exchange.js";
+import { keep, kept } from "./kept.js";
 
 const NUM_ALTERNATIVES = 5;
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 }; // what an empty field means where nobody says otherwise
 const FIRST_PROMPT = "Once upon a time";
+const EXAMPLES = ["Once upon a time there lived a clever fox", "One day in winter, when the snow lay deep", "Say it again: little by little the bird builds its nest."];
+const coarse = matchMedia("(pointer: coarse)"); // a touch keyboard, whose Enter makes a new line
 
 export class Playground {
   constructor() {
     this.model = "";
+    this.names = false; // whether answers say whose they are
     this.stated = {}; // the model's generation_config.json, which the server uses for what a request leaves out
     this.ofChat = {}; // what a chat takes where that says nothing
     this.history = []; // of a chat: {role, content}
@@ -34,7 +38,40 @@ export class Playground {
     $("stop").addEventListener("click", () => this.running?.abort());
     $("clear").addEventListener("click", () => this.clear());
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.running?.abort());
+    $("examples").replaceChildren(...EXAMPLES.map((text) => el("button", { type: "button", click: () => this.try(text) }, text)));
+    addEventListener("pagehide", () => this.keep());
+    this.restore();
     this.turn();
+  }
+
+  /** Sends an example. */
+  try(text) {
+    $("prompt").value = text;
+    if (!coarse.matches) $("prompt").focus(); // a touch keyboard would hide the answer
+    this.send();
+  }
+
+  keep() {
+    const { model, kind, isChosen, history, exchanges } = this;
+    keep({ model, kind, isChosen, history, exchanges: exchanges.map((exchange) => exchange.record()) });
+  }
+
+  /** What was there before the page was loaded again. */
+  restore() {
+    const before = kept();
+    if (!before) return this.showStart();
+    this.model = before.model;
+    this.history = before.history;
+    this.isChosen = before.isChosen;
+    $("form").elements.kind.value = before.kind;
+    $("start").hidden = true;
+    this.exchanges = before.exchanges.map((record) => Exchange.of(record));
+  }
+
+  /** How to begin, as long as nothing was said. */
+  showStart() {
+    $("start").hidden = this.exchanges.length > 0;
+    $("conversation").hidden = !$("start").hidden;
   }
 
   get kind() {
@@ -45,10 +82,10 @@ export class Playground {
     return this.kind === "chat";
   }
 
-  /** Enter sends a chat, Ctrl + Enter everything; a touch keyboard's Enter makes a new line. */
+  /** Enter sends a chat, Ctrl + Enter everything. */
   onKey(event) {
     if (event.key !== "Enter" || event.isComposing) return;
-    const isPlain = !event.shiftKey && this.isChat && matchMedia("(pointer: fine)").matches;
+    const isPlain = !event.shiftKey && this.isChat && !coarse.matches;
     if (!(event.ctrlKey || event.metaKey || isPlain)) return;
     event.preventDefault();
     this.send();
@@ -57,7 +94,7 @@ export class Playground {
   turn() {
     $("form").classList.toggle("chat", this.isChat);
     $("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
-    $("hint").textContent = this.isChat ? "(Enter to send)" : "(Ctrl + Enter to send)";
+    $("hint").textContent = coarse.matches ? "" : this.isChat ? "(Enter to send)" : "(Ctrl + Enter to send)";
     $("send").textContent = this.isChat ? "Send" : "Generate";
     if (!this.isChat && !$("prompt").value && !this.exchanges.length) $("prompt").value = FIRST_PROMPT;
     if (this.isChat && $("prompt").value === FIRST_PROMPT) $("prompt").value = "";
@@ -78,8 +115,8 @@ export class Playground {
   describe({ sampling_defaults: stated = {}, chat_defaults: ofChat = {}, has_chat_template: canChat = false }) {
     this.stated = stated;
     this.ofChat = ofChat;
-    if (canChat && !this.isChosen) {
-      $("form").elements.kind.value = "chat";
+    if (!this.isChosen) {
+      $("form").elements.kind.value = canChat ? "chat" : "completion";
       this.turn();
     }
     this.showDefaults();
@@ -101,6 +138,7 @@ export class Playground {
     this.history = [];
     this.exchanges = [];
     $("conversation").replaceChildren();
+    this.showStart();
   }
 
   async send() {
@@ -129,7 +167,10 @@ export class Playground {
     const isBeam = Boolean(body.use_beam_search);
     const numbered = Array.from({ length: body.n ?? 1 }, (_, index) => `${isBeam ? "Beam" : "Sample"} ${index + 1}`);
     const showsTokens = this.showsTokens[isChat ? "chat" : "completion"];
-    const exchange = new Exchange(prompt, { names: names ?? (body.n > 1 ? numbered : [""]), isBeam, isChat, title, showsTokens });
+    $("start").hidden = true;
+    $("conversation").hidden = false;
+    const answerer = this.names ? body.model : "";
+    const exchange = new Exchange(prompt, { names: names ?? (body.n > 1 ? numbered : [""]), isBeam, isChat, title, showsTokens, answerer });
     this.exchanges.push(exchange);
     const add = (part) => {
       exchange.add(part);
@@ -148,9 +189,11 @@ export class Playground {
   }
 
   busy(controller) {
+    const hadFocus = [$("send"), $("stop")].includes(document.activeElement);
     this.running = controller;
     $("send").disabled = Boolean(controller);
     $("stop").disabled = !controller;
+    if (hadFocus) $(controller ? "stop" : "send").focus(); // one takes the place of the other
   }
 
   body(text) {

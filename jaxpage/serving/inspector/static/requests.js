@@ -1,6 +1,6 @@
 // The list of requests, each with its timeline, which answers to pointer, touch and the arrow keys.
 
-import { $, count, el } from "./dom.js";
+import { $, el } from "./dom.js";
 import { requestColor } from "./colors.js";
 import { drawTimeline, segmentAt, segmentText } from "./timeline.js";
 import { hideTip, showTip } from "./tip.js";
@@ -37,9 +37,15 @@ export class RequestList {
 
   draw(row) {
     const chosen = this.segment?.number === row.request.number ? this.segment.index : -1;
-    row.canvas.hidden = (row.request.timeline.at(-1)?.[2] ?? this.span.now) < this.span.from; // it ended before
-    if (row.canvas.hidden) return;
-    drawTimeline(row.canvas, row.request, this.span, chosen);
+    const span = this.spanOf(row);
+    row.past.textContent = span === this.span ? "" : pastText(span, this.clock);
+    drawTimeline(row.canvas, row.request, span, chosen);
+  }
+
+  /** One that ended before the time that is shown has a scale of its own. */
+  spanOf({ request: { timeline } }) {
+    const end = timeline.at(-1)?.[2] ?? this.span.now;
+    return end < this.span.from ? { from: timeline[0][1], to: end, now: end } : this.span;
   }
 
   /** The list's row of a request: made once, then filled anew. */
@@ -47,14 +53,13 @@ export class RequestList {
     const row = this.rows.get(request.number) ?? this.newRow(request.number);
     row.request = request;
     row.dot.style.background = requestColor(request.number);
-    row.name.textContent = `#${request.number}`;
-    row.state.textContent = request.state;
+    row.name.textContent = `#${request.number} `;
+    row.state.textContent = `${request.state} `;
     row.state.dataset.state = request.state;
     const known = Math.max(...request.sequences.map((sequence) => sequence.known));
     const several = request.sequences.length > 1 ? ` × ${request.sequences.length}` : "";
     row.tokens.textContent = `${request.prompt_tokens} + ${known - request.prompt_tokens}${several}`;
     row.button.setAttribute("aria-pressed", String(chosen === request.number));
-    row.button.setAttribute("aria-label", `Request ${request.number}, ${request.state}, ${count(request.prompt_tokens, "prompt token")}, ${known - request.prompt_tokens} generated${several}`);
     row.button.title = request.id;
     return row;
   }
@@ -64,25 +69,26 @@ export class RequestList {
     const part = (name) => el("span", { class: name });
     const [dot, name, state, tokens] = [part("dot"), part("name"), part("state"), part("tokens mono")];
     const canvas = el("canvas", { class: "timeline", "aria-hidden": "true" });
-    const row = { number, canvas, dot, name, state, tokens };
+    const past = part("past muted");
+    const row = { number, canvas, dot, name, state, tokens, past };
     const point = () => this.onPoint(own);
     const leave = () => this.leave(row);
     const button = el(
       "button",
       { type: "button", "aria-describedby": "timeline-keys", click: () => this.onChoose(own), pointerenter: point, pointerleave: leave, focus: point, blur: leave, keydown: (event) => this.onKey(event, row) },
-      dot, name, state, tokens,
+      dot, name, state, tokens, el("span", { class: "visually-hidden" }, " prompt and generated tokens"),
     );
     for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
     canvas.addEventListener("pointerleave", leave);
     canvas.addEventListener("click", () => this.onChoose(own));
-    Object.assign(row, { button, item: el("li", {}, button, canvas) });
+    Object.assign(row, { button, item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)) });
     this.rows.set(number, row);
     return row;
   }
 
-  indexAt({ canvas, request }, x) {
-    const { from, to, now } = this.span;
-    return segmentAt(request.timeline, from + (x / canvas.clientWidth) * (to - from), now);
+  indexAt(row, x) {
+    const { from, to, now } = this.spanOf(row);
+    return segmentAt(row.request.timeline, from + (x / row.canvas.clientWidth) * (to - from), now);
   }
 
   /** Says what a segment of a row's timeline was. */
@@ -94,7 +100,7 @@ export class RequestList {
     if (!segment) return;
     const text = segmentText(segment, this.clock.unit, this.span.now);
     $("segment").textContent = `Request ${row.number}: ${text}`;
-    const { from, to, now } = this.span;
+    const { from, to, now } = this.spanOf(row);
     const box = row.canvas.getBoundingClientRect();
     const middle = ((segment[1] + (segment[2] ?? now)) / 2 - from) / (to - from);
     showTip(new DOMRect(box.x + Math.min(Math.max(middle, 0), 1) * box.width, box.y, 1, box.height), text);
@@ -128,6 +134,12 @@ function spanOf(shown, clock) {
   const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now)); // of the last that went on
   const from = Math.max(Math.min(end, ...starts), end - most);
   return { from, to: Math.max(end, from + least), now: clock.now };
+}
+
+/** How long a request took that ended before the time that is shown, and how long ago. */
+function pastText({ from, to }, { unit, now }) {
+  if (unit === "steps") return `${to - from} steps, ${now - to} ago`;
+  return `${(to - from).toFixed(1)} s, ${Math.round(now - to)} s ago`;
 }
 
 function sameChildren(list, rows) {

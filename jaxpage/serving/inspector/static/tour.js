@@ -7,13 +7,17 @@ const STORY =
   "Once upon a time there lived a young rabbit in an old town by the sea. Every morning he went down to the harbour to look at the ships, and every evening he told his sister what he had seen. ";
 const SECONDS_PER_STEP = 0.25;
 const LENGTH = 40; // tokens that a preset generates
+const MOST_TOKENS = 4096; // a preset that computes more is asked for twice
+const SAYING = "Little by little the bird builds its nest.";
 
-/** Each: its name, what is seen, `why` it cannot be shown here (or null), how it `run`s, and what came of it. */
+/** Each: its name, what is seen, `why` it cannot be shown here (or null), what it `costs` ([requests, tokens of prompts, tokens generated], at most),
+ *  how it `run`s, and what came of it. */
 const PRESETS = [
   {
     name: "Share a prefix",
     seen: "Two prompts begin alike: the second request finds the blocks of the first in the prefix cache, so both block tables begin with the same blocks.",
     why: ({ prefix_caching }) => (prefix_caching ? null : "prefix caching is off (enable_prefix_caching)"),
+    costs: (facts, { block_size }) => [2, 2 * (4 * block_size + 3), 1.5 * LENGTH],
     async run(tour) {
       const begin = await tour.text(4 * tour.pool.block_size);
       const first = tour.send("Request A", { prompt: `${begin} One day`, max_tokens: LENGTH });
@@ -27,6 +31,7 @@ const PRESETS = [
     name: "Fork three samples",
     seen: "Three samples of one prompt share its blocks; the last one is only partly filled, so each sample that writes to it gets a copy first (copy-on-write).",
     why: ({ limits }) => (limits.max_num_seqs < 3 ? `max_num_seqs is ${limits.max_num_seqs}, and 3 are needed` : null),
+    costs: (facts, { block_size }) => [1, 2.5 * block_size, 3 * LENGTH],
     async run(tour) {
       const prompt = await tour.text(2 * tour.pool.block_size + Math.ceil(tour.pool.block_size / 2));
       await tour.send("One prompt, n = 3", { prompt, n: 3, temperature: 1, seed: 1, max_tokens: LENGTH }).ended;
@@ -37,6 +42,7 @@ const PRESETS = [
     name: "Beam search",
     seen: "Four beams share what they have in common: in every step some are forked and others dropped, and a dropped beam gives back only blocks that no other beam refers to.",
     why: ({ limits }) => (limits.max_num_seqs < 4 ? `max_num_seqs is ${limits.max_num_seqs}, and 4 are needed` : null),
+    costs: (facts, { block_size }) => [1, block_size + 3, 4 * LENGTH],
     async run(tour) {
       await tour.send("Beam width 4", { prompt: await tour.text(tour.pool.block_size + 3), n: 4, use_beam_search: true, temperature: 0, max_tokens: LENGTH, stream: false }).ended;
     },
@@ -46,6 +52,10 @@ const PRESETS = [
     name: "Force a preemption",
     seen: "Requests that fit together at first outgrow the pool: the newest loses its blocks, waits, and goes on later by recomputation or swapping, with the same text.",
     why: (facts, pool) => crowdOf(facts, pool).why ?? null,
+    costs: (facts, pool) => {
+      const { numRequests, numTokens, growth } = crowdOf(facts, pool);
+      return [numRequests, numRequests * numTokens, numRequests * growth];
+    },
     async run(tour) {
       const { numRequests, numTokens, growth } = crowdOf(tour.facts, tour.pool);
       const names = Array.from({ length: numRequests }, (_, index) => `Request ${index + 1}`);
@@ -63,11 +73,13 @@ const PRESETS = [
     name: "Speculate",
     seen: "Drafts (hollow cells in the last step) are verified together in one step: the right ones are kept, so one step yields several tokens, and the text is the same as without them.",
     why: ({ speculation }) => (speculation ? null : `speculation is off; start the server with --speculative-config '{"method": "ngram"}'`),
+    costs: () => [1, LENGTH, 2 * LENGTH],
     async run(tour) {
-      const line = "The rabbit went to the sea, and the rabbit came home again. ";
-      await tour.send("A repetitive prompt", { prompt: line.repeat(4), temperature: 0, max_tokens: 2 * LENGTH, ignore_eos: true }).ended;
+      const prompt = `"${SAYING}"\n\n"Say it again," said Walter.\n\n"${SAYING.split(" ")[0]}`;
+      await tour.send("A text that repeats itself", { prompt, temperature: 0, max_tokens: 2 * LENGTH }).ended;
     },
-    outcome: (requests, tour) => `${count(tour.numDrafts, "draft")} in ${count(tour.numSteps, "step")} seen here, which computed ${count(tour.numTokens, "token")}.`,
+    outcome: ([{ sequences, prompt_tokens }], tour) =>
+      `${count(sequences[0].known - prompt_tokens, "token")} came in ${count(tour.numSteps, "step")}; without drafts each step yields one.`,
   },
 ];
 
@@ -85,18 +97,35 @@ function crowdOf({ model, limits }, { block_size: size, num_blocks }) {
   return { numRequests, numTokens, growth };
 }
 
+function costText([numRequests, prompts, generated]) {
+  return `${count(numRequests, "request")}, ${count(Math.ceil(prompts + generated), "token")}`;
+}
+
 export class Tour {
-  /** playground: shows requests. setPace(seconds): asks for slow motion, or undefined for none; its answer is what was before. */
-  constructor(playground, setPace) {
-    this.playground = playground;
-    this.setPace = setPace;
+  /** playground: shows requests. setPace(seconds): asks for slow motion, or undefined for none; its answer is what was before.
+   *  pathOf(path): of the engine that is followed. */
+  constructor(playground, { setPace, pathOf }) {
+    Object.assign(this, { playground, setPace, pathOf });
     this.facts = null;
     this.running = null; // an AbortController
+    this.costs = PRESETS.map(() => el("span", { class: "cost" }));
     this.buttons = PRESETS.map((preset, index) =>
-      el("button", { type: "button", "aria-describedby": "tour-text", click: () => this.start(preset) }, `${index + 1}. ${preset.name}`),
+      el("button", { type: "button", click: () => this.ask(preset) }, el("b", {}, `${index + 1}. ${preset.name}`), " ", this.costs[index]),
     );
     $("presets").replaceChildren(...this.buttons);
     $("tour-stop").addEventListener("click", () => this.running?.abort());
+    $("tour-run").addEventListener("click", () => this.start(this.asked));
+  }
+
+  focus() {
+    this.buttons[0].focus();
+  }
+
+  /** The engine is another one from now on. */
+  forget() {
+    this.facts = this.pool = null;
+    this.running?.abort();
+    $("tour").hidden = $("to-tour").hidden = true;
   }
 
   /** What the server's /v1/capabilities says. */
@@ -107,32 +136,19 @@ export class Tour {
 
   /** A snapshot of the engine came. */
   show(snapshot) {
-    const { pool, step, copies } = snapshot;
+    const { pool, history, copies } = snapshot;
     const isFirst = !this.pool;
     this.snapshot = snapshot;
     this.pool = pool;
     if (isFirst) this.check();
     if (!this.running) return;
-    const { counted } = this;
-    for (const [number, from, to] of copies) if (number > this.firstStep) counted.copies.add(`${number} ${from} ${to}`);
+    for (const [number, from, to] of copies) if (number > this.firstStep) this.copies.add(`${number} ${from} ${to}`);
+    this.numSteps = history.filter(([number]) => number > this.firstStep).length;
     this.mostShared = Math.max(this.mostShared, pool.ref_counts.filter((references) => references > 1).length);
-    if (step && step.step > this.firstStep) counted.steps.set(step.step, [step.rows.reduce((sum, row) => sum + row[3] - row[4], 0), step.rows.reduce((sum, row) => sum + row[4], 0)]);
   }
 
   get numCopies() {
-    return this.counted.copies.size;
-  }
-
-  get numSteps() {
-    return this.counted.steps.size;
-  }
-
-  get numTokens() {
-    return [...this.counted.steps.values()].reduce((sum, [tokens]) => sum + tokens, 0);
-  }
-
-  get numDrafts() {
-    return [...this.counted.steps.values()].reduce((sum, [, drafts]) => sum + drafts, 0);
+    return this.copies.size;
   }
 
   /** Which presets can be shown on this server. */
@@ -141,36 +157,60 @@ export class Tour {
     PRESETS.forEach((preset, index) => {
       const why = this.whyNot(preset);
       this.buttons[index].setAttribute("aria-disabled", String(Boolean(why)));
-      this.buttons[index].title = why ? `Not on this server: ${why}` : "";
+      this.costs[index].textContent = why ? "not on this server: why?" : costText(this.costOf(preset));
     });
-    $("tour").hidden = false;
+    $("tour").hidden = $("to-tour").hidden = false;
+  }
+
+  costOf(preset) {
+    return preset.costs(this.facts, this.pool);
   }
 
   whyNot(preset) {
     return this.facts.model.has_tokenizer ? preset.why(this.facts, this.pool) : "the model has no tokenizer";
   }
 
-  async start(preset) {
+  /** Starts a preset, unless it cannot be shown here, or computes so much that it is asked for once more. */
+  ask(preset) {
     if (this.running) return;
     const why = this.whyNot(preset);
-    $("tour-text").textContent = why ? `Not on this server: ${why}.` : preset.seen;
-    $("tour-outcome").textContent = "";
-    if (why) return;
+    const [, prompts, generated] = why ? [0, 0, 0] : this.costOf(preset);
+    const isMuch = prompts + generated > MOST_TOKENS;
+    this.asked = preset;
+    this.tell("");
+    $("tour-run").hidden = !isMuch;
+    if (!why && !isMuch) return this.start(preset);
+    $("tour-text").textContent = why ? `Not on this server: ${why}.` : `The pool is large, so this computes ${costText(this.costOf(preset))}, and other users wait for it.`;
+  }
+
+  /** What came of a preset. */
+  tell(text, isProblem = false) {
+    $("tour-outcome").textContent = text;
+    $("tour-outcome").classList.toggle("problem", isProblem);
+  }
+
+  async start(preset) {
+    $("tour-run").hidden = true;
+    $("tour-text").textContent = preset.seen;
+    this.tell("");
     this.firstStep = this.snapshot.step?.step ?? 0;
-    this.counted = { copies: new Set(), steps: new Map() };
-    this.mostShared = 0;
+    this.copies = new Set();
+    this.numSteps = this.mostShared = 0;
     const before = Math.max(0, ...this.snapshot.requests.map(({ number }) => number));
     this.busy(new AbortController());
     const pace = $("tour-slow").checked ? await this.setPace(SECONDS_PER_STEP) : null;
     try {
+      this.problem = "";
       await preset.run(this);
-      const state = await (await request("/debug/state")).json();
+      const state = await (await request(this.pathOf("/debug/state"))).json();
       this.show(state);
       const requests = state.requests.filter(({ number }) => number > before);
-      $("tour-outcome").textContent = this.running.signal.aborted ? "Stopped." : requests.length ? preset.outcome(requests, this) : "";
+      if (this.running.signal.aborted) this.tell("Stopped.");
+      else if (this.problem) this.tell(`A request failed: ${this.problem}`, true);
+      else this.tell(requests.length ? preset.outcome(requests, this) : "");
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      $("tour-outcome").textContent = error.message;
+      this.tell(error.message, true);
     } finally {
       if (pace !== null) await this.setPace(pace);
       this.busy(null);
@@ -190,6 +230,7 @@ export class Tour {
     let onText = null;
     const first = new Promise((resolve) => (onText = resolve));
     const ended = this.playground.run("/v1/completions", whole, { prompt: [{ role: "prompt", content: shown }], title, names, signal: this.running.signal, onText });
+    ended.then(({ problem }) => (this.problem ||= problem));
     return { started: Promise.race([first, ended]), ended };
   }
 

@@ -52,6 +52,7 @@ export class InspectorView {
 
   /** isLive: copies fade; otherwise those of the step stay. */
   show(snapshot, isLive) {
+    $("inspector").classList.remove("empty");
     const isFirst = !this.snapshot || this.isLive !== isLive; // what was copied before nobody looked at
     if (isFirst) this.begin(snapshot);
     this.whole = snapshot;
@@ -70,6 +71,7 @@ export class InspectorView {
   /** What is shown next is something else than before. */
   forget() {
     this.snapshot = null;
+    $("inspector").classList.add("empty");
   }
 
   /** Of another engine, or of a log. */
@@ -96,6 +98,7 @@ export class InspectorView {
     const isUsed = ({ kind }) => kind === "used";
     const shown = $("shown-used").checked ? this.blocks.filter(isUsed) : this.blocks;
     $("nothing").hidden = shown.length > 0;
+    this.grid.box.hidden = !shown.length && !this.grid.box.contains(document.activeElement);
     this.grid.show(shown, { written: this.written(), copies: recent.map(([, from, to]) => [from, to]), keep: this.isLive });
   }
 

@@ -1,0 +1,26 @@
+// The conversation outlives a reload: it is in this tab's session storage, which ends with the tab. The API key never is.
+
+const NAME = "jaxpage.conversation";
+const MOST_CHARACTERS = 1_000_000;
+
+/** exchanges: the oldest go where there is no room for all. */
+export function keep({ exchanges, ...rest }) {
+  try {
+    if (!exchanges.length) return sessionStorage.removeItem(NAME);
+    for (let first = 0; first < exchanges.length; first++) {
+      const text = JSON.stringify({ ...rest, exchanges: exchanges.slice(first) });
+      if (text.length <= MOST_CHARACTERS) return sessionStorage.setItem(NAME, text);
+    }
+  } catch {
+    // A browser may forbid storage; the page works without it.
+  }
+}
+
+/** What was kept, or null. */
+export function kept() {
+  try {
+    return JSON.parse(sessionStorage.getItem(NAME));
+  } catch {
+    return null;
+  }
+}

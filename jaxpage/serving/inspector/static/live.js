@@ -1,0 +1,115 @@
+// Follows the running engine of the chosen model: which models there are, its snapshots, and what there is to say where none come.
+
+import { ApiError, messages, request } from "./api.js";
+
+const MS_BEFORE_TRYING_AGAIN = 2000;
+const MS_OF_A_CHANGE = 2000; // until another pace is seen, at most
+const ABSENT = ["unloaded", "loading"]; // states of a model of several that has no engine
+
+export class Live {
+  /** model: the one to begin with, if there is one of this name. onModels(cards): of /v1/models. onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
+   *  onState(state, text): "live"; "unloaded" or "loading"; "key": one is missing; "lost": it is tried again; "refused"; "none": there is no engine. */
+  constructor({ model, onModels, onFacts, onSnapshot, onState }) {
+    Object.assign(this, { model, onModels, onFacts, onSnapshot, onState });
+    this.card = null; // the chosen model's of /v1/models
+    this.pace = 0; // seconds for each step, at least
+    this.connection = new AbortController();
+    this.connected = () => {}; // told of the next stream's first snapshot
+    this.goOn = () => {};
+  }
+
+  /** The model that has the engine: an adapter has its parent's. */
+  get engine() {
+    return this.card?.parent ?? this.card?.id;
+  }
+
+  /** Only the models of a server of several have a state. */
+  get isOneOfSeveral() {
+    return this.card?.state !== undefined;
+  }
+
+  /** A path of the engine that is followed. */
+  pathOf(path) {
+    return this.isOneOfSeveral ? `${path}?model=${encodeURIComponent(this.engine)}` : path;
+  }
+
+  choose(id) {
+    const before = this.engine;
+    this.model = id;
+    this.card = this.cards.find((card) => card.id === id);
+    if (this.engine !== before) this.again();
+  }
+
+  /** Looks again at once, whatever it waits for. */
+  again() {
+    this.connection.abort();
+    this.goOn();
+  }
+
+  /** At least so many seconds for each step, as long as this page is connected. */
+  async setPace(seconds) {
+    this.pace = seconds;
+    const shown = new Promise((resolve) => (this.connected = resolve));
+    this.again();
+    await Promise.race([shown, new Promise((resolve) => setTimeout(resolve, MS_OF_A_CHANGE))]);
+  }
+
+  async follow() {
+    for (;;) {
+      this.connection = new AbortController();
+      const wait = new Promise((resolve) => (this.goOn = resolve));
+      try {
+        await this.describe();
+        if (ABSENT.includes(this.card?.state)) this.onState(this.card.state);
+        else await this.stream();
+      } catch (error) {
+        if (error.name === "AbortError") continue; // for another pace, or another model
+        this.onState(stateOf(error), error.message);
+        if (error.status === 401) {
+          await wait;
+          continue;
+        }
+        if (["refused", "none"].includes(stateOf(error))) return;
+      }
+      await Promise.race([wait, new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN))]);
+    }
+  }
+
+  async describe() {
+    const { signal } = this.connection;
+    try {
+      const { data } = await (await request("/v1/models", { signal })).json();
+      this.cards = data;
+      this.card = data.find(({ id }) => id === this.model) ?? data[0];
+      this.onModels(data);
+      if (ABSENT.includes(this.card.state)) return;
+      const facts = await (await request("/v1/capabilities", { signal })).json();
+      const own = this.isOneOfSeveral ? facts.models[this.engine] : facts;
+      if (own?.model) this.onFacts(own);
+    } catch (error) {
+      if (error.status !== 404) throw error; // a server of the page's files alone, which may have snapshots
+    }
+  }
+
+  async stream() {
+    const body = this.pace ? { seconds_per_step: this.pace } : undefined;
+    const response = await request(this.pathOf("/debug/events"), { signal: this.connection.signal, body });
+    for await (const snapshot of messages(response)) {
+      this.onState("live");
+      this.take(snapshot);
+      this.connected();
+    }
+    if (!this.isOneOfSeveral) throw new ApiError("The server ended the connection.", 0);
+  }
+
+  /** What goes wrong in drawing is told as what it is, and ends no stream. */
+  take(snapshot) {
+    try {
+      this.onSnapshot(snapshot);
+    } catch (error) {
+      reportError(error);
+    }
+  }
+}
+
+const stateOf = ({ status }) => ({ 401: "key", 403: "refused", 404: "none" })[status] ?? "lost";
