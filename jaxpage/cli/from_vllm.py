@@ -38,7 +38,6 @@ _RENAMED = {
     "--speculative-model": 'use --speculative-config \'{"method": "draft_model", "model": PATH}\'',
     "--scheduler-delay-factor": "use --new-requests-wait-until NAME",
     "--collect-detailed-traces": "use --profile-directory DIRECTORY",
-    "--otlp-traces-endpoint": "use --event-log FILE or /metrics; there are no OpenTelemetry spans",
     "--kv-events-config": "use --kv-events ENDPOINT and --kv-events-topic TOPIC",
     "--nnodes": "use --num-hosts N",
     "--node-rank": "use --host-rank R",

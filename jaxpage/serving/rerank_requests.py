@@ -15,11 +15,10 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.rerank import RerankAnswer, open_rerank
-
-RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
 class Reranking:
@@ -52,6 +51,7 @@ class Reranking:
         """
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: open_rerank(parse_object(raw), self._context))
+            record_of(scope).opened(asked)
             requests = await self._embedding.requests(asked)
             if isinstance(asked.reranker, ByVectors):
                 vectors = await self._embedding.vectors(requests, asked)
@@ -59,6 +59,7 @@ class Reranking:
             else:
                 scores = await self._by_tokens(asked, asked.reranker, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
+        record_of(scope).read(num_tokens)
         headers = ignored_header(asked.ignored_fields)
         await json_answer(asked.whole(scores, num_tokens), headers=headers)(scope, receive, send)
 

@@ -18,6 +18,7 @@ from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Models, Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handled_as
+from jaxpage.serving.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 # The share of a GPU that the models have together, where the file does not say.
@@ -45,7 +46,7 @@ def start_several(
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
     board, table, opener = open_table(entries, memory_bytes, server)
-    app = guarded(board, board.routes, server, api_keys)
+    app = guarded(board, board.routes, server, api_keys, open_tracing(server))
     address = address_of(listener)
     names = ", ".join(f"{name} ({mib(slot.size)})" for name, slot in table.slots.items())
     text = "\n".join(
