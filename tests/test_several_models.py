@@ -27,6 +27,7 @@ from jaxpage.serving.server import Serving
 from jaxpage.serving.several.models_file import checked_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
 from jaxpage.serving.several.switchboard import Models
+from jaxpage.serving.tracing import open_tracing
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
@@ -62,7 +63,7 @@ class Running:
         self.status: int | None = None
         self._signalled = False
         self._ready = threading.Event()
-        app = guarded(board, board.routes, config, ())
+        app = guarded(board, board.routes, config, (), open_tracing(config))
         self._serving = Serving(app, self.driver, config, listener, self._ready.set)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
