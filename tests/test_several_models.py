@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import SamplingParams
 from jaxpage.cli import main
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.listening import address_of, bound_socket
@@ -416,3 +416,10 @@ def test_spans_of_several_models_have_the_time_of_loading(tmp_path: Path) -> Non
         loads.append(parts[0].end_time - parts[0].start_time)
     assert min(loads[0], loads[2]) > loads[1], "the second request finds its model"
     assert servers[3].attributes["http.response.status_code"] == 404
+
+
+def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: [{name: a, model: demo, settings: {attention_backend: fa3}}]")
+    with pytest.raises(UnsupportedError, match="attention_backend 'fa3' needs a GPU"):
+        open_table(*read_models_file(path, ServerConfig()), ServerConfig())

@@ -26,6 +26,7 @@ class BuiltModel:
         # The sampling parameters of the model's generation_config.json.
         self.sampling_defaults = built.sampling_defaults
         self._model = built.model
+        self._packed = built.engine.runner.packed
         self._embedder = built.new_embedder()
 
     @property
@@ -93,7 +94,7 @@ class BuiltModel:
         check_replaceable(self._model, None, "parameters")
         return {
             name: array
-            for plan, weights in checkpoint_parts(self._model, self.spec, parameters)
+            for plan, weights in checkpoint_parts(self._model, self.spec, self._packed, parameters)
             for name, array in named_parameters(plan, weights).items()
         }
 

@@ -9,22 +9,21 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.assembly.describing import Opened
+from jaxpage.assembly.drafting import Drafting
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
 from jaxpage.device import (
-    DeviceMesh,
     Executables,
     KVPages,
     Packings,
     StepOptions,
+    make_mesh,
     open_stored_executables,
     pack_weights,
 )
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import (
-    Packing,
-    Path,
     ShardedWeight,
     abstract,
     abstract_model,
@@ -41,7 +40,7 @@ class Compiled:
 
     Attributes:
         parameters: The weights of the model and of its drafter.
-        packed: Which of them are in panels.
+        packed: Which of them are in panels, by their paths from "target" or "drafter".
         adapters: A and B of every layer that takes LoRA adapters.
         pages: The shapes of the KV pages of all layers.
         executables: The table of compiled steps.
@@ -65,8 +64,10 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     drafting = spec.described.drafting
     hooks.phase(PHASES[3])
     adapters = adapters_of(files, spec)
-    model, packed = step_model(files, spec)
-    parameters = load_parameters(files, spec, mesh, packed, adapters, progress=hooks.progress)
+    model, packed = _step_model(files, spec)
+    parameters = load_parameters(
+        files, spec, packed, adapters, drafting=drafting, progress=hooks.progress
+    )
     hooks.phase(PHASES[4])
     options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
@@ -85,12 +86,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
-    all_packed = _below("target", packed) | _below("drafter", drafting.packed(spec))
-    return Compiled(parameters, all_packed, adapters, pages, executables)
-
-
-def _below(key: str, packed: Packings) -> dict[Path, Packing]:
-    return {(key, *path): size for path, size in packed.items()}
+    return Compiled(parameters, packed, adapters, pages, executables)
 
 
 def adapters_of(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
@@ -104,29 +100,12 @@ def adapters_of(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
 def load_parameters(
     files: ModelFiles,
     spec: EngineSpec,
-    mesh: DeviceMesh,
-    packed: Packings,
-    adapters: Sequence[ShardedWeight],
-    *,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Loads the weights of a model and of its drafter; see `load_model`."""
-    drafting = spec.described.drafting
-    target = load_model(files, spec, mesh, packed, adapters, progress=progress)
-    drafter = drafting.load(spec.layout.dtype, mesh.put, progress=progress)
-    pack_weights(drafter, drafting.packed(spec))
-    return {"target": target, "drafter": drafter}
-
-
-def load_model(
-    files: ModelFiles,
-    spec: EngineSpec,
-    mesh: DeviceMesh,
     packed: Packings,
     adapters: Sequence[ShardedWeight] = (),
     *,
+    drafting: Drafting | None,
     progress: bool = False,
-) -> dict[Any, Any]:
+) -> dict[str, Any]:
     """Loads each weight onto its device, in panels where the kernels multiply by such.
 
     LoRA adapters that are zero are added.
@@ -134,11 +113,15 @@ def load_model(
     Args:
         files: The model's files.
         spec: The engine's specification.
-        mesh: The devices.
-        packed: Which of the weights go into panels; see `step_model`.
+        packed: Which of the weights go into panels; see `Compiled`.
         adapters: The LoRA weights A and B of every layer that takes adapters.
+        drafting: The drafter; None loads the model alone.
         progress: True shows a bar.
+
+    Returns:
+        The model's weights under "target", and those of the drafter under "drafter".
     """
+    mesh = make_mesh(spec.layout.tensor_parallel_size)
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
@@ -151,16 +134,21 @@ def load_model(
     arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
     for (place, _), zeros in zip(places, arrays, strict=True):
         insert(weights, place.path, zeros)
-    pack_weights(weights, packed)
-    return weights
+    parameters: dict[str, Any] = {"target": weights}
+    if drafting is not None:
+        parameters["drafter"] = drafting.load(dtype, mesh.put, progress=progress)
+    pack_weights(parameters, packed)
+    return parameters
 
 
-def step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packings]:
-    """Returns the model that the steps compute, and which of its weights are in panels."""
+def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packings]:
+    """Returns the model that the steps compute, and which of all weights are in panels."""
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
-    return model, spec.packed(model)
+    parts = {"target": spec.packed(model), "drafter": spec.described.drafting.packed(spec)}
+    packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
+    return model, packed
 
 
 def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:

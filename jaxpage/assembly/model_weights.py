@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from jaxpage.assembly.compiling import (
-    adapters_of,
-    load_model,
-    load_parameters,
-    shards_of_weights,
-    step_model,
-)
+from jaxpage.assembly.compiling import adapters_of, load_parameters, shards_of_weights
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
     LoadPlan,
@@ -20,7 +14,7 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device import make_mesh, pack_weights, to_device, unpacked_weights
+from jaxpage.device import Packings, to_device, unpacked_weights
 from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import joined
@@ -30,7 +24,7 @@ Mode = Literal["wait", "abort"]  # what happens to running requests
 
 
 def checkpoint_parts(
-    files: ModelFiles, spec: EngineSpec, parameters: Mapping[str, Any]
+    files: ModelFiles, spec: EngineSpec, packed: Packings, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[LoadPlan, Any]]:
     """Yields the weights of the model's checkpoint as it has them, and where each of them is.
 
@@ -39,15 +33,16 @@ def checkpoint_parts(
     Args:
         files: The model's files.
         spec: The engine's specification.
+        packed: Which of the weights are in panels.
         parameters: The parameters of the steps: those of the model, and those of the drafter.
     """
-    target = unpacked_weights(parameters["target"], step_model(files, spec)[1])
+    unpacked = unpacked_weights(parameters, packed)
+    target = unpacked["target"]
     if spec.sharding.is_divided:
         target = joined(shards_of_weights(files, spec), target)
     yield files.plan, target
-    drafting = spec.described.drafting
-    if plan := drafting.plan_in_model:
-        yield plan, unpacked_weights(parameters["drafter"], drafting.packed(spec))
+    if plan := spec.described.drafting.plan_in_model:
+        yield plan, unpacked["drafter"]
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
@@ -71,7 +66,9 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
         )
 
 
-def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> dict[str, Any]:
+def weights_on_device(
+    files: ModelFiles, spec: EngineSpec, packed: Packings, *, finite: bool
+) -> dict[str, Any]:
     """Loads weights for `Engine.replace_weights`; the device then holds the old ones, too.
 
     A drafter that is in the model's checkpoint is replaced with it.
@@ -79,6 +76,7 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> d
     Args:
         files: The model's files, with the other weights.
         spec: The engine's specification.
+        packed: Which of the weights go into panels.
         finite: True refuses NaN and infinite numbers.
 
     Raises:
@@ -86,14 +84,10 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> d
         UnsupportedError: The weights of the drafter cannot be read from these.
     """
     drafting = spec.described.drafting.with_weights_of(files)
-    mesh = make_mesh(spec.layout.tensor_parallel_size)
-    _, packed = step_model(files, spec)
-    weights = {"target": load_model(files, spec, mesh, packed)}
-    if drafting.plan_in_model:
-        weights["drafter"] = drafting.load(spec.layout.dtype, mesh.put, progress=False)
-        pack_weights(weights["drafter"], drafting.packed(spec))
+    in_model = drafting if drafting.plan_in_model else None
+    weights = load_parameters(files, spec, packed, drafting=in_model)
     if finite:
-        for plan, part in checkpoint_parts(files, spec, weights):
+        for plan, part in checkpoint_parts(files, spec, packed, weights):
             check_all_finite(plan, part)
     return weights
 
@@ -107,14 +101,15 @@ def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> d
     if runner.kept is not None:
         kept: dict[str, Any] = to_device(runner.kept)
         return kept
-    mesh = make_mesh(spec.layout.tensor_parallel_size)
-    _, packed = step_model(files, spec)
-    return load_parameters(files, spec, mesh, packed, adapters_of(files, spec))
+    adapters = adapters_of(files, spec)
+    drafting = spec.described.drafting
+    return load_parameters(files, spec, runner.packed, adapters, drafting=drafting)
 
 
 def given_weights(
     model: ModelFiles,
     spec: EngineSpec,
+    packed: Packings,
     event_log: str | None,
     parameters: Parameters,
     *,
@@ -126,6 +121,7 @@ def given_weights(
     Args:
         model: The model's files.
         spec: The engine's specification.
+        packed: Which of the weights go into panels.
         event_log: The path of the event log, if there is one.
         parameters: The weights.
         check_finite: True refuses NaN and infinite numbers.
@@ -138,4 +134,5 @@ def given_weights(
     """
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
-    return weights_on_device(with_parameters(model, parameters), spec, finite=check_finite)
+    others = with_parameters(model, parameters)
+    return weights_on_device(others, spec, packed, finite=check_finite)

@@ -84,14 +84,13 @@ def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) 
         )
     merges = [tuple(merge.split(" ")) for merge in _texts(path, own, "merges")]
     backend = Tokenizer(_bpe(path, vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS))
-    cut: list[Any] = [
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS)
-    ]
+    cuts: list[Any] = []
     if rule in _SPLITS:
-        cut.insert(0, pre_tokenizers.Split(Regex(_SPLITS[rule]), behavior="isolated"))
+        cuts.append(pre_tokenizers.Split(Regex(_SPLITS[rule]), behavior="isolated"))
     elif rule == "smollm":
-        cut.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
+        cuts.append(pre_tokenizers.Digits(individual_digits=True))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     if _SPLITS.get(rule) == _QWEN2:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()

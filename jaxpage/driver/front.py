@@ -158,7 +158,7 @@ class DrivenModel(BuiltModel):
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
         """Returns other weights as they are on the device; see `given_weights`."""
         self._driver.check_awake()
-        about = self._model, self.spec, self.config.event_log
+        about = self._model, self.spec, self._packed, self.config.event_log
         return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
 
     def _sleeping(self, level: int) -> AbstractContextManager[Answer[None]]:

@@ -92,9 +92,10 @@ class Updating:
 
         With `check_finite` numbers that are NaN or infinite are an error, too.
         """
-        model = self._driver.built.model
-        spec = self._driver.built.spec
-        return weights_on_device(with_weights_of(model, path), spec, finite=check_finite)
+        built = self._driver.built
+        others = with_weights_of(built.model, path)
+        packed = built.engine.runner.packed
+        return weights_on_device(others, built.spec, packed, finite=check_finite)
 
 
 def weights_routes(

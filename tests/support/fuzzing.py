@@ -57,7 +57,10 @@ DRAFTING: tuple[dict[str, Any] | None, ...] = (
     {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 7, "tree": True},
     {"method": "medusa", "model": "demo/medusa", "num_speculative_tokens": 3},
     {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 3},
+    {"method": "mtp", "num_speculative_tokens": 3},
+    {"method": "mtp", "num_speculative_tokens": "auto"},
 )
+ON_DEVICE = ("draft_model", "medusa", "eagle3", "mtp")  # the pool is in the shapes of their steps
 SHARED = (
     "dtype",
     "kv_cache_dtype",
@@ -189,9 +192,8 @@ def random_case(chance: random.Random, shapes: dict[str, Any]) -> Case:
     """Returns a case for an engine of these shapes."""
     settings = dict(shapes)
     longest = -(-MAX_LENGTH // settings["block_size"])
-    if settings["num_blocks"] > 2 * longest and "model" not in settings.get(
-        "speculative_config", {}
-    ):
+    method = settings.get("speculative_config", {}).get("method")
+    if settings["num_blocks"] > 2 * longest and method not in ON_DEVICE:
         # from room for a single request on
         settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)
     settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from jaxpage.device import available_bytes, make_mesh, open_devices
+from jaxpage.device import available_bytes, choose_backend, make_mesh, open_devices
 from jaxpage.serving import logs
 from jaxpage.serving.app import guarded
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
@@ -79,11 +79,16 @@ def open_table(
 
     Raises:
         ConfigError: Models do not fit; see `checked_sizes`.
+        UnsupportedError: A model's kernel set does not run on this device.
     """
+    open_devices(UTILIZATION)
+    device = make_mesh().first
+    for entry in entries:
+        # Kernels for CPUs are compiled here, so that no request waits for that.
+        choose_backend(entry.engine.attention_backend, device, entry.engine.kv_cache_dtype)
     text = "the memory of the file"
     if memory_bytes is None:
-        open_devices(UTILIZATION)
-        memory_bytes = available_bytes(make_mesh().first, UTILIZATION)
+        memory_bytes = available_bytes(device, UTILIZATION)
         text = "the free memory"
     sizes = checked_sizes(entries, memory_bytes, text)
     by_name = {entry.name: entry for entry in entries}
