@@ -45,8 +45,9 @@ def start_several(
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
+    tracing = open_tracing(server)
     board, table, opener = open_table(entries, memory_bytes, server)
-    app = guarded(board, board.routes, server, api_keys, open_tracing(server))
+    app = guarded(board, board.routes, server, api_keys, tracing)
     address = address_of(listener)
     names = ", ".join(f"{name} ({mib(slot.size)})" for name, slot in table.slots.items())
     text = "\n".join(
