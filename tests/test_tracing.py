@@ -149,6 +149,11 @@ def built(engine: Shared) -> Built:
     return engine.built
 
 
+def bare_scope() -> dict[str, Any]:
+    about = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    return {**about, "headers": [], "state": {}}
+
+
 def server_span(spans: list[ReadableSpan]) -> ReadableSpan:
     [span] = [span for span in spans if span.kind is SpanKind.SERVER]
     return span
@@ -430,7 +435,7 @@ def test_a_failed_step_is_an_error_of_the_server(
 def test_a_part_that_was_cut_short_ends_with_the_request(num_known: int) -> None:
     """Whichever of the engine's times are known when the request ends."""
     times = ["arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"]
-    record = RequestRecord({"type": "http", "path": "/v1/completions", "headers": []})
+    record = RequestRecord(bare_scope())
     moments = [record.began + each for each in range(1, 5)]
     known = dict(zip(times[:num_known], moments, strict=False))
     request = SimpleNamespace(token_ids=(1,), params=None)
@@ -457,9 +462,8 @@ def test_a_writer_that_fails_does_not_fail_the_request(caplog: pytest.LogCapture
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     spans: Any = SimpleNamespace(write=write)
-    asyncio.run(Traced(answer, spans)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(Traced(answer, spans)(bare_scope(), None, send))  # type: ignore[arg-type]
     assert len(sent) == 2 and "cannot be written" in caplog.text
 
 
@@ -539,11 +543,24 @@ def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(
     assert reason.string_value == answer["choices"][0]["finish_reason"]
 
 
-def test_service_name_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "theirs")
-    spans = otlp.Spans(InMemorySpanExporter())
-    assert spans._provider.resource.attributes["service.name"] == "theirs"
+@pytest.mark.parametrize(
+    ("name", "value", "number"),
+    [
+        ("OTEL_SDK_DISABLED", "true", 0),
+        ("OTEL_TRACES_SAMPLER", "always_off", 0),
+        ("OTEL_SERVICE_NAME", "theirs", 1),
+    ],
+)
+def test_the_sdk_reads_its_own_variables(
+    name: str, value: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    exporter = InMemorySpanExporter()
+    spans = otlp.Spans(exporter)
+    spans.write(RequestRecord(bare_scope()))
     spans.close()
+    written = exporter.get_finished_spans()
+    assert [span.resource.attributes["service.name"] for span in written] == [value] * number
 
 
 @pytest.mark.parametrize("kind", ["closed", "silent", "refusing"])
@@ -595,8 +612,7 @@ def test_a_shutdown_waits_for_an_endpoint_within_a_bound(
 
     exporter: Any = SimpleNamespace(export=export, shutdown=is_ended.set)
     spans = otlp.Spans(exporter)
-    scope = {"type": "http", "path": "/v1/completions", "headers": [], "state": {}}
-    spans.write(RequestRecord(scope))
+    spans.write(RequestRecord(bare_scope()))
     began = time.monotonic()
     spans.close()
     assert time.monotonic() - began < 20, "the SDK's own bound is 30 seconds"

@@ -2,10 +2,8 @@
 
 A request passes the middlewares of `serving/http` before it reaches a route:
 
-    socket ─▶ Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶
-              deadlines     spans                ids, errors (local only)
-    ─▶ route
-       Server, page
+    Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
+    deadlines     spans                ids, errors (local only)                      Server, page
 """
 
 from __future__ import annotations

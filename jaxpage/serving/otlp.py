@@ -25,6 +25,7 @@ from jaxpage.serving.tracing import Phase, RequestRecord
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "http/protobuf"
+# The first that is set holds.
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 FLUSH_SECONDS = 3.0  # the most time that a shutdown waits for the endpoint
 
@@ -126,7 +127,10 @@ def open_spans(endpoint: str) -> Spans:
         ValueError: A variable OTEL_... has a value that is not supported.
     """
     for name in PROTOCOL_VARIABLES:
-        if (asked := os.environ.get(name, PROTOCOL)) != PROTOCOL:
+        asked = os.environ.get(name)
+        if asked == PROTOCOL:
+            break
+        if asked:
             raise ValueError(f"{name}={asked} is not supported: spans are sent by {PROTOCOL}")
     spans = Spans(Telling(OTLPSpanExporter(endpoint), endpoint))
     # The SDK logs each attempt, each full queue and each header that is too long, so that clients
