@@ -332,7 +332,7 @@ class AsyncLLM(DrivenModel):
         return await self._driver.pinned(prepared)
 
     async def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache. Running requests are not affected."""
+        """Empties the prefix cache; see `LLM.reset_prefix_cache`."""
         await self._driver.snapshot(Engine.reset_prefix_cache)
 
     async def memory_report(self, *, reset: bool = False) -> MemoryReport:

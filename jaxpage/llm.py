@@ -430,7 +430,10 @@ class LLM(DrivenModel):
         return self._driver.read(lambda engine: engine.memory_report(reset=reset))
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache. Running requests are not affected."""
+        """Empties the prefix cache.
+
+        Running requests go on, and their blocks are not found by others any more. Pins stay.
+        """
         self._driver.wait(self._driver.call(Engine.reset_prefix_cache))
 
     def sleep(self, level: int = 1) -> None:

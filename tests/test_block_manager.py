@@ -18,7 +18,15 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import NULL_BLOCK, BlockManager, BlockPool, BlockTables, PrefixIndex
+from jaxpage.memory import (
+    NULL_BLOCK,
+    BlockManager,
+    BlockPool,
+    BlockTables,
+    PrefixIndex,
+    block_manager,
+)
+from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
 
@@ -380,6 +388,45 @@ def test_a_block_that_is_free_and_cached_is_no_room_for_stored_ones() -> None:
         assert manager.cached.has_room == has_room
     manager.forget_cached()
     assert manager.cached.has_room
+
+
+class BringsOldBlocksBack(CachedBlocks):
+    """Forgets what can be found, but not that sequences have computed it."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._old.clear()
+
+
+@pytest.mark.parametrize("kind", [CachedBlocks, BringsOldBlocksBack])
+def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(
+    kind: type[CachedBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither itself, nor a fork of it, nor after a swap."""
+    monkeypatch.setattr(block_manager, "CachedBlocks", kind)
+    groups = [BlockTables(BlockPool(20), 2, host_pool=BlockPool(9))]
+    manager = BlockManager(groups, PrefixIndex(2))
+    tokens = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 5]]
+    for number, token_ids in enumerate(tokens):
+        manager.begin([(number, 5, manager.nothing)])
+        manager.cache(number, 4, token_ids, [], None)
+    manager.swap_out([1])
+    manager.forget_cached()
+    manager.swap_in([1])
+    manager.fork(0, 2)
+
+    def num_found() -> list[int]:
+        return [manager.find(token_ids, [], None).num_tokens for token_ids in tokens]
+
+    for number, token_ids in enumerate((*tokens, tokens[0])):
+        manager.cache(number, 4, token_ids, [], None)
+    assert num_found() == ([0, 0] if kind is CachedBlocks else [4, 4])
+    for number in range(3):
+        manager.release(number)
+    manager.begin([(0, 5, manager.nothing)])
+    manager.cache(0, 4, tokens[0], [], None)
+    assert num_found()[0] == 4
+    manager.check()
 
 
 def test_who_writes_into_a_cached_block_again_has_it_cached_no_more() -> None:

@@ -15,6 +15,8 @@ from jaxpage import BeamSearchParams, EngineConfig, SamplingParams, async_driver
 from jaxpage.assembly import build_engine
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.driver import driver, turns
+from jaxpage.driver.encoding import prepared
+from jaxpage.engine import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
     CapacityError,
@@ -203,6 +205,25 @@ def test_orders_are_taken_all_or_none(built):
             assert not loop.turns.live and not loop.num_open
 
     asyncio.run(main())
+
+
+def test_a_tokenizer_that_panics_refuses_the_prompt(built, monkeypatch):
+    """Rust's panics are no exceptions; other things that are none go on as they are."""
+
+    class PanicException(BaseException):
+        pass
+
+    raised = []
+
+    def tokenizer(text, **_):
+        raise raised[0]
+
+    monkeypatch.setattr(built.engine, "tokenizer", tokenizer)
+    checked = built.engine.admission.check_params(SamplingParams())
+    for error, seen in ((PanicException(), ValueError), (SystemExit(), SystemExit)):
+        raised[:] = [error]
+        with pytest.raises(seen):
+            prepared(built.engine, Prompt("text", None), checked)
 
 
 def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):

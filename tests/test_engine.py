@@ -68,6 +68,13 @@ def one(llm, prompt, params):
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
+def test_of_several_prompts_the_refused_one_has_its_number(llm):
+    for prompts, notes in (([[1], [10**6]], ["This is prompt 1 of 2."]), ([[10**6]], [])):
+        with pytest.raises(ValueError, match="1000000") as refused:
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert getattr(refused.value, "__notes__", []) == notes
+
+
 def test_forms_of_prompts_and_order_of_outputs(llm):
     first, second = prompts_of(4, 9)
     both = llm.generate([first, {"prompt_token_ids": second}], GREEDY, use_tqdm=False)

@@ -125,6 +125,36 @@ def test_a_busy_model_takes_no_more_requests_when_another_waits_for_its_room():
     assert log == ["load a", "close a", "load b", "close b", "load a"]
 
 
+def test_a_busy_model_that_need_not_go_takes_requests_while_another_is_loaded():
+    """Those that came while it was to go run first."""
+
+    async def run():
+        async with running({"a": 1, "b": 1, "c": 1}, 2) as world:
+            table = world.table
+            long = [asyncio.ensure_future(world.request(name, turns=60)) for name in "ab"]
+            await settled()
+            wants = asyncio.ensure_future(world.request("c"))
+            await settled()
+            assert table.slots["a"].is_closing
+            waits = asyncio.ensure_future(world.request("a"))
+            loading = asyncio.Event()
+            load = table._load
+
+            async def slow(name):
+                loading.set()
+                await waits
+                await world.request("a")
+                return await load(name)
+
+            table._load = slow
+            long[1].cancel()
+            await asyncio.wait_for(loading.wait(), 5)
+            await asyncio.wait_for(asyncio.gather(wants, waits, long[0]), 5)
+            return world.log
+
+    assert asyncio.run(run()) == ["load a", "load b", "close b", "load c"]
+
+
 def test_a_load_that_fails_answers_its_requests_and_leaves_the_others_alone():
     async def run():
         sizes = {"a": 1, "b": 1, "c": 1}
@@ -207,10 +237,13 @@ def test_a_model_that_sleeps_takes_no_room_and_wakes_for_a_request():
             await settled()
             busy = asyncio.ensure_future(world.request("a", turns=30))
             await asyncio.sleep(0)
-            with pytest.raises(InUse, match="answers 1"):
+            with pytest.raises(InUse, match=r"run in .a. \(1\)"):
                 await world.table.sleep("a", 1)
             await busy
             await world.table.sleep("a", 1)
+            await world.table.sleep("a", 1)
+            with pytest.raises(InUse, match="sleeps at level 1: wake it first"):
+                await world.table.sleep("a", 2)
             await world.table.sleep("b", 1)  # it is not loaded
             await world.request("b")
             await world.request("a")

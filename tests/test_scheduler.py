@@ -737,6 +737,10 @@ def test_what_fits_only_behind_its_pin_begins_there() -> None:
     driver.step()
     scheduler.pin(-1, "pinned")  # 2 blocks
     manager.forget_cached()
+    with pytest.raises(
+        CapacityError, match="may need 7 KV blocks .* the pool has 8, of which 2 are"
+    ):
+        scheduler.add(make_group("long", 9, prompt, max_tokens=24, ignore_eos=True))
     scheduler.add(make_group("scored", 1, prompt, max_tokens=1, ignore_eos=True, prompt_logprobs=0))
     driver.run()  # computes all of it again: 3 blocks are cached
     scheduler.add(make_group("running", 2, [30], max_tokens=9, ignore_eos=True))

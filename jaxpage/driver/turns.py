@@ -82,7 +82,7 @@ class Turns:
     @property
     def num_open(self) -> int:
         """Returns how many requests have a place; 0 if the number of places has no limit."""
-        return 0 if self._num_places is None else self._num_places - len(self._places)
+        return (self._num_places or 0) - len(self._places)
 
     def post(self, order: Order) -> None:
         """Puts an order into the inbox. It is refused if nobody reads the inbox any more."""

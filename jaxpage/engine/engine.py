@@ -287,7 +287,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Makes sure that no request finds blocks that were computed before now.
 
-        Running requests keep their blocks, and the blocks that they fill from now on can be found.
+        Running requests keep their blocks, and neither these nor those that they fill from now on
+        are found: each follows from the blocks before it.
         """
         self.scheduler.block_manager.forget_cached()
         self.events.prefix_cache_reset()

@@ -194,6 +194,8 @@ class BlockManager:
         """Makes a new sequence that shares every block of its parent; this takes no free block."""
         for group in self.groups:
             group.fork(parent_id, child_id)
+        if self.cached is not None:
+            self.cached.fork(parent_id, child_id)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
         """Gives up the blocks after the first `num_tokens` positions."""
@@ -204,6 +206,8 @@ class BlockManager:
         """Gives up all blocks and forgets the sequence."""
         for group in self.groups:
             group.release(sequence_id)
+        if self.cached is not None:
+            self.cached.renew(sequence_id)
 
     # Prefixes that are computed already.
 
@@ -334,7 +338,7 @@ class BlockManager:
             self.cached.add(sequence_id, num_computed, token_ids, digests, salt)
 
     def forget_cached(self) -> None:
-        """Empties the prefix cache. Block tables stay as they are."""
+        """Empties the prefix cache; see `CachedBlocks.clear`. Block tables stay as they are."""
         if self.cached is not None:
             self.cached.clear()
 
@@ -362,6 +366,8 @@ class BlockManager:
         """Forgets a swapped sequence and frees its host blocks."""
         for group in self.groups:
             group.swapped.drop(sequence_id)
+        if self.cached is not None:
+            self.cached.renew(sequence_id)
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
         """Returns whether there are host blocks for everything that these sequences hold."""

@@ -43,6 +43,8 @@ class CachedBlocks:
         # For each of the other groups: its attached block by block of the first group, and back.
         self._attached: list[dict[int, int]] = [{} for _ in self._others]
         self._holders: list[dict[int, int]] = [{} for _ in self._others]
+        # The sequences that had blocks when all prefixes were forgotten.
+        self._old: set[int] = set()
         self._first.reused = self._forget
         for number, group in enumerate(self._others):
             group.reused = partial(self._detach, number)
@@ -88,6 +90,8 @@ class CachedBlocks:
     ) -> None:
         """Adds the full blocks among the first `num_computed` tokens of a sequence.
 
+        A sequence that had blocks at the last `clear` adds none.
+
         A block whose content another block holds already is given up for that one, so that the
         blocks before a cached block are always the cached ones. The tokens that a block depends on
         must be computed, too; see `PrefixIndex`.
@@ -99,6 +103,8 @@ class CachedBlocks:
             digests: The digests of its first blocks; the list grows.
             salt: The request's cache salt, or None.
         """
+        if sequence_id in self._old:
+            return
         index = self.index
         first = self._first
         table = first.tables[sequence_id]
@@ -169,8 +175,21 @@ class CachedBlocks:
         for block in reversed(prefix):
             self._first.pool.refresh(block)
 
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Notes a sequence that shares every block of its parent."""
+        if parent_id in self._old:
+            self._old.add(child_id)
+
+    def renew(self, sequence_id: int) -> None:
+        """Notes that a sequence has given up its blocks, on the device and on the host."""
+        self._old.discard(sequence_id)
+
     def clear(self) -> None:
-        """Forgets all prefixes. Block tables stay as they are."""
+        """Forgets all prefixes, and those that sequences have computed so far.
+
+        Block tables stay as they are.
+        """
+        self._old = {*self._first.sequence_ids, *self._first.swapped.sequence_ids}
         self.index.clear()
         for group in (self._first, *self._others):
             group.pool.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 
 from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.invariants import check_references
@@ -70,6 +70,11 @@ class HostTables:
     def __len__(self) -> int:
         """Returns how many sequences are swapped out."""
         return len(self._tables)
+
+    @property
+    def sequence_ids(self) -> KeysView[int]:
+        """Returns the ids of the swapped sequences."""
+        return self._tables.keys()
 
     def table(self, sequence_id: int) -> list[int]:
         """Returns the host blocks of a swapped sequence in order of position."""

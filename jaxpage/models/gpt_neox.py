@@ -37,13 +37,15 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
+        # transformers passes these over, in favour of rotary_emb_base and rotary_pct.
+        passed_over = ("rope_theta", "partial_rotary_factor")
+        config = {name: value for name, value in config.items() if name not in passed_over}
         with Fields(config, "gpt_neox") as fields:
             head_width = fields.divided("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             theta = fields.number("rotary_emb_base", 10_000.0)
             share = fields.number("rotary_pct", 0.25)
-            # transformers passes these over, in favour of rotary_emb_base and rotary_pct.
-            fields.only(rope_theta=theta, partial_rotary_factor=share, head_dim=head_width)
+            fields.only(head_dim=head_width)
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),

@@ -56,9 +56,14 @@ def difference(config: Config) -> str | None:
             own = CONFIG_MAPPING[config["model_type"]].attribute_map.get(name, name)
             config = {**config, own: whole[own]}
         found = read(config)
-    # Two statements of one thing that differ are refused here on purpose.
+    # Two statements of one thing that differ are refused here on purpose. So are a field that the
+    # class drops, because whoever wrote it expects something of it, and a width of heads that the
+    # class rounds down.
     is_refused = isinstance(found, str) and (
-        isinstance(wanted, str) or "contradict each other" in found
+        isinstance(wanted, str)
+        or "contradict each other" in found
+        or " does not divide " in found
+        or any(name in found and whole.get(name) != value for name, value in config.items())
     )
     return None if is_refused or found == wanted else f"{config}\n{_apart(found, wanted)}"
 

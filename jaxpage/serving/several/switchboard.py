@@ -216,14 +216,16 @@ class Switchboard:
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
     async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
-        """Returns the fields of an order: of its body, or as vLLM's clients, of its query."""
+        """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
         check_origin(request.headers)
+        asked: dict[str, Any] = dict(request.query_params)
+        if str(asked.get("level", "")).isdecimal():
+            asked["level"] = int(asked["level"])
         if raw := await request.body():
-            asked = parse_object(raw)
-        else:
-            asked = dict(request.query_params)
-            if str(asked.get("level", "")).isdecimal():
-                asked["level"] = int(asked["level"])
+            body = parse_object(raw)
+            if twice := sorted(body.keys() & asked.keys()):
+                raise ApiError(400, f"{twice[0]} is in the body and in the query", param=twice[0])
+            asked |= body
         check_fields(asked, known)
         return asked
 

@@ -58,7 +58,7 @@ class LoadFailed(JaxpageError):
 
 
 class InUse(JaxpageError):
-    """Says that a model cannot be put to sleep while it answers requests."""
+    """Says that a model answers requests or sleeps otherwise, and cannot be put to sleep."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Slot(Generic[Model]):
         default_keep_alive: The seconds without requests until it is unloaded.
         stays: True if it is never unloaded to make room.
         model: The model; None if it is not loaded.
-        is_asleep: True while it sleeps.
+        sleep_level: The level at which it sleeps; 0 while it is awake.
         is_loading: True while it is loaded or woken.
         is_closing: True while it takes no more leases, so that it becomes idle.
         keep_alive: The seconds of the last request that gave some, else the default.
@@ -86,7 +86,7 @@ class Slot(Generic[Model]):
     default_keep_alive: float
     stays: bool = False
     model: Model | None = None
-    is_asleep: bool = False
+    sleep_level: int = 0
     is_loading: bool = False
     is_closing: bool = False
     keep_alive: float = 0.0
@@ -94,6 +94,11 @@ class Slot(Generic[Model]):
     num_leases: int = 0
     waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
     is_wanted: bool = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Returns whether the model sleeps."""
+        return self.sleep_level > 0
 
     @property
     def state(self) -> str:
@@ -208,10 +213,10 @@ class ModelTable(Generic[Model]):
         return True
 
     async def sleep(self, name: str, level: int) -> None:
-        """Puts a model to sleep; one that is not loaded, or sleeps, stays as it is.
+        """Puts a model to sleep; one that is not loaded stays as it is.
 
         Raises:
-            InUse: The model answers requests.
+            InUse: The model answers requests, or sleeps at another level.
         """
         slot = self.slots[name]
         done = asyncio.get_running_loop().create_future()
@@ -220,11 +225,13 @@ class ModelTable(Generic[Model]):
             try:
                 if slot.num_leases:
                     raise InUse(
-                        f"{slot.name!r} answers {slot.num_leases} requests; try again later"
+                        f"requests run in {slot.name!r} ({slot.num_leases}); try again later"
                     )
+                if slot.is_asleep and slot.sleep_level != level:
+                    raise InUse(f"{slot.name!r} sleeps at level {slot.sleep_level}: wake it first")
                 if slot.taken and slot.model is not None:
                     await slot.model.sleep(level)
-                    slot.is_asleep = True
+                    slot.sleep_level = level
             except Exception as error:
                 if not done.done():
                     done.set_exception(error)
@@ -301,8 +308,6 @@ class ModelTable(Generic[Model]):
         finally:
             slot.is_loading = slot.is_wanted = False
             self._set_timer(slot)
-            for other in self.slots.values():
-                other.is_closing = False
 
     async def _is_there(self, slot: Slot[Model]) -> bool:
         """Loads or wakes a model if need be; returns False if nobody waits for it any more."""
@@ -318,13 +323,14 @@ class ModelTable(Generic[Model]):
         if not await self._made_room(slot):
             return False
         slot.is_loading = True
+        logger.info("%s is %s", slot.name, "loaded" if slot.model is None else "woken")
         began = time.monotonic()
         if slot.model is None:
             slot.model = await self._load(slot.name)
             slot.keep_alive = slot.default_keep_alive
         else:
             await slot.model.wake()
-            slot.is_asleep = False
+            slot.sleep_level = 0
         slot.last_used = self._clock()
         logger.info("%s is loaded, after %.1f s", slot.name, time.monotonic() - began)
         return True
@@ -335,6 +341,12 @@ class ModelTable(Generic[Model]):
         Raises:
             CapacityError: Models that are never unloaded take the room.
         """
+        try:
+            return await self._unloaded_others(slot)
+        finally:
+            self._reopen()
+
+    async def _unloaded_others(self, slot: Slot[Model]) -> bool:
         while (taken := sum(other.taken for other in self.slots.values())) + slot.size > (
             self.memory_bytes
         ):
@@ -353,6 +365,15 @@ class ModelTable(Generic[Model]):
             if not slot.has_waiters:
                 return False
         return True
+
+    def _reopen(self) -> None:
+        """Has models that were to make room, and did not have to, take requests again."""
+        for slot in self.slots.values():
+            if slot.is_closing and slot.taken and slot.model is not None:
+                slot.is_closing = False
+                if not slot.model.is_over:
+                    slot.is_wanted = False
+                    self._grant(slot)
 
     async def _next_change(self) -> None:
         """Waits until a lease or a waiter has gone, or a job has come."""
@@ -382,7 +403,8 @@ class ModelTable(Generic[Model]):
             logger.error("the model %s did not end as it should", slot.name, exc_info=error)
         finally:
             slot.model = None
-            slot.is_asleep = slot.is_closing = False
+            slot.sleep_level = 0
+            slot.is_closing = False
         logger.info("%s is unloaded", slot.name)
 
     def _grant(self, slot: Slot[Model]) -> None:
