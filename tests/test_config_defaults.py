@@ -82,6 +82,16 @@ ALIKE: dict[str, tuple[str, Config, Config]] = {
         },
         {"partial_rotary_factor": 0.5},
     ),
+    "a share that the family passes over": (
+        "gpt-neox-parallel",
+        {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+        {"rotary_pct": 0.5},
+    ),
+    "a length at the top and another in the dict, which is the family's": (
+        "phimoe-longrope",
+        {"original_max_position_embeddings": 32},
+        {},
+    ),
     "a flag that is null": ("llama-tied-bias", {"attention_bias": None}, {"attention_bias": False}),
 }
 

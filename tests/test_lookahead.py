@@ -565,7 +565,7 @@ def test_all_drafts_or_none() -> None:
     assert {} in asked and {1: 15, 2: 15, 3: 15} in asked, "one of them is a probe"
     assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
     for controller in (told(right=0), told(right=3, dear=5.0)):
-        assert {} in [controller.ask(3, [1, 2, 3]) for _ in range(2)] and not controller.drafts
+        assert {} in [controller.ask(3, [1, 2, 3]) for _ in range(2)] and not controller.is_on
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])

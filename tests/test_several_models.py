@@ -24,9 +24,9 @@ from jaxpage.serving.app import guarded
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.server import Serving
+from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import checked_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
-from jaxpage.serving.several.switchboard import Models
 from jaxpage.serving.tracing import open_tracing
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.executables import when_used
@@ -215,10 +215,15 @@ def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int
     for path, state in (("/sleep", "asleep"), ("/wake_up", "loaded"), ("/sleep", "asleep")):
         order = {"model": "other"} if path == "/wake_up" else {"model": "other", "level": level}
         assert client.post(path, json=order).json() == {"model": "other", "state": state}
+        sleeping = client.get("/is_sleeping", params={"model": "other"}).json()
+        assert sleeping == {"is_sleeping": state == "asleep"}
     assert client.post("/v1/completions", json=body).json()["choices"] == before
     assert metric(client, "jaxpage_compile_total", "other") == num_compiled
     for order in ({"model": "other", "level": 3}, {"model": "nobody"}, {"level": 1}, {"mode": 1}):
         assert client.post("/sleep", json=order).status_code in (400, 404), order
+    twice = client.post("/sleep?level=1", json={"model": "other", "level": 2})
+    assert twice.status_code == 400 and "in the body and in the query" in twice.text
+    assert "this server has 'demo, other, gone'" in client.post("/sleep").text
 
 
 def metric(client: httpx.Client, name: str, model: str) -> float:

@@ -275,7 +275,7 @@ def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs:
     monkeypatch.setattr(simulated_speculation, "NUM_OUTPUT_TOKENS", num_outputs)
     loop = loop_of(CPU, lambda place, step: (0.0 if step < 1000 else 0.9,) * 7, 1)
     loop.run(1000)
-    assert loop.controller is not None and not loop.controller.drafts
+    assert loop.controller is not None and not loop.controller.is_on
     loop.run(1000)
     progress = loop.run(500)
     assert progress.num_tokens > 2 * len(progress.shapes)
@@ -362,7 +362,7 @@ def test_a_choice_that_is_not_the_best_is_seen(
     """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
 
     def unranked(*arguments: Any) -> list[Any]:
-        return [node._replace(rank=0.5) for node in nodes_of(*arguments)]
+        return [node._replace(least=0.5) for node in nodes_of(*arguments)]
 
     nodes_of, seconds, rates = controlling._nodes, [1.0, 0.3, 2.0, 9.0], [[0.4] * 7, [0.9] * 7]
     assert is_the_best(seconds, rates, 0.0)
@@ -388,7 +388,7 @@ def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_go
             controller._next_decision, controller._last_probe = 0, controller._step
             controller.skips()
             controller.ask(4, range(4))
-        return controller.drafts
+        return controller.is_on
 
     assert after(1.1) and not after(1.02)
     assert after(1.1, 1.02) and not after(1.1, 0.95) and not after(1.1, 0.95, 1.02)
@@ -423,12 +423,12 @@ TABLE = {(4, 4): 1.0, (4, 8): 1.5, (4, 16): 2.5, (4, 32): 4.5}
 def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay() -> None:
     controller = controller_of(TABLE)
     drive(controller, 60, 0, TABLE)
-    assert not controller.drafts
+    assert not controller.is_on
     lost = sum(TABLE[LIMITS.shape(4, count)] - 1.0 for count in drive(controller, 6000, 0, TABLE))
     assert 0 < lost <= PROBE_SHARE * 6000, "what probes lose is bounded, and there are some"
-    assert not controller.drafts
+    assert not controller.is_on
     drive(controller, 1200, 7, TABLE)
-    assert controller.drafts
+    assert controller.is_on
     assert np.mean(drive(controller, 200, 7, TABLE)) > 20
 
 
@@ -445,10 +445,10 @@ def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
     """All gains are against them: that steps with drafts have become dear is not put down to the pace of all for long."""
     controller = controller_of(TABLE)
     drive(controller, 300, 2, TABLE)
-    assert controller.drafts
+    assert controller.is_on
     dear = {shape: seconds * (1.0 if shape == (4, 4) else 2.5) for shape, seconds in TABLE.items()}
     drive(controller, 400, 2, dear)
-    assert not controller.drafts
+    assert not controller.is_on
 
 
 def test_a_method_with_a_warm_up_is_probed_so_many_steps_in_a_row() -> None:

@@ -36,7 +36,7 @@ from jaxpage.models import (
 
 @dataclass(frozen=True)
 class Compiled:
-    """Holds what an engine has on its devices before its pages are made.
+    """Holds the weights and executables of an engine, before its pages are made.
 
     Attributes:
         parameters: The weights of the model and of its drafter.

@@ -1,4 +1,4 @@
-"""Replaces the weights of an engine, and returns them in the checkpoint's layout."""
+"""Loads other weights for an engine, or its own again, and gives weights a checkpoint's layout."""
 
 from __future__ import annotations
 

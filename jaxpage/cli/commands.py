@@ -48,8 +48,8 @@ def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> 
 
     if given := [name for name, origin in settings.origins.items() if origin != BUILT_IN]:
         raise UsageError(
-            f"--models FILE does not go with {', '.join(given)}: write it below the settings of a "
-            "model in the file"
+            f"--models FILE does not go with {', '.join(given)}: the file has the models and "
+            "the settings of each"
         )
     config = server.config
     assert config.models_file is not None

@@ -16,6 +16,7 @@ from jaxpage.settings.argument_checks import close_names
 
 # Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
+MOST_USAGE_LINES = 6  # with an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,6 +32,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(self._of_unknown(unknown[0].split("=")[0]))
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with a message, after the usage if that is no longer than a few lines."""
+        usage = self.format_usage()
+        if usage.count("\n") > MOST_USAGE_LINES:
+            usage = f"usage: {self.prog} --help lists the flags\n"
+        self.exit(2, f"{usage}{self.prog}: error: {message}\n")
 
     def _of_unknown(self, word: str) -> str:
         if not word.startswith("-"):

@@ -36,16 +36,14 @@ logger = logging.getLogger(__name__)
 GRAPH_OPTION = "xla_gpu_enable_command_buffer"
 UPDATE_OPTION = "xla_gpu_command_buffer_update_mode"
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
-    *(
-        "FUSION",
-        "CUBLAS",
-        "CUBLASLT",
-        "CUDNN",
-        "CUSTOM_CALL",
-        "DYNAMIC_SLICE_FUSION",
-        "CONDITIONAL",
-        "WHILE",
-    ),
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CUSTOM_CALL",
+    "DYNAMIC_SLICE_FUSION",
+    "CONDITIONAL",
+    "WHILE",
 )
 
 
@@ -181,7 +179,7 @@ class Executables:
     def found(self) -> tuple[int, int]:
         """Returns how many executables were in a cache, and how many there are.
 
-        They are these executables where they are kept as files, else all that JAX compiled.
+        Where executables are kept as files, these are counted; else all that JAX compiled.
         """
         if self._stored is not None:
             return self._stored.num_found, len(self._table)
@@ -349,9 +347,9 @@ def check_graphs(graphs: GraphSettings, platform: str) -> None:
         ),
         "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
     }
-    for setting, option in (
-        (setting, option) for setting, (is_asked, option) in asked.items() if is_asked
-    ):
+    for setting, (is_asked, option) in asked.items():
+        if not is_asked:
+            continue
         if platform != "gpu":
             raise UnsupportedError(
                 f"{setting} is for GPUs, and the device is a {platform}: leave it out"

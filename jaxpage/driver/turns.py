@@ -1,7 +1,7 @@
 """Takes the turns of a driver: obeys orders, runs a step, and sends the outputs.
 
-All methods but `post`, `want`, `end`, `leave`, `take_places` and `fail` run on the thread that
-takes the turns. Nothing else touches the engine.
+All methods but `num_open`, `post`, `want`, `end`, `leave`, `take_places` and `fail` run on the
+thread that takes the turns. Nothing else changes the engine.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ class Turns:
             tells: True ends them with WeightsReplaced, False with a last output.
         """
         if self.change is not None:
-            raise RuntimeError("Other weights are on their way already")
+            raise RuntimeError("Other weights, or sleep, are on their way already")
         self.change = change
         self._later.append(change.answer)
         if abort:
@@ -424,7 +424,7 @@ class Turns:
         self._is_stopping = self._keeps_engine = True
 
     def _leave_off(self, error: JaxpageError) -> None:
-        """Refuses later orders without an answer to earlier ones.
+        """Refuses later orders, and leaves earlier ones unanswered.
 
         After the last reference is gone, nobody waits. At the interpreter's exit only threads wait
         that end anyway, and an error would make them print a traceback.

@@ -1,6 +1,6 @@
 """Implements the engine: requests come in, steps run, sequence groups come out.
 
-`Engine.step` calls every other part once.
+`Engine.step` calls the scheduler, the speculator, the runner and the strategies in turn.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EngineParts(TypedDict, total=False):
 class Engine:
     """Calls the scheduler and the runner in turn.
 
-    Only the thread of its driver uses it, but for `prepare`, `compiled` and `opened_adapter`, which
-    any thread may call.
+    Only the thread of its driver changes it. Any thread may prepare requests (`prepare`,
+    `compiled`, `opened_adapter`, `admission` and `grammars`) and ask whether it sleeps.
     """
 
     def __init__(
@@ -173,6 +173,7 @@ class Engine:
 
         Raises:
             CapacityError: The request can never fit into the pool.
+            ValueError: The request id is in use; or what `compiled` raises.
         """
         request = self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compiled(prepared.params)
@@ -419,7 +420,7 @@ class Engine:
     def rebuild_pages(self) -> None:
         """Makes the pages anew; the prefix cache and the pins are lost with them.
 
-        No other code makes pages, so that the three always go together.
+        A model that wakes has empty pages too, since `sleep` has lost what was in the old ones.
         """
         if pins := self.scheduler.block_manager.pins:
             logger.warning(

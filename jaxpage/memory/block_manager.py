@@ -38,7 +38,7 @@ class Pin:
 
     Attributes:
         token_ids: The tokens that its block tables hold.
-        salt: The cache salt of the requests that may use it; None for requests without one.
+        salt: The `Request.prefix_salt` of the requests that may use it.
     """
 
     token_ids: tuple[int, ...]
@@ -231,7 +231,7 @@ class BlockManager:
             token_ids: The tokens of the sequence.
             digests: The digests of its first blocks, as far as they are known. The list grows, so
                 that no block is hashed twice.
-            salt: The request's cache salt, or None.
+            salt: `Request.prefix_salt`.
         """
         if self.cached is None:
             return self.nothing
@@ -332,7 +332,7 @@ class BlockManager:
             num_computed: The number of its tokens that are computed.
             token_ids: Its tokens.
             digests: The digests of its first blocks, as far as they are known; the list grows.
-            salt: The request's cache salt, or None.
+            salt: `Request.prefix_salt`.
         """
         if self.cached is not None:
             self.cached.add(sequence_id, num_computed, token_ids, digests, salt)

@@ -101,7 +101,7 @@ class CachedBlocks:
             num_computed: The number of its tokens that are computed.
             token_ids: Its tokens.
             digests: The digests of its first blocks; the list grows.
-            salt: The request's cache salt, or None.
+            salt: `Request.prefix_salt`.
         """
         if sequence_id in self._old:
             return

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 Digest = bytes
-Parent = int | str | None  # the block before; at the root the cache salt, None without one
+Parent = int | str | None  # the block before; at the root the prefix salt, None without one
 
 
 def blake2b_256(content: bytes) -> Digest:
@@ -27,9 +27,9 @@ class Entry(NamedTuple):
 
     Attributes:
         digest: The hash of the digest before it and of its own tokens.
-        parent: The block before it; for the first block of a sequence the cache salt.
-        token_ids: Its tokens, a block full, and those after it that it depends on; see
-            `PrefixIndex`.
+        parent: The block before it; for the first block of a sequence the prefix salt.
+        token_ids: Its own tokens, as many as the block has slots, and the tokens after it that it
+            depends on; see `PrefixIndex`.
     """
 
     digest: Digest
@@ -122,11 +122,11 @@ class PrefixIndex:
         Args:
             digests: The digests that are known.
             token_ids: The tokens of the sequence.
-            salt: The request's cache salt, or None.
+            salt: `Request.prefix_salt`, which has the cache salt and the adapter; or None.
             num_blocks: The number of blocks, all of them full, with the tokens that follow.
 
         Returns:
-            The same list, which may have been longer before.
+            The same list; digests after the first `num_blocks` stay.
         """
         size = self.block_size
         first = len(digests)
@@ -155,7 +155,7 @@ class PrefixIndex:
         Args:
             digests: The digests of the first blocks; at most as many blocks are returned.
             token_ids: The tokens of the sequence.
-            salt: The request's cache salt, or None.
+            salt: `Request.prefix_salt`, which has the cache salt and the adapter; or None.
         """
         blocks: list[int] = []
         parent: Parent = salt

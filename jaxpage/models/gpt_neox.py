@@ -37,15 +37,15 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        # transformers passes these over, in favour of rotary_emb_base and rotary_pct.
-        passed_over = ("rope_theta", "partial_rotary_factor")
-        config = {name: value for name, value in config.items() if name not in passed_over}
+        # transformers writes it into files, and passes it over in favour of rotary_pct.
+        config = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
         with Fields(config, "gpt_neox") as fields:
             head_width = fields.divided("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             theta = fields.number("rotary_emb_base", 10_000.0)
             share = fields.number("rotary_pct", 0.25)
-            fields.only(head_dim=head_width)
+            # transformers passes these over, too; who wrote them expects something of them.
+            fields.only(rope_theta=theta, head_dim=head_width)
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),

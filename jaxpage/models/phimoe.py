@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.layers.rope_scaling import LENGTH
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import ExpertNames, read_experts
@@ -38,6 +39,10 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
+        scaling = config.get("rope_parameters") or config.get("rope_scaling")
+        if isinstance(scaling, dict) and LENGTH in scaling:
+            # In this family the length in the dict outranks the one at the top of the file.
+            config = {name: value for name, value in config.items() if name != LENGTH}
         with Fields(config, "phimoe", {"num_local_experts": "num_experts"}) as fields:
             fields.only(num_experts_per_tok=2)
             num_layers = fields.integer("num_hidden_layers")

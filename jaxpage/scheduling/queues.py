@@ -21,14 +21,15 @@ class WaitingQueue(Protocol):
     def rank(self, group: SequenceGroup) -> Rank:
         """Returns the rank of a group, which does not change while the group runs.
 
-        The running group of the lowest rank is never preempted, that of the highest rank first.
+        The running group that ranks first, with the least value, is never preempted; the one that
+        ranks last is preempted first.
         """
 
     def add(self, group: SequenceGroup) -> None:
         """Takes in a new group."""
 
     def put_back(self, group: SequenceGroup) -> None:
-        """Takes a preempted group back; of several the one with the highest rank comes first."""
+        """Takes a preempted group back; of several the one that ranks last comes first."""
 
     def first(self) -> SequenceGroup | None:
         """Returns the group that is to be admitted next; it stays in the queue."""
@@ -121,7 +122,7 @@ class ByPriority(FirstCome):
     put_back = add
 
     def first(self) -> SequenceGroup | None:
-        """Returns the waiting group of the lowest rank."""
+        """Returns the waiting group that ranks first."""
         while self._heap:
             rank, request_id = self._heap[0]
             group = self._groups.get(request_id)

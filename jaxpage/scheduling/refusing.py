@@ -1,7 +1,7 @@
 """Refuses requests and pins for which the pools have no room, however long they wait.
 
 Every group that is admitted to the queue can run alone, next to the pinned prefixes. So the group
-of the lowest rank, which is never preempted, always comes to its end.
+that ranks first, which is never preempted, always comes to its end.
 """
 
 from __future__ import annotations

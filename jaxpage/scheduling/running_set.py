@@ -15,12 +15,13 @@ from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class RunningSet:
-    """All groups that are not finished: the running ones, which own blocks, and the waiting ones.
+    """Holds all groups that are not finished: the running ones own blocks, the others wait.
 
     A group is admitted, preempted and resumed whole. Its admission reserves blocks for all tokens
-    that it knows, so that only decoding can run short of blocks. The running group of the highest
-    rank is preempted then: its blocks are swapped, or its tokens are computed again later. The
-    group of the lowest rank is never preempted, and `add` has refused what could not run alone.
+    that it knows, but for those that a sliding window passes meanwhile. If a later step lacks
+    blocks, the running group that ranks last is preempted: its blocks are swapped, or its tokens
+    are computed again later. The group that ranks first is never preempted, and `add` has refused
+    what could not run alone.
 
     The queue decides about the ranks and the order of admission; no group is admitted out of that
     order. A group begins with the cached or pinned blocks of its longest known prefix. To all other
@@ -75,7 +76,7 @@ class RunningSet:
 
     @property
     def running(self) -> tuple[SequenceGroup, ...]:
-        """Returns the groups that own blocks, the lowest rank first."""
+        """Returns the groups that own blocks, in order of rank."""
         return tuple(self._running.values())
 
     @property
@@ -101,7 +102,7 @@ class RunningSet:
 
     @property
     def has_sequence_slots(self) -> bool:
-        """Returns whether a group waits that could run if there were blocks for it."""
+        """Returns whether the first waiting group fits into the sequence slots that are free."""
         group = self._queue.first()
         return group is not None and self._has_sequence_slots_for(group)
 
@@ -227,7 +228,7 @@ class RunningSet:
         return False
 
     def _run(self, group: SequenceGroup) -> None:
-        """Puts a group among the running ones, at its rank: mostly the highest."""
+        """Puts a group among the running ones, at its rank: mostly it is the last."""
         last = next(reversed(self._running.values()), None)
         self._running[group.request.request_id] = group
         rank = self._queue.rank
@@ -237,7 +238,7 @@ class RunningSet:
     # Preemption.
 
     def preempt_last(self, step: PlanBuilder | None) -> SequenceGroup:
-        """Takes the blocks of the running group of the highest rank, and puts it back to the queue.
+        """Takes the blocks of the running group that ranks last, and puts it back to the queue.
 
         Args:
             step: The step that is planned. Outside of a step, where it is None, nothing is swapped.

@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def has_sequence_slots(self) -> bool:
-        """Returns whether a group waits that could run if there were blocks for it."""
+        """Returns whether the first waiting group fits into the sequence slots that are free."""
         return self._requests.has_sequence_slots
 
     def usage(self) -> MemorySplit:

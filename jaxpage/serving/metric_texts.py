@@ -56,7 +56,8 @@ HELP = {
     "kv_saved_by_sharing_blocks": "Additional KV blocks that would be used without sharing",
     "kv_saved_by_sharing_perc": "Blocks saved by sharing, as a share of the blocks without sharing, 0 to 1",
     "request_success_total": "Finished sequences, by finish reason",
-    "compile_total": "Programs that JAX compiled, small helpers included; after start-up only for embeddings of a new length",
+    "compile_total": "Programs that JAX compiled in this process, small helpers included; after start-up only "
+    "for embeddings of a new length, and while a model of several is loaded",
     "compile_seconds_total": "Seconds of compilation at start-up",
     "engine_steps_total": "Engine steps",
     "engine_step_seconds": "Seconds of a step, from its plan to its tokens",

@@ -38,8 +38,8 @@ HYSTERESIS = (
     1.04
 )
 PROBE_SHARE = 0.006  # the share of the time that probes may lose
-# The least number of steps from one probe to the next, and the greatest from one decision to the
-# next while speculation is off.
+# The least number of steps from one probe to the next, unless a probe is repeated, and the greatest
+# from one decision to the next while speculation is off.
 PROBE_INTERVAL = 16
 MEMORY = 64  # drafts that an average of acceptance remembers
 PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
@@ -100,7 +100,7 @@ class Costs:
 
 
 class Acceptance:
-    """Keeps how often drafts are accepted, by place.
+    """Keeps how often drafts are accepted, by place; of a unit of drafts, how many of them.
 
     Place 0 says whether any draft was found. Place 1 + i is draft i, where those before it were
     accepted.
@@ -151,7 +151,7 @@ class _Node(NamedTuple):
     sequence_id: int
     depth: int
     chance: float  # that it and all before it are accepted; of a unit, the number of them
-    rank: float  # the least chance from the first to this one, since drafts are cut from the end
+    least: float  # the least chance from the first to this one, since drafts are cut from the end
     weight: float  # the chance that a proposer finds it; 1 once it is there
 
 
@@ -183,7 +183,7 @@ class Controller:
         """
         self.costs = Costs()
         self.acceptance = Acceptance(0.5 if unit == 1 else 1.0)
-        self.drafts = False  # speculation is on
+        self.is_on = False
         self.depth = 0  # the draft depth of this step, whose drafts are for the next
         self.num_probes = 0
         self.depths = depths
@@ -230,8 +230,8 @@ class Controller:
         options = self._options(num_rows, nodes, self.depths or (None,), self._asking)
         none = options[shapes[0]]
         chosen = max(options.values(), key=_goodput)
-        self.drafts = chosen.goodput > none.goodput * (1.0 if self.drafts else HYSTERESIS)
-        chosen = chosen if self.drafts else none
+        self.is_on = chosen.goodput > none.goodput * (1.0 if self.is_on else HYSTERESIS)
+        chosen = chosen if self.is_on else none
         self.depth = chosen.depth or 0
         wait, probe = self._due(options, chosen)
         if planned in options and ready:
@@ -241,7 +241,7 @@ class Controller:
         elif wait <= 0:
             self._next_probe = probe.shape
             self.depth = probe.depth or 0
-        elif not self.drafts:
+        elif not self.is_on:
             self._next_decision = self._step + int(min(PROBE_INTERVAL, wait))
         asked = self._counts(chosen.nodes)
         self._asked = (
@@ -302,7 +302,7 @@ class Controller:
         plain = self._limits.shape(num_rows, 0)
         if shape not in self.costs:
             return
-        if self._probe is not None and not self.drafts and num_drafts:
+        if self._probe is not None and not self.is_on and num_drafts:
             self._repeats |= num_tokens / num_rows * self.costs.of(plain) > seconds + asking
         self.costs.add(shape, depth, seconds)
         self._last_run[shape] = self._step
@@ -357,7 +357,7 @@ class Controller:
         plain, *shapes = self._shapes(num_rows)
         seconds = self.costs.of(plain, plain_depth)
         options = {plain: _Option(num_rows / seconds, num_rows, plain, plain_depth, ())}
-        nodes = sorted(nodes, key=lambda node: -node.rank)
+        nodes = sorted(nodes, key=lambda node: -node.least)
         for depth in depths:
             reached = nodes if depth is None else [node for node in nodes if node.depth <= depth]
             weights = list(accumulate([node.weight for node in reached]))
@@ -407,13 +407,13 @@ class Controller:
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> list[_Node]:
     """Returns the nodes of a sequence's drafts; `rates` are those of `Acceptance`."""
     nodes: list[_Node] = []
-    rank = math.inf
+    least = math.inf
     for parent, rate in zip(parents, rates[1:], strict=False):
         depth, chance = (
             (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].chance)
         )
-        rank = min(rank, chance)
-        nodes.append(_Node(sequence_id, depth, chance, rank, rates[0]))
+        least = min(least, chance)
+        nodes.append(_Node(sequence_id, depth, chance, least, rates[0]))
     return nodes
 
 

@@ -136,7 +136,7 @@ class DrafterSync:
         )
         alone = costs.of(plain)
         if self._lost < 0.0:  # gains pay for the prompts of the near future
-            self._lost *= 1.0 - 1.0 / MEMORY if self._controller.drafts else 0.0
+            self._lost *= 1.0 - 1.0 / MEMORY if self._controller.is_on else 0.0
         if plan.decodes:
             self._lost += costs.of(shape, plan.draft_depth) / alone - num_tokens / num_rows
         else:

@@ -37,7 +37,7 @@ class Row(NamedTuple):
             tokens.
         q: The distributions that the drafts were drawn from; see `Draft`.
         scored: Prompt tokens, one after the other, whose log probabilities are wanted.
-        first_scored: The number of the row's token before the first of them.
+        first_scored: The index of the row's token before the first of them.
         num_logprobs: The number of most likely candidates that are wanted with each of them.
         next_token_id: The known token after the row; -1 if it is to be drawn.
         lora: The digest of the LoRA adapter.
@@ -76,27 +76,28 @@ class Sample(NamedTuple):
     """One draw of a step.
 
     A row with drafts has a draw after each of its tokens. Where `sequence_id` is not that of the
-    row, the draw begins a new sequence, which is forked off the row's as it was before its own
-    draw: the draws of a row are next to each other, its own is the last.
+    row, the draw begins a new sequence: a fork of the row's sequence as it was before that one's
+    own draw. The draws of a row are next to each other, and that of its own sequence is the last.
 
     The noise of the draw is a function of `seed`, `sample_index` and `position` alone.
 
     Attributes:
-        row: The number of the row.
-        offset: The number of the row's token whose logits are drawn from.
+        row: The index of the row.
+        offset: The index of the row's token whose logits are drawn from.
         sequence_id: The sequence that gets the token.
         params: The sampling parameters.
         seed: The seed of the request.
-        sample_index: The number of the sequence among the samples of its request.
+        sample_index: The index of the sequence among the samples of its request.
         position: The position of the drawn token in its sequence.
-        is_early: True below `min_tokens`: the stop ids of `params` may not be drawn either.
-        suppressed_token_ids: Ids that may not be drawn: end-of-sequence ids below `min_tokens`, and
-            the last tokens of bad words.
+        is_early: True below `min_tokens`: the stop ids of `params` may not be drawn.
+        suppressed_token_ids: Other ids that may not be drawn: end-of-sequence ids below
+            `min_tokens`, and the last tokens of bad words.
         num_logprobs: The number of most likely candidates that are wanted with the drawn token;
             None if not even the log probability of that token is wanted.
         history: The known tokens, prompt first, where a penalty counts them.
         num_prompt_tokens: The number of prompt tokens in the history.
-        drafts: The drafts between the known tokens and the draw, where anything asks for them.
+        drafts: The drafts between the known tokens and the draw, if penalties, masks or bad words
+            need them.
     """
 
     row: int
@@ -132,7 +133,8 @@ class StepPlan:
         copies: The pairs (source block, destination block) of copy-on-write.
         preempted: The ids of the requests that gave up their blocks for this step.
         draft_depth: The number of tokens that a device drafter drafts ahead. With 0 it only
-            computes the step's tokens; None switches it off for the step.
+            computes the step's tokens; with None the step may run without it, if there is an
+            executable that does.
     """
 
     step_id: int
@@ -146,7 +148,7 @@ class StepPlan:
 
     @cached_property
     def verifies(self) -> bool:
-        """Returns whether any row has drafts."""
+        """Returns whether any row has drafts; the placeholders of several steps are none."""
         return not self.is_multi_step and any([row.parents for row in self.rows])
 
     @cached_property
@@ -191,8 +193,8 @@ class StepResult:
         paths: [B, Q] For each row of a step that verifies or has several steps, the draws that
             count, in order, padded with -1.
         draft_candidates: The candidates of a device drafter, for its proposer; padded at the end.
-        scored: The scores of `Row.scored`: an entry for each token of the stream, up to the last
-            one that is scored.
+        scored: The scores of `Row.scored`: an entry for each token of all rows, in order, up to
+            the last one that is scored. Its "drawn" tokens are those of the prompt.
     """
 
     token_ids: npt.NDArray[np.int32]

@@ -81,6 +81,13 @@ class ModelEntry:
         return math.isinf(self.keep_alive_seconds)
 
     @property
+    def is_missing(self) -> bool:
+        """Returns whether the model is a path, and nothing is there."""
+        path = Path(self.engine.model).expanduser()
+        is_path = path.is_absolute() or self.engine.model.startswith((".", "~"))
+        return is_path and not path.exists()
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Returns the names of the LoRA adapters, which requests may name instead of the model."""
         return tuple(module.partition("=")[0] for module in self.server.lora_modules or ())

@@ -13,9 +13,10 @@ from jaxpage.serving.app import guarded
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.server import run_app
+from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import ModelEntry, checked_sizes, mib
 from jaxpage.serving.several.served_model import Opener, ServedModel
-from jaxpage.serving.several.switchboard import Models, Switchboard
+from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handled_as
 from jaxpage.serving.tracing import open_tracing
@@ -46,6 +47,13 @@ def start_several(
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
     tracing = open_tracing(server)
+    for entry in entries:
+        if entry.is_missing:
+            logger.warning(
+                "there is no model %r for %s; requests that name it get an error until it is there",
+                entry.engine.model,
+                entry.name,
+            )
     board, table, opener = open_table(entries, memory_bytes, server)
     app = guarded(board, board.routes, server, api_keys, tracing)
     address = address_of(listener)

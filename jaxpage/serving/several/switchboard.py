@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -86,6 +85,7 @@ class Switchboard:
             *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
+            Route("/is_sleeping", self._is_sleeping),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._loaded),
             Route("/api/version", self._version),
@@ -179,6 +179,9 @@ class Switchboard:
         name = body.get("model")
         if name is None and len(self._entries) == 1:
             name = next(iter(self._entries))
+        if name is None:
+            names = ", ".join(self._entries)
+            raise ApiError(400, f"model is required: this server has {shown(names)}", param="model")
         if not isinstance(name, str):
             raise ApiError(
                 400, f"model must be the name of a model, got {shown(name)}", param="model"
@@ -214,6 +217,10 @@ class Switchboard:
         async with contextlib.AsyncExitStack() as leases:
             await self._leased(name, leases)
         return json_answer({"model": name, "state": self._table.slots[name].state})
+
+    async def _is_sleeping(self, request: Request) -> Response:
+        name = self._named(self._name_in(request.query_params))
+        return json_answer({"is_sleeping": self._table.slots[name].is_asleep})
 
     async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
         """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
@@ -347,42 +354,6 @@ class Asked:
         return {**about, **said, "done": True, "done_reason": "unload"}
 
 
-class Models:
-    """Drives the models of a table together: the part of a driver that `Serving` needs.
-
-    Attributes:
-        ended: Ends when the models were stopped.
-    """
-
-    def __init__(self, table: ModelTable[ServedModel]) -> None:
-        self._table = table
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()
-
-    def start(self) -> None:
-        """Begins to load models that are asked for."""
-        self._table.start()
-
-    async def stats(self) -> Mapping[str, Any]:
-        """Returns no metrics, since models come and go; `/metrics` has those of each."""
-        raise JaxpageError("the metrics of several models are at /metrics")
-
-    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
-        """Has all models accept no more requests; see `AsyncDriver.drained`."""
-        await self._table.stop()
-        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
-        drained = [model.driver.drained(timeout, what) for model in models if not model.is_over]
-        return all(await asyncio.gather(*drained))
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Ends all models; returns False if one is still in a step."""
-        models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
-        have_ended = all([model.stop(timeout) for model in models])
-        if not self.ended.done():
-            self.ended.set_result(None)
-        return have_ended
-
-
 def _again(raw: bytes, receive: Receive) -> Receive:
     """Returns a function that gives the messages of a request whose body was read already."""
     is_first = True
@@ -403,7 +374,8 @@ def _keep_alive(value: Any) -> float:
     try:
         return keep_alive_seconds(value)
     except ValueError as error:
-        raise ApiError(400, f"keep_alive {error}", param="keep_alive") from None
+        text = f"keep_alive {error}, got {shown(value)}"
+        raise ApiError(400, text, param="keep_alive") from None
 
 
 def _moment(seconds: float) -> str:

@@ -67,7 +67,7 @@ class Slot(Generic[Model]):
 
     Attributes:
         name: The name of the model.
-        size: The bytes that it takes while it is awake.
+        size: The bytes that it may take while it is awake.
         default_keep_alive: The seconds without requests until it is unloaded.
         stays: True if it is never unloaded to make room.
         model: The model; None if it is not loaded.
