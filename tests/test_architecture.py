@@ -25,6 +25,7 @@ OPTIONAL = {  # import name -> the one file that may import it
     "matplotlib": "jaxpage/bench/memory_plot.py",
     "msgpack": "jaxpage/serving/kv_publisher.py",
     "zmq": "jaxpage/serving/kv_publisher.py",
+    "opentelemetry": "jaxpage/serving/otlp.py",
     "flash_attn3_jax": "pallas_kernels/sets/fa3.py",
 }
 

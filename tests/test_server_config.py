@@ -119,6 +119,20 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
             "kv_events_replay: must be tcp://HOST:PORT, got 'tcp://a:65536'",
         ),
         *(
+            (
+                "otlp_traces_endpoint",
+                value,
+                "otlp_traces_endpoint: must be the URL of OTLP over HTTP",
+            )
+            for value in (
+                "http://localhost:4317",
+                "grpc://localhost:4317/v1/traces",
+                "localhost:4318/v1/traces",
+                "http://user:secret@localhost:4318/v1/traces",
+                "http://localhost:4318/v1/traces?a=b",
+            )
+        ),
+        *(
             ("coordinator", value, f"{NO_COORDINATOR}, got {value!r}")
             for value in ("foo", ":1", "a:0", "a:65535")
         ),

@@ -27,6 +27,7 @@ from jaxpage.serving.server import Serving
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import checked_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
+from jaxpage.serving.tracing import open_tracing
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
@@ -62,7 +63,7 @@ class Running:
         self.status: int | None = None
         self._signalled = False
         self._ready = threading.Event()
-        app = guarded(board, board.routes, config, ())
+        app = guarded(board, board.routes, config, (), open_tracing(config))
         self._serving = Serving(app, self.driver, config, listener, self._ready.set)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
@@ -387,6 +388,39 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
         sizes(b="101MiB")
     with pytest.raises(ConfigError, match=r"'b' \(41 MiB\) does not fit next to 'a' \(60 MiB\)"):
         sizes(a="60MiB", b="41MiB")
+
+
+def test_spans_of_several_models_have_the_time_of_loading(tmp_path: Path) -> None:
+    """The span begins before its model is there, whichever model the request names."""
+    pytest.importorskip("opentelemetry.sdk", reason="spans need the extra [otel]")
+    otlp = pytest.importorskip("jaxpage.serving.otlp")
+    from opentelemetry.sdk.trace.export import in_memory_span_exporter as in_memory
+
+    exporter = in_memory.InMemorySpanExporter()
+    names = ("first", "second")
+    models = [{"name": name, "model": "demo", "settings": {**SMALL}} for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(otlp, "OTLPSpanExporter", lambda endpoint: exporter)
+        endpoint = "http://127.0.0.1:9/v1/traces"
+        with serving(tmp_path / "m.yaml", models, otlp_traces_endpoint=endpoint) as server:
+            for name in ("first", "first", "second", "third"):
+                body = {"model": name, "prompt": "A cat", "max_tokens": 2}
+                httpx.post(f"{server.address}/v1/completions", json=body, timeout=300)
+    spans = exporter.get_finished_spans()
+    servers = [span for span in spans if span.parent is None]
+    assert [span.name for span in servers] == [
+        *("text_completion first", "text_completion first", "text_completion second"),
+        "POST /v1/completions",
+    ]
+    loads = []
+    for span in servers[:3]:
+        parts = [each for each in spans if each.parent == span.context]
+        assert [part.name for part in parts] == ["load", "queue", "prefill", "decode"]
+        assert parts[0].start_time >= span.start_time
+        assert parts[0].end_time <= parts[1].start_time
+        loads.append(parts[0].end_time - parts[0].start_time)
+    assert min(loads[0], loads[2]) > loads[1], "the second request finds its model"
+    assert servers[3].attributes["http.response.status_code"] == 404
 
 
 def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path: Path) -> None:

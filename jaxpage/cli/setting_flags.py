@@ -361,6 +361,13 @@ SERVER_FLAGS = (
         "debug, info, warning or error; default: info",
     ),
     Flag(
+        "otlp_traces_endpoint",
+        str,
+        "send a span of each request to this URL, by OpenTelemetry: "
+        "http://localhost:4318/v1/traces",
+        metavar="URL",
+    ),
+    Flag(
         "kv_events",
         str,
         "publish which prefixes are cached, with their token ids, as vLLM does: "

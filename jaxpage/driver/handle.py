@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from jaxpage.engine import PreparedRequest, Reporter
 from jaxpage.errors import JaxpageError
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import RequestMetrics, RequestOutput
 
 _Error = TypeVar("_Error", bound=JaxpageError)
 
@@ -70,6 +70,11 @@ class Handle:
     def num_output_tokens(self) -> int:
         """Returns how many tokens all sequences of the request have drawn."""
         return 0 if self.reporter is None else self.reporter.num_output_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Returns the times and counts of the request; None until the engine has it."""
+        return None if self.reporter is None else self.reporter.metrics
 
     def news(self) -> RequestOutput | None:
         """Returns the next delta or the whole output, if the reader wants it and it is there."""

@@ -12,7 +12,11 @@ from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Reporter:
-    """Reports on one request. Each `delta` starts where the one before it ended."""
+    """Reports on one request. Each `delta` starts where the one before it ended.
+
+    Attributes:
+        metrics: The times and counts of the request, which grow with it.
+    """
 
     def __init__(
         self,
@@ -22,7 +26,7 @@ class Reporter:
         weights_version: int = 0,
     ):
         self._group = group
-        self._metrics = metrics
+        self.metrics = metrics
         self._tokenizer = tokenizer
         self._weights_version = weights_version
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # all chunks share one list
@@ -119,7 +123,7 @@ class Reporter:
             outputs=completions,
             finished=self._group.finished,
             prompt_logprobs=prompt_logprobs,
-            metrics=self._metrics,
+            metrics=self.metrics,
             weights_version=self._weights_version,
         )
 

@@ -2,8 +2,8 @@
 
 A request passes the middlewares of `serving/http` before it reaches a route:
 
-    socket ─▶ Connection ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
-              deadlines               ids, errors (local only)                      Server, page
+    Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
+    deadlines     spans                ids, errors (local only)                      Server, page
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from jaxpage.serving.lora_modules import lora_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
-from jaxpage.serving.rerank_requests import RERANK_PATHS, Reranking
+from jaxpage.serving.rerank_requests import Reranking
+from jaxpage.serving.tracing import SpanWriter, Traced
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -73,7 +74,7 @@ from jaxpage.serving.wire.ollama import (
 )
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rendering import RENDERERS
-from jaxpage.serving.wire.rerank import open_rerank
+from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
@@ -298,6 +299,7 @@ def build_app(
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
     incidents: Incidents | None = None,
+    tracing: SpanWriter | None = None,
 ) -> Starlette:
     """Builds the application with its middlewares; `app.state.server` is its `Server`.
 
@@ -311,6 +313,7 @@ def build_app(
             every path is open; if `config.host` is then an address of this machine alone,
             requests under another host name or from a page of another origin are refused.
         incidents: The records of the last steps; None where they are not kept.
+        tracing: The writer of spans; None where there are none.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
     server.batches = open_batches(
@@ -331,7 +334,7 @@ def build_app(
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     # The page comes first, so that its route for / wins over the index of the server.
     routes = [*pages, *server.routes, *lora, *weights, *debug]
-    return guarded(server, routes, config, api_keys)
+    return guarded(server, routes, config, api_keys, tracing)
 
 
 def guarded(
@@ -339,6 +342,7 @@ def guarded(
     routes: Sequence[BaseRoute],
     config: ServerConfig,
     api_keys: Sequence[str],
+    tracing: SpanWriter | None = None,
 ) -> Starlette:
     """Returns an application of these routes and those of batches, with its middlewares.
 
@@ -347,9 +351,11 @@ def guarded(
         routes: The routes.
         config: The settings of the server.
         api_keys: The keys; see `build_app`.
+        tracing: The writer of spans; None where there are none.
     """
     batches: Batches | None = server.batches
     middleware = [
+        *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
@@ -369,6 +375,7 @@ def guarded(
     handlers = {HTTPException: _http_error}
     app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
+    app.state.tracing = tracing
     # A path with a slash too many is not found; Starlette would redirect it.
     app.router.redirect_slashes = False
     return app

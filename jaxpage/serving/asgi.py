@@ -25,6 +25,7 @@ from jaxpage.serving.incident_files import open_incidents
 from jaxpage.serving.lora_modules import check_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
+from jaxpage.serving.tracing import SpanWriter, open_tracing
 from jaxpage.settings.engine_config import EngineConfig
 
 
@@ -35,6 +36,7 @@ class Application:
         self._app = app
         self._batches: Batches | None = app.state.server.batches
         self._driver = driver
+        self._tracing: SpanWriter | None = app.state.tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or follows the lifespan and stops the engine at its end."""
@@ -48,6 +50,8 @@ class Application:
         if self._batches is not None:
             await self._batches.stop()
         await asyncio.to_thread(self._driver.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -89,6 +93,7 @@ def application(
         theirs: The settings of the server.
         api_keys: The keys that let a request in; see `build_app`.
     """
+    tracing = open_tracing(theirs)
     publish_kv_events(built, theirs)
     incidents = open_incidents(built, ours, theirs)
     context = model_context(built, ours, theirs)
@@ -106,5 +111,6 @@ def application(
         capabilities=capabilities(built, ours, theirs, context.limits),
         api_keys=api_keys,
         incidents=incidents,
+        tracing=tracing,
     )
     return Application(app, driver)

@@ -30,6 +30,7 @@ MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
 _LORA_MODULE = re.compile(r"[^\x00-\x20\x7f=]{1,256}=[^\x00]+")
 _ADDRESS = re.compile(r"[^\x00-\x20/]+:([0-9]{1,5})")
+_TRACES_URL = re.compile(r"https?://[^\x00-\x20\x7f/@?#]+/[^\x00-\x20\x7f?#]+")
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -57,6 +58,15 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def _traces_url(value: str) -> str:
+    if not _TRACES_URL.fullmatch(value):
+        raise ValueError(
+            "must be the URL of OTLP over HTTP with its path, as http://localhost:4318/v1/traces "
+            "(gRPC, often at port 4317, is not supported; credentials: OTEL_EXPORTER_OTLP_HEADERS)"
+        )
+    return value
+
+
 def _coordinator(value: str) -> str:
     address = _ADDRESS.fullmatch(value)
     if value != AUTO and (address is None or not 0 < int(address[1]) < 2**16 - 1):
@@ -77,6 +87,7 @@ def _lora_module(value: str) -> str:
 _LoRAModule = Annotated[str, Field(max_length=4096), AfterValidator(_lora_module)]
 _Origin = Annotated[str, Field(max_length=300), AfterValidator(checked_origin)]
 _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
+_TracesURL = Annotated[str, Field(max_length=4096), AfterValidator(_traces_url)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -219,6 +230,11 @@ class ServerConfig(Settings):
     log_json: bool = setting(False, "one JSON object per line of the log")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "debug, info, warning or error"
+    )
+    otlp_traces_endpoint: _TracesURL | None = setting(
+        None,
+        "send a span of each request to this URL, by OpenTelemetry: http://localhost:4318/v1/traces",
+        metavar="URL",
     )
     kv_events: _Endpoint | None = setting(
         None,

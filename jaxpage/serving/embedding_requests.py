@@ -16,6 +16,7 @@ from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
@@ -60,9 +61,11 @@ class Embedding:
         """
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
+            record_of(scope).opened(asked)
             requests = await self._requests(asked)
             values = await self._values(asked, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
+        record_of(scope).read(num_tokens)
         headers = ignored_header(asked.ignored_fields)
         answer = await asyncio.to_thread(
             lambda: json_answer(asked.whole(values, num_tokens), headers=headers)

@@ -20,6 +20,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
@@ -70,10 +71,13 @@ class Generating:
         receive: Receive,
         send: Send,
     ) -> None:
+        record = record_of(scope)
         try:
             async with self._driver.in_time(arrived):
                 exchange = await self._preparing.run(opened)
+                record.opened(exchange)
                 submitted = await self._submitted(exchange, arrived)
+                record.submitted(submitted)
         except DeadlineExceeded as error:
             raise self._failure_of(error) from error
         headers = ignored_header(exchange.ignored_fields)
@@ -82,6 +86,8 @@ class Generating:
                 await self._stream(exchange, submitted, headers, scope, send)
             else:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
+                for index, output in enumerate(outputs):
+                    record.add(index, output)
                 answer = await asyncio.to_thread(
                     lambda: json_answer(exchange.whole(outputs), headers=headers)
                 )
@@ -118,6 +124,7 @@ class Generating:
 
         The stream ends in the same way after an error.
         """
+        record = record_of(scope)
         dialect = dialect_of(scope["path"])
         frame = dialect.new_frame()
         headers = {"content-type": dialect.media_type, **_STREAM_HEADERS, **headers}
@@ -128,6 +135,8 @@ class Generating:
         try:
             async with aclosing(updates_of(submitted)) as updates:
                 async for deltas in updates:
+                    for index, delta in deltas:
+                        record.add(index, delta)
                     # Prompt log probabilities come once and are long: the event loop must not wait.
                     if any(delta.prompt_logprobs for _, delta in deltas):
                         part = await asyncio.to_thread(_events, exchange, deltas, frame)
@@ -136,6 +145,7 @@ class Generating:
                     await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:
+            record.failed(_reason(error))
             events = [dialect.stream_error(self._failure_of(error))]
         await send(
             {"type": "http.response.body", "body": b"".join(map(frame, events)) + dialect.end}
@@ -143,8 +153,13 @@ class Generating:
 
     def _failure_of(self, error: Exception) -> ApiError:
         """Counts a request that did not finish, and returns the error for its client."""
-        self._metrics.aborted(_ABORTIONS.get(type(error), "error"))
+        self._metrics.aborted(_reason(error))
         return to_api_error(error)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the reason under which `/metrics` counts a request that did not finish."""
+    return _ABORTIONS.get(type(error), "error")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -14,8 +14,6 @@ from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.http.answers import refusal_of, to_api_error
 from jaxpage.serving.wire.rerank import RerankAnswer
 
-RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-
 
 class Reranking(Embedding):
     """Scores documents in the way of the model: by two tokens, or by vectors."""

@@ -35,6 +35,7 @@ from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.tracing import SpanWriter
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def run_server(
     announce: Callable[[], None],
     incidents: Incidents | None = None,
     hosts: Leader | None = None,
+    tracing: SpanWriter | None = None,
 ) -> int:
     """Serves until a signal comes or the engine dies.
 
@@ -75,6 +77,7 @@ def run_server(
         announce: Called once connections are answered.
         incidents: The records of the last steps; None where they are not kept.
         hosts: The leader of the other hosts; None where this is the only one.
+        tracing: The writer of spans; None where there are none.
 
     Returns:
         The exit status: 0 after one signal, also if the deadline has ended requests; 1 after a
@@ -93,6 +96,7 @@ def run_server(
         capabilities=capabilities,
         api_keys=api_keys,
         incidents=incidents,
+        tracing=tracing,
     )
     if hosts is not None:
         hosts.start(driver.fail)
@@ -201,6 +205,7 @@ class Serving:
         announce: Callable[[], None],
     ) -> None:
         self._server: Server = app.state.server
+        self._tracing: SpanWriter | None = app.state.tracing
         self._driver = driver
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
@@ -254,6 +259,8 @@ class Serving:
             if batches is not None:
                 await batches.stop()
             self._server.preparing.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _part(self) -> None:
         """Ends the remaining requests with an error, waits until it is sent, and stops the engine.

@@ -39,6 +39,7 @@ from jaxpage.serving.listening import address_of
 from jaxpage.serving.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
+from jaxpage.serving.tracing import open_tracing
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.settings.engine_config import EngineConfig
@@ -231,6 +232,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
+    tracing = open_tracing(server)
     with handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
         if not api_keys and not server.is_local:
             logger.warning(
@@ -262,6 +264,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             incidents=incidents,
             announce=lambda: start_up.ready(text, address),
             hosts=hosts,
+            tracing=tracing,
         )
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # otherwise JAX waits at its exit for the host that is gone

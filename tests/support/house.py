@@ -182,6 +182,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/serving/startup.py",
         "jaxpage.serving.kv_publisher",
     ): "pyzmq and msgpack come with an extra",
+    (
+        "jaxpage/serving/tracing.py",
+        "jaxpage.serving.otlp",
+    ): "OpenTelemetry comes with an extra",
     ("tools/fuzz_checkpoints.py", "*"): "what jax reads when it is imported is set first",
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
     ("tools/mutate.py", "*"): "Cosmic Ray comes with an extra, and --help needs none",

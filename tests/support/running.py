@@ -30,6 +30,7 @@ from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import model_context
+from jaxpage.serving.tracing import open_tracing
 from jaxpage.settings.engine_config import EngineConfig
 
 SMALL: dict[str, Any] = {
@@ -110,6 +111,7 @@ class Running:
             capabilities=facts,
             api_keys=tuple(api_keys),
             incidents=incidents,
+            tracing=open_tracing(config),
         )
         self.server: Server = self.app.state.server
         self._ready = threading.Event()

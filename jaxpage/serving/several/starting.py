@@ -19,6 +19,7 @@ from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handled_as
+from jaxpage.serving.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 # The share of a GPU that the models have together, where the file does not say.
@@ -45,6 +46,7 @@ def start_several(
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
+    tracing = open_tracing(server)
     for entry in entries:
         if entry.is_missing:
             logger.warning(
@@ -53,7 +55,7 @@ def start_several(
                 entry.name,
             )
     board, table, opener = open_table(entries, memory_bytes, server)
-    app = guarded(board, board.routes, server, api_keys)
+    app = guarded(board, board.routes, server, api_keys, tracing)
     address = address_of(listener)
     names = ", ".join(f"{name} ({mib(slot.size)})" for name, slot in table.slots.items())
     text = "\n".join(

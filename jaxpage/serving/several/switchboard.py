@@ -27,17 +27,18 @@ from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
 from jaxpage.serving.preparing import Workers
-from jaxpage.serving.rerank_requests import RERANK_PATHS
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import shown
 
 # Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
@@ -131,8 +132,10 @@ class Switchboard:
                     nonlocal model
                     model = await self._leased(asked.model, leases, asked.keep_alive)
 
+                asked_at = time.monotonic()
                 await while_connected(receive, leased())
                 assert model is not None
+                record_of(scope).loaded(asked_at)
                 await model.router(scope, _again(raw, receive), send)
 
     async def _leased(

@@ -32,6 +32,7 @@ class Answer:
         ignored_fields: tuple[str, ...],
     ) -> None:
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
+        self.model = request.model
         self.stream = bool(request.stream)
         self.prompts = prompts
         self.ignored_fields = ignored_fields
@@ -103,7 +104,7 @@ class Answer:
             "id": self.id,
             "object": kind,
             "created": self._created,
-            "model": self._request.model,
+            "model": self.model,
             "system_fingerprint": self._context.fingerprint(self._weights_version),
             "choices": choices,
         }

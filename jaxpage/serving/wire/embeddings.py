@@ -28,6 +28,7 @@ class EmbeddingAnswer:
     """A request for embeddings, and the answer that is made of the vectors.
 
     Attributes:
+        model: The name of the model in the request.
         prompts: The inputs.
         ignored_fields: The paths of ignored fields.
         pooling: The way in which the vectors of tokens become one.
@@ -39,6 +40,7 @@ class EmbeddingAnswer:
         prompts: list[PromptRequest],
         ignored_fields: tuple[str, ...],
     ):
+        self.model = request.model
         self.prompts = prompts
         self.ignored_fields = ignored_fields
         self.pooling: Pooling = request.pooling or "last"
@@ -67,7 +69,7 @@ class EmbeddingAnswer:
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": data, "model": self._request.model, "usage": usage}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
     def _written(self, vector: npt.NDArray[np.float32]) -> str | list[float]:
         numbers = vector if self._request.normalize is False else normalized(vector)

@@ -37,6 +37,7 @@ class Exchange(Protocol):
 
     Attributes:
         id: The id of the answer.
+        model: The name of the model in the request.
         stream: True if the answer is streamed.
         prompts: The prompts, which share one object of parameters, so that it is checked once.
             An exchange without prompts generates nothing.
@@ -44,6 +45,7 @@ class Exchange(Protocol):
     """
 
     id: str
+    model: str
     stream: bool
     prompts: list[PromptRequest]
     ignored_fields: tuple[str, ...]

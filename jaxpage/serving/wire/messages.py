@@ -95,7 +95,7 @@ class MessageAnswer(InBlocks):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": [self._block(kind, "".join(texts)) for kind, texts in self._blocks],
             **self._stop(),
             "usage": {

@@ -275,7 +275,7 @@ class OllamaAnswer(Translated):
         return {**self._said(dict(pieces(choice))), **self._end()}
 
     def _said(self, said: dict[str, str]) -> dict[str, Any]:
-        return _line(self._model, said, is_chat=self._is_chat)
+        return _line(self.model, said, is_chat=self._is_chat)
 
     def _end(self) -> dict[str, Any]:
         """Returns how the answer ended, its tokens, and times in nanoseconds."""
@@ -295,6 +295,7 @@ class OllamaLoaded:
 
     def __init__(self, request: OllamaRequest, ignored_fields: tuple[str, ...]) -> None:
         self.id = f"ollama_{uuid.uuid4().hex}"
+        self.model = request.model
         self.prompts: list[PromptRequest] = []
         self.ignored_fields = ignored_fields
         self._request = request
@@ -313,7 +314,7 @@ class OllamaLoaded:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
-        said = _line(self._request.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
+        said = _line(self.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
         return {**said, "done": True, "done_reason": "load"}
 
 

@@ -16,12 +16,15 @@ from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import RerankRequest
 from jaxpage.settings.sampling_params import SamplingParams
 
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+
 
 class RerankAnswer:
     """A request that ranks documents, and the answer that is made of their scores.
 
     Attributes:
         id: The id of the answer.
+        model: The name of the model in the request.
         prompts: The texts that the model reads.
         ignored_fields: The paths of ignored fields.
         reranker: The way in which the model ranks.
@@ -36,6 +39,7 @@ class RerankAnswer:
         ignored_fields: tuple[str, ...],
     ) -> None:
         self.id = f"rerank-{uuid.uuid4().hex}"
+        self.model = request.model
         self.ignored_fields = ignored_fields
         self.reranker = context.reranker
         self.pooling: Pooling = "last"
@@ -87,7 +91,7 @@ class RerankAnswer:
         return {
             "id": self.id,
             "object": "list",
-            "model": self._request.model,
+            "model": self.model,
             "results": results,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }

@@ -104,7 +104,7 @@ class ResponseAnswer(InBlocks):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self._model,
+            "model": self.model,
             "output": output,
             "parallel_tool_calls": False,
             "previous_response_id": None,

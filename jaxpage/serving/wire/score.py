@@ -66,6 +66,7 @@ class ScoreAnswer:
             ignored_fields: The paths of ignored fields.
         """
         self.id = f"score-{uuid.uuid4().hex}"
+        self.model = request.model
         self.prompts = prompts
         self.ignored_fields = ignored_fields
         self._request = request
@@ -110,7 +111,7 @@ class ScoreAnswer:
             "id": self.id,
             "object": "list",
             "created": self._created,
-            "model": self._request.model,
+            "model": self.model,
             "system_fingerprint": self._context.fingerprint(outputs[0].weights_version),
             "data": data,
             "usage": usage,

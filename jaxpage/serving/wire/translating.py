@@ -56,7 +56,7 @@ class Translated:
         self.prompts = self._inner.prompts
         cut = (self._names.get(name, name) for name in self._inner.ignored_fields)
         self.ignored_fields = (*ignored_fields, *cut)
-        self._model = model
+        self.model = model
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
