@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import functools
@@ -25,7 +26,14 @@ from jaxpage.assembly import PHASES, ModelLayout
 from jaxpage.bench import history
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
-from jaxpage.bench.results import Measurement, as_result, environment, table
+from jaxpage.bench.results import (
+    Measurement,
+    as_result,
+    environment,
+    print_result,
+    table,
+    too_short,
+)
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.errors import UsageError
@@ -453,6 +461,28 @@ def test_a_gate_fails_where_all_runs_are_slower(
         path.write_text(text)
         assert cli.main([*words, "--compare", str(path)]) == 2
         assert f"--compare {path}: {said}" in capsys.readouterr().err
+
+
+def test_runs_that_are_too_short_are_called_so() -> None:
+    short, long = (dataclasses.replace(measurement(), duration=seconds) for seconds in (0.1, 5.0))
+    assert "A run of 0.10 s is too short for a comparison" in too_short([short, long])
+    assert too_short([long, long]) == too_short([short]) == ""
+
+
+@pytest.mark.parametrize(
+    ("at_terminal", "json_flag", "is_printed"),
+    [(True, False, False), (True, True, True), (False, False, True)],
+)
+def test_the_line_for_programs_is_not_for_people(
+    at_terminal: bool,
+    json_flag: bool,
+    is_printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: at_terminal)
+    print_result({"duration": 1}, argparse.Namespace(json=json_flag, output_json=None))
+    assert capsys.readouterr().out == ('{"duration": 1}\n' if is_printed else "")
 
 
 def test_a_start_is_timed_by_phase(

@@ -1267,7 +1267,7 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     use_hub(monkeypatch, ConnectionError("no route to host\nand more"))
     with pytest.raises(
         ModelNotFoundError,
-        match=r"'org/name'.*at revision 'v2' \(ConnectionError: no route to host\)$",
+        match=r"'org/name'.*the hub gave no model.*at revision 'v2' \(ConnectionError: no route to host\)$",
     ):
         resolve_model("org/name", "v2")
     with pytest.raises(ModelNotFoundError, match="Did you mean 'demo'"):
@@ -1282,6 +1282,7 @@ def test_the_real_hub_client_offline(tmp_path: Path) -> None:
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert "jaxpage.errors.ModelNotFoundError: model = 'some-org/some-model'" in done.stderr
+    assert "the hub cannot be reached, and its cache on this machine has no" in done.stderr
 
 
 # ---- Any bytes at all ----

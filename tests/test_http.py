@@ -1216,6 +1216,38 @@ def test_there_are_so_many_connections_and_no_more(built):
         assert ask(running, "GET", "/health")[0] == 200
 
 
+def test_the_client_with_most_connections_loses_one_first(built, monkeypatch):
+    """Not the oldest of all, if that is the only one of its address."""
+    with serving(built, max_connections=3) as running:
+        host, _, port = running.address.removeprefix("http://").partition(":")
+
+        def connect(source):
+            return socket.create_connection((host, int(port)), 10, source_address=(source, 0))
+
+        held = [connect("127.0.0.2"), connect("127.0.0.3"), connect("127.0.0.3")]
+        wait_until(lambda: len(running.uvicorn.connections) == 3)
+        assert ask(running, "GET", "/health")[0] == 200
+        assert held[1].recv(1) == b""
+        wait_until(lambda: len(running.uvicorn.connections) == 2)
+        for client in held:
+            client.close()
+
+
+def test_memory_is_given_back_after_large_bodies(built, monkeypatch):
+    """Whether they are taken or refused, and not after each small one."""
+    given = []
+    monkeypatch.setattr(request_limits, "give_memory_back", lambda: given.append(1))
+    with serving(built, max_body_bytes=4 << 20) as running:
+        for body, status, number in (
+            (json.dumps(SHORT).encode(), 200, 0),
+            (json.dumps(SHORT).encode().ljust(2 << 20), 200, 1),
+            (b"{".ljust(2 << 20), 400, 2),
+        ):
+            assert ask(running, "POST", COMPLETIONS, body)[0] == status
+            wait_until(lambda number=number: len(given) >= number)
+            assert len(given) == number
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "room", "raised"),
     [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)],

@@ -62,6 +62,7 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
         ({"type": "number", **PAIR}, NUMBERS, ["0.1", "0.49"]),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, NUMBERS, ["0.1", "0.5"]),
         ({"type": "number", "exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, NUMBERS, ["-0.1"]),
+        ({"type": "number"}, ["1e400", "-1e999", "1e", "+1"], ["1e400", "-1e999"]),
         ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, NUMBERS, ["3.1"]),
         ({"type": ["number", "null"], **PAIR}, [*NUMBERS, "null"], ["0.1", "null"]),
         (PAIR, [*NUMBERS, '"a"'], ["0.1", '"a"']),

@@ -590,7 +590,11 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
 
 def test_a_part_of_a_stream_is_one_line_for_everybody() -> None:
     """Clients of lines (ollama's, LiteLLM's) end one wherever Unicode does."""
-    text = "".join(map(chr, range(0x3000)))
+    for text in ("".join(map(chr, range(0x3000))), "a\x85b", "a\u2028b", "a\u2029b"):
+        check_lines(text)
+
+
+def check_lines(text: str) -> None:
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
         part = dialect_of(path).new_frame()({"type": "t", "text": text}).decode()
         ends = [line for line in part.splitlines() if line]

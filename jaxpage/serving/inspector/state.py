@@ -65,7 +65,7 @@ class Inspector:
             ],
             "num_steps": engine.metrics.engine_steps_total,
             "compiles": {
-                "total": executables.compile_total,
+                "total": executables.found[1],
                 "seconds": round(executables.compile_seconds, 3),
             },
         }

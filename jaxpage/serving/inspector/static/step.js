@@ -85,7 +85,7 @@ function stepNumbers(step) {
 function stepText(step, compiles) {
   if (!step) return "Each step appears here once a request runs.";
   const [tokens, rows] = step.bucket;
-  const menu = compiles ? ` Compiled before the first request: ${count(compiles.total, "executable")}, in ${compiles.seconds.toFixed(1)} s.` : "";
+  const menu = compiles ? ` There before the first request: ${count(compiles.total, "executable")}, compiled or read in ${compiles.seconds.toFixed(1)} s.` : "";
   return `One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: ${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
 }
 
