@@ -39,7 +39,7 @@ def wishes(*, drafts: bool = False, depth: int = 3, run: float = 0.1, each: floa
     costs = Costs()
     for shape in ((1, 1), (2, 2), (4, 4), LIMITS.shape(1, 3)):
         costs.at_start(shape, 1.0, [1.0 + run + each * ahead for ahead in range(8)])
-    return SimpleNamespace(drafts=drafts, depth=depth, costs=costs)
+    return SimpleNamespace(is_on=drafts, depth=depth, costs=costs)
 
 
 def run(

@@ -329,7 +329,7 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
         return {"num_blocks": 9, "swap_space_blocks": 3}
 
     seen: list[Any] = []
-    monkeypatch.setattr(compiling, "load_model", load)
+    monkeypatch.setattr(compiling, "load_parameters", load)
     with pytest.raises(Loads):
         build_engine(
             EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), Hooks(planned=planned)
