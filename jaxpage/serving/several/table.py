@@ -323,7 +323,7 @@ class ModelTable(Generic[Model]):
         if not await self._made_room(slot):
             return False
         slot.is_loading = True
-        logger.info("%s is %s", slot.name, "loaded" if slot.model is None else "woken")
+        logger.info("%s %s", "loading" if slot.model is None else "waking", slot.name)
         began = time.monotonic()
         if slot.model is None:
             slot.model = await self._load(slot.name)
