@@ -7,6 +7,7 @@ Other rooms take:
 
     Driver          takes the steps of an engine for many callers
     DrivenModel     the part that LLM and AsyncLLM have in common
+    SLEEP_LEVELS    the levels at which a model sleeps
     Handle, Update  a request that a driver has, and what is new of it
     RequestStream, PinnedPrefix  what an LLM gives its caller to hold
     HeldPrefix      a pin, to be released by whoever holds it
@@ -18,11 +19,12 @@ Other rooms take:
 
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
-from jaxpage.driver.front import DrivenModel, normalized, stacked
+from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel, normalized, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
 __all__ = [
+    "SLEEP_LEVELS",
     "DrivenModel",
     "Driver",
     "Handle",

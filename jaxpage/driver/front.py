@@ -32,7 +32,7 @@ from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
-LEVELS = (1, 2)  # of sleep: the weights are in the host's memory, or dropped
+SLEEP_LEVELS = (1, 2)  # the weights are in the host's memory, or dropped
 
 
 class DrivenModel(BuiltModel):
@@ -164,7 +164,7 @@ class DrivenModel(BuiltModel):
     def _sleeping(self, level: int) -> AbstractContextManager[Answer[None]]:
         """Has the engine sleep once nothing runs; see `LLM.sleep`."""
         self._driver.check_awake()
-        if level not in LEVELS:
+        if level not in SLEEP_LEVELS:
             raise ValueError(f"level must be 1 or 2, not {level!r:.80}")
         return self._driver.falling_asleep(level)
 

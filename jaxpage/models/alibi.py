@@ -1,6 +1,11 @@
-"""Computes the slopes of ALiBi (Press et al., 2021)."""
+"""Computes the slopes of ALiBi (Press et al., 2021), and reads the sizes of models with it."""
 
 from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.fields import Fields
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -13,3 +18,23 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     first = [2.0 ** (-8 * head / power) for head in range(1, power + 1)]
     rest = [2.0 ** (-4 * head / power) for head in range(1, 2 * (num_heads - power) + 1, 2)]
     return (*first, *rest)
+
+
+def alibi_sizes(fields: Fields, longest: int) -> dict[str, Any]:
+    """Returns the arguments of a spec with ALiBi in place of positions, and as many K/V heads as Q.
+
+    The feed-forward width is four times that of the model.
+
+    Args:
+        fields: The fields of the config, with the usual names for width and heads.
+        longest: The longest sequence of the config; ALiBi has no limit of its own.
+    """
+    num_heads = fields.integer("num_attention_heads")
+    return {
+        "num_kv_heads": num_heads,
+        "head_width": fields.divided("hidden_size", "num_attention_heads"),
+        "max_position_embeddings": longest,
+        "feed_forward_width": 4 * fields.integer("hidden_size"),
+        "rope": (NO_ROTATION, longest),
+        "alibi_slopes": alibi_slopes(num_heads),
+    }

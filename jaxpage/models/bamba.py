@@ -8,7 +8,7 @@ from typing import Any
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import DecoderNames
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, without
 from jaxpage.models.mamba_config import read_mamba
 from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
@@ -37,7 +37,7 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        config = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+        config = without(config, "partial_rotary_factor")
         with Fields(config, "bamba") as fields:
             num_layers = fields.integer("num_hidden_layers")
             attending = fields.get("attn_layer_indices", None) or []

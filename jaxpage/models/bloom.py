@@ -8,8 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.alibi import alibi_slopes
+from jaxpage.models.alibi import alibi_sizes
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.falcon import NAMES
@@ -37,16 +36,9 @@ class Spec(RotaryDecoderSpec):
                 text = "apply_residual_connection_post_layernorm = true is not supported"
                 error = RefusedField(text)
                 fields.note(error, apply_residual_connection_post_layernorm=False)
-            num_heads = fields.integer("num_attention_heads")
-            longest = fields.integer("seq_length", 2048)  # ALiBi has no limit of its own.
             return cls._from_fields(
                 fields,
-                num_kv_heads=num_heads,
-                head_width=fields.divided("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
-                feed_forward_width=4 * fields.integer("hidden_size"),
-                rope=(NO_ROTATION, longest),
-                alibi_slopes=alibi_slopes(num_heads),
+                **alibi_sizes(fields, fields.integer("seq_length", 2048)),
                 attention_bias=True,
                 mlp_bias=True,
                 plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.decoder_names import DecoderNames
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, without
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -38,7 +38,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         # transformers writes it into files, and passes it over in favour of rotary_pct.
-        config = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+        config = without(config, "partial_rotary_factor")
         with Fields(config, "gpt_neox") as fields:
             head_width = fields.divided("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.alibi import alibi_slopes
+from jaxpage.models.alibi import alibi_sizes
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import DecoderNames
@@ -58,16 +57,9 @@ class Spec(RotaryDecoderSpec):
             fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
             fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
             fields.only(expansion_ratio=4, no_bias=True, logit_scale=None)
-            num_heads = fields.integer("num_attention_heads")
-            longest = fields.integer("max_seq_len", 2048)
             return cls._from_fields(
                 fields,
-                num_kv_heads=num_heads,
-                head_width=fields.divided("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
-                feed_forward_width=4 * fields.integer("hidden_size"),
-                rope=(NO_ROTATION, longest),
-                alibi_slopes=alibi_slopes(num_heads),
+                **alibi_sizes(fields, fields.integer("max_seq_len", 2048)),
                 attention_scale=fields.optional_number("softmax_scale", None),
                 attention_limit=fields.optional_number("clip_qkv", None),
                 plain_mlp=("up_proj", "down_proj"),

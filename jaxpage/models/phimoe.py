@@ -13,7 +13,7 @@ from jaxpage.layers.rope_scaling import LENGTH
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, without
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -42,7 +42,7 @@ class Spec(RotaryDecoderSpec):
         scaling = config.get("rope_parameters") or config.get("rope_scaling")
         if isinstance(scaling, dict) and LENGTH in scaling:
             # In this family the length in the dict outranks the one at the top of the file.
-            config = {name: value for name, value in config.items() if name != LENGTH}
+            config = without(config, LENGTH)
         with Fields(config, "phimoe", {"num_local_experts": "num_experts"}) as fields:
             fields.only(num_experts_per_tok=2)
             num_layers = fields.integer("num_hidden_layers")

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxpage import __version__
+from jaxpage.driver import SLEEP_LEVELS
 from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
@@ -43,7 +44,6 @@ from jaxpage.settings.argument_checks import shown
 
 # Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
 _UNLOADING = {"/api/chat": "messages", "/api/generate": "prompt"}
-LEVELS = (1, 2)
 
 
 class Switchboard:
@@ -209,7 +209,7 @@ class Switchboard:
 
     async def _sleep(self, request: Request) -> Response:
         asked = await self._order(request, {"model", "level"})
-        if (level := asked.get("level", 1)) not in LEVELS or isinstance(level, bool):
+        if (level := asked.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {shown(level)}", param="level")
         name = self._named(self._name_in(asked))
         try:
