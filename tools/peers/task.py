@@ -6,7 +6,6 @@ Both are JSON: the task on standard input, the answer on the last line of standa
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ Prompts = Sequence[Sequence[int]]
 Generate = Callable[
     [Prompts, Sequence[int]], list[list[int]]
 ]  # prompts, tokens of each output; greedy, ended by length alone
+FIRST_TOKENS = 4  # what a run draws before it is timed, of each output
 
 
 @dataclass
@@ -30,8 +30,9 @@ class Task:
         rows: The numbers of rows of uniform decode.
         context: The tokens of each prompt of uniform decode.
         steps: The steps of uniform decode that are timed.
+        prompt: The tokens of the long prompt.
         threads: The cores to use.
-        settings: Settings of jaxpage.
+        mode: Settings of the engine that are tried one after the other.
     """
 
     model: str
@@ -40,57 +41,73 @@ class Task:
     rows: list[int]
     context: int
     steps: int
+    prompt: int
     threads: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    mode: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of a sequence, its prompt included."""
+        lengths = [len(prompt) + length for prompt, length in self.trace]
+        return max(*lengths, self.context + self.steps + FIRST_TOKENS, self.prompt + FIRST_TOKENS)
+
+    @property
+    def most_rows(self) -> int:
+        """Returns the most sequences at the same time."""
+        return max(len(self.trace), *self.rows)
 
 
 @dataclass
 class Answer:
-    """Holds what an engine measured.
+    """Holds what one process of an engine measured, in seconds.
 
     Attributes:
         version: The version of the engine.
-        seconds: The time of the trace, the better of two runs.
+        trace: The time of all requests of the trace.
         outputs: The output tokens of each request of the trace.
-        step_seconds: The time of a decode step, by number of rows.
+        steps: The time of a decode step, by number of rows.
+        prompt: The time of the long prompt and the token after it.
     """
 
     version: str
-    seconds: float
+    trace: float
     outputs: list[list[int]]
-    step_seconds: dict[int, float]
+    steps: dict[int, float]
+    prompt: float
 
 
 def answer(task: Task, version: str, generate: Generate) -> None:
     """Runs everything and prints the answer.
 
-    A decode step is timed by two runs that differ in `steps` tokens of each output; the median of
-    three such pairs counts.
+    A decode step is timed by runs that differ in `steps` tokens of each output, two of each: the
+    faster ones count, since a pause of the machine only makes a run longer. Each cell begins with
+    a short run that is not timed.
     """
-    generate([[1, 2, 3]] * 2, [2, 2])  # what happens only once happens here
     prompts, lengths = [prompt for prompt, _ in task.trace], [length for _, length in task.trace]
-    runs = [_timed(generate, prompts, lengths) for _ in range(2)]
-    step_seconds = {}
+    generate(prompts, [min(FIRST_TOKENS, length) for length in lengths])
+    trace, outputs = _timed(generate, prompts, lengths)
+    steps = {}
     for rows in task.rows:
-        uniform = [
-            [(7 * row + 3 * place) % 251 + 3 for place in range(task.context)]
-            for row in range(rows)
-        ]
-        pairs = [
-            [_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)]
-            for _ in range(3)
-        ]
-        step_seconds[rows] = statistics.median(many - few for few, many in pairs) / task.steps
-    print(
-        json.dumps(
-            asdict(Answer(version, min(seconds for seconds, _ in runs), runs[0][1], step_seconds))
+        uniform = [_prompt(task.context, row) for row in range(rows)]
+        generate(uniform[:1] * rows, [FIRST_TOKENS] * rows)
+        few, many = (
+            min(_timed(generate, uniform, [length] * rows)[0] for _ in range(2))
+            for length in (2, 2 + task.steps)
         )
-    )
+        steps[rows] = (many - few) / task.steps
+    long_prompt = [_prompt(task.prompt, 0)]
+    generate(long_prompt, [1])
+    prompt = min(_timed(generate, long_prompt, [1])[0] for _ in range(2))
+    print(json.dumps(asdict(Answer(version, trace, outputs, steps, prompt))))
 
 
 def read_task() -> Task:
     """Returns the task on standard input."""
     return Task(**json.load(sys.stdin))
+
+
+def _prompt(length: int, row: int) -> list[int]:
+    return [(7 * row + 3 * place) % 251 + 3 for place in range(length)]
 
 
 def _timed(
