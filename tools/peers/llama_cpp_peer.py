@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.utility import LocalTensor, SafetensorsLocal
 
-from tools.peers.task import Prompts, answer, read_task
+from tools.peers.task import Prompts, Task, answer, read_task
 
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
@@ -45,15 +45,7 @@ def main() -> None:
     """Answers the task."""
     task = read_task()
     config = json.loads((Path(task.model) / "config.json").read_text())
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "model.gguf")
-        write_gguf(Path(task.model), config, path, task.dtype)
-        llama_cpp.llama_backend_init()
-        loading = llama_cpp.llama_model_default_params()
-        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
-        # buffer types.
-        loading.use_extra_bufts = task.dtype != "int8"
-        model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
+    model = _load(task, config)
     context: Any = None
     num_sequences = 0
 
@@ -116,6 +108,18 @@ def main() -> None:
         return outputs
 
     answer(task, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}", generate)
+
+
+def _load(task: Task, config: dict[str, Any]) -> Any:  # a pointer of ctypes
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model.gguf")
+        write_gguf(Path(task.model), config, path, task.dtype)
+        llama_cpp.llama_backend_init()
+        loading = llama_cpp.llama_model_default_params()
+        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
+        # buffer types.
+        loading.use_extra_bufts = task.dtype != "int8"
+        return llama_cpp.llama_model_load_from_file(path.encode(), loading)
 
 
 def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:
