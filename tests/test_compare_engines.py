@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ SIZES = argparse.Namespace(batches=[1, 8], context=20, steps=4, prompt=30, repea
 
 def _answer(trace: float, one: float, eight: float, prompt: float = 0.5, last: int = 9) -> Answer:
     outputs = [[5, 6], [7, 8, 9, last]]
-    return Answer("engine 1", trace, outputs, {1: one, 8: eight}, prompt)
+    seconds = {"trace": trace, "1 row": one, "8 rows": eight, "prompt": prompt}
+    return Answer("engine 1", outputs, seconds)
 
 
 def test_a_report_by_hand() -> None:
@@ -53,23 +55,34 @@ def test_a_report_by_hand() -> None:
     ]
 
 
-def test_later_rounds_run_the_modes_that_were_best_for_some_number() -> None:
+def test_later_rounds_measure_what_a_mode_was_best_in() -> None:
     """Each engine runs once a round, and a mode that fails is left out."""
     seconds = {"u": (1.0, 3.0, 2.0), "s": (2.0, 2.0, 2.0), "sf": (2.0, 3.0, 1.0)}
+    numbers = ["trace", "1 row", "8 rows", "prompt"]
     runs = []
 
-    def run(name: str, letters: str) -> Answer | None:
-        runs.append(f"{name} {letters}".strip())
+    def run(name: str, letters: str, wanted: Sequence[str]) -> Answer | None:
+        runs.append((name, letters, *wanted))
         if name == "jaxpage":
             return _answer(1.0, 1.0, 1.0)
-        return _answer(*seconds[letters], prompt=9.0) if letters in seconds else None
+        if letters not in seconds:
+            return None
+        answer = _answer(*seconds[letters], prompt=9.0)
+        later = len(runs) > 5
+        answer.seconds = {each: answer.seconds[each] * (1 + later) for each in wanted}
+        return answer
 
-    answers = measure(["jaxpage", "llama.cpp"], 2, run)
-    everything = ["jaxpage", "llama.cpp u", "llama.cpp uf", "llama.cpp s", "llama.cpp sf"]
-    assert runs == [*everything, "jaxpage", "llama.cpp u", "llama.cpp s", "llama.cpp sf"]
-    assert [len(each) for each in answers["llama.cpp"].values()] == [2, 2, 2]
-    assert best(answers["llama.cpp"], "8 rows") == Best(1.0, 1.0, 1.0, "sf")
-    assert measure(["vLLM"], 2, lambda name, letters: None) == {}
+    answers = measure(["jaxpage", "llama.cpp"], numbers, 2, run)
+    modes = [("jaxpage", ""), *(("llama.cpp", letters) for letters in ("u", "uf", "s", "sf"))]
+    assert runs == [
+        *((*mode, *numbers) for mode in modes),
+        ("jaxpage", "", *numbers),
+        ("llama.cpp", "u", "trace", "prompt"),
+        ("llama.cpp", "s", "1 row"),
+        ("llama.cpp", "sf", "8 rows"),
+    ]
+    assert best(answers["llama.cpp"], "8 rows") == Best(1.5, 1.0, 2.0, "sf")
+    assert measure(["vLLM"], numbers, 2, lambda name, letters, wanted: None) == {}
 
 
 @pytest.mark.parametrize(("others", "busy"), [(20, False), (80, True)])
@@ -90,7 +103,8 @@ def test_nothing_is_written_on_a_busy_machine(
         stat.write_text(f"cpu  {500 + others} 0 0 9999 9999 0 0 0 0 0\n")
         children.ru_utime += 4.0
         assert task.prompt == 60
-        return Answer("1", 1.0, [[7] * length for _, length in task.trace], {1: 1.0}, 1.0)
+        outputs = [[7] * length for _, length in task.trace]
+        return Answer("1", outputs, dict.fromkeys(task.numbers, 1.0))
 
     stat.write_text("cpu  100 0 0 0 0 0 0 0 0 0\n")
     monkeypatch.setattr(other_programs, "STAT", stat)
@@ -159,7 +173,7 @@ def test_an_engine_without_its_packages_is_left_out(
 ) -> None:
     if importlib.util.find_spec(module) is not None:
         pytest.skip("it is installed")
-    task = Task(str(tmp_path), "float32", TRACE, [1], 20, 4, 30, 1)
+    task = Task(str(tmp_path), "float32", TRACE, [1], 20, 4, 30, 1, ["trace"])
     assert compare_engines._run(name, task, sys.executable) is None
     said = capsys.readouterr().err
     assert f"{name} is left out: No module named '{module}'. Install its packages: " in said

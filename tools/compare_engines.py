@@ -18,6 +18,7 @@ packages may need another version than jaxpage does best in:
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
 import os
@@ -36,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from jaxpage.bench import make_workload
 from tools.peers.cases import CASES, MODES, ONE_MODE, PACKAGES
 from tools.peers.other_programs import OtherPrograms
-from tools.peers.report import Answers, best, cells, draw, replaced, report
-from tools.peers.task import FIRST_TOKENS, Answer, Task
+from tools.peers.report import Answers, best, draw, replaced, report
+from tools.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
 
 ROOT = Path(__file__).parents[1]
 BUSY = 0.05  # the share of the cores that other programs may have while an engine runs
@@ -70,18 +71,21 @@ def main() -> None:
     pythons = dict(arguments.python)
     busy: list[str] = []
 
-    def run(name: str, letters: str) -> Answer | None:
+    def run(name: str, letters: str, numbers: Sequence[str]) -> Answer | None:
         peer, dtype = CASES[name]
         sizes = (arguments.batches, arguments.context, arguments.steps, arguments.prompt)
         mode = MODES.get(peer, ONE_MODE)[letters]
-        task = Task(str(model.absolute()), dtype, trace, *sizes, os.cpu_count() or 1, mode)
+        task = Task(
+            str(model.absolute()), dtype, trace, *sizes, os.cpu_count() or 1, list(numbers), mode
+        )
         others = OtherPrograms()
         answer = _run(name, task, pythons.get(peer, sys.executable))
         if (share := others.share() or 0.0) > BUSY:
             busy.append(f"{name} {letters}".strip() + f" {share:.0%}")
         return answer
 
-    answers = measure(arguments.engines, arguments.repeats, run)
+    numbers = [TRACE, *map(rows_name, arguments.batches), PROMPT]
+    answers = measure(arguments.engines, numbers, arguments.repeats, run)
     if not answers:
         raise SystemExit("no engine ran")
     text = report(answers, model.name, trace, arguments)
@@ -101,32 +105,42 @@ def main() -> None:
 
 
 def measure(
-    names: Sequence[str], repeats: int, run: Callable[[str, str], Answer | None]
+    names: Sequence[str],
+    numbers: Sequence[str],
+    repeats: int,
+    run: Callable[[str, str, Sequence[str]], Answer | None],
 ) -> Answers:
     """Runs all engines in turns.
 
-    From the second round on an engine runs in those of its modes only that were the best for some
-    number in the first. A mode that does not run is left out.
+    From the second round on, a mode measures those numbers alone in which it was the best of its
+    engine in the first. A mode that does not run is left out.
+
+    Args:
+        names: The cases.
+        numbers: The names of the numbers.
+        repeats: The rounds.
+        run: Runs a case in a mode for some numbers.
     """
     answers: Answers = {}
-    for number in range(1, 1 + repeats):
-        for name in names if number == 1 else list(answers):
-            modes = MODES.get(CASES[name][0], ONE_MODE) if number == 1 else answers[name]
-            found = {}
-            for letters in modes:
-                print(f"round {number} of {repeats}: {name} {letters}", file=sys.stderr, flush=True)
-                if (answer := run(name, letters)) is not None:
-                    found[letters] = answer
-            if number == 1:
-                kept = {letters: [answer] for letters, answer in found.items()}
-                columns = cells(next(iter(found.values()))) if found else ()
-                wanted = {best(kept, column).mode for column in columns}
-                if wanted:
-                    answers[name] = {each: kept[each] for each in kept if each in wanted}
-            else:
-                for letters, answer in found.items():
-                    answers[name][letters].append(answer)
+    for name in names:
+        for letters in MODES.get(CASES[name][0], ONE_MODE):
+            _say(1, repeats, name, letters)
+            if (answer := run(name, letters, numbers)) is not None:
+                answers.setdefault(name, {})[letters] = [answer]
+    for number in range(2, 1 + repeats):
+        for name, modes in answers.items():
+            best_modes = {each: best(modes, each).mode for each in numbers}
+            for letters, own in modes.items():
+                if wanted := [each for each in numbers if best_modes[each] == letters]:
+                    _say(number, repeats, name, letters)
+                    if (answer := run(name, letters, wanted)) is not None:
+                        own.append(answer)
     return answers
+
+
+def _say(number: int, repeats: int, name: str, letters: str) -> None:
+    what = f"round {number} of {repeats}: {name} {letters}".rstrip()
+    print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -184,6 +198,8 @@ def _arguments() -> argparse.Namespace:
     add("--write", metavar="FILE", help="replace the section between the marks in this file")
     add("--chart", metavar="FILE", help="draw decode with 1 and 16 rows: .svg or .png")
     arguments = parser.parse_args()
+    if arguments.chart and not {1, 16} & set(arguments.batches):
+        parser.error("--chart shows 1 and 16 rows, and --batches has neither")
     if arguments.chart and importlib.util.find_spec("matplotlib") is None:
         parser.error(
             "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
@@ -225,9 +241,7 @@ def _run(name: str, task: Task, python: str) -> Answer | None:
         )
         print(f"{name} is left out: {how}", file=sys.stderr)
         return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    steps = {int(rows): each for rows, each in found.pop("steps").items()}
-    return Answer(**found, steps=steps)
+    return Answer(**json.loads(done.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,11 @@ from statistics import median
 
 from jaxpage.bench import environment
 from tools.peers.cases import CASES, LEGEND
-from tools.peers.task import Answer
+from tools.peers.task import TRACE, Answer, rows_name
 
 BEGIN = "<!-- written by tools/compare_engines.py -->"
 END = "<!-- end of what tools/compare_engines.py wrote -->"
 Answers = dict[str, dict[str, list[Answer]]]  # by name of the case and by letters of the mode
-
-
-def cells(answer: Answer) -> dict[str, float]:
-    """Returns all seconds of an answer by the names of the columns."""
-    rows = {f"{count} rows" if count > 1 else "1 row": each for count, each in answer.steps.items()}
-    return {"trace": answer.trace, **rows, "prompt": answer.prompt}
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,14 @@ class Best:
         return f"{self.median * 1e3:.1f} {spread} {self.mode}".strip()
 
 
-def best(modes: Mapping[str, Sequence[Answer]], cell: str) -> Best:
-    """Returns a number of an engine in the mode with the lowest median."""
-    found = []
-    for letters, answers in modes.items():
-        seconds = [cells(answer)[cell] for answer in answers]
-        found.append(Best(median(seconds), min(seconds), max(seconds), letters))
-    return min(found, key=lambda each: each.median)
+def best(modes: Mapping[str, Sequence[Answer]], number: str) -> Best:
+    """Returns a number of an engine, in the mode that was the fastest in the first round."""
+    mode = min(
+        (letters for letters in modes if number in modes[letters][0].seconds),
+        key=lambda letters: modes[letters][0].seconds[number],
+    )
+    seconds = [each.seconds[number] for each in modes[mode] if number in each.seconds]
+    return Best(median(seconds), min(seconds), max(seconds), mode)
 
 
 def report(
@@ -71,12 +66,12 @@ def report(
     )
     where, day = environment(), datetime.datetime.now(datetime.UTC).date()
     first = next(iter(next(iter(answers.values())).values()))[0]
-    _, *columns = cells(first)
+    columns = [each for each in first.seconds if each != TRACE]
     titles = [f"{each}, ms" for each in columns]
     rows = [["engine", "output tokens/s", "ratio", "equal outputs", *titles, "version"]]
-    first_seconds = best(next(iter(answers.values())), "trace").median
+    first_seconds = best(next(iter(answers.values())), TRACE).median
     for name, modes in answers.items():
-        all_requests = best(modes, "trace")
+        all_requests = best(modes, TRACE)
         any_answer = modes[all_requests.mode][0]
         equal = sum(
             one == other for one, other in zip(any_answer.outputs, first.outputs, strict=True)
@@ -131,20 +126,19 @@ def draw(answers: Answers, path: str) -> None:
 
     names = list(answers)[::-1]
     first = next(iter(next(iter(answers.values())).values()))[0]
-    panels = [rows for rows in (1, 16) if rows in first.steps] or list(first.steps)[:2]
+    panels = [rows for rows in (1, 16) if rows_name(rows) in first.seconds]
     figure = Figure(figsize=(9, 0.8 + 0.35 * len(names)), layout="constrained")
     for axes, rows in zip(
         figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True
     ):
-        column = f"{rows} rows" if rows > 1 else "1 row"
         bars = axes.barh(
             names,
-            [rows / best(answers[name], column).median for name in names],
+            [rows / best(answers[name], rows_name(rows)).median for name in names],
             color=["#2f6fde" if name.startswith("jaxpage") else "#b9bec8" for name in names],
         )
         axes.bar_label(bars, fmt="%.0f", padding=3)
         axes.margins(x=0.15)
-        axes.set_title(column)
+        axes.set_title(rows_name(rows))
         axes.set_xlabel("output tokens per second")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -17,6 +17,9 @@ Generate = Callable[
     [Prompts, Sequence[int]], list[list[int]]
 ]  # prompts, tokens of each output; greedy, ended by length alone
 FIRST_TOKENS = 4  # what a run draws before it is timed, of each output
+MOST_RUNS = 3  # of which the fastest counts
+SECONDS_OF_RUNS = 20.0  # slow runs are repeated less often
+TRACE, PROMPT = "trace", "prompt"  # the names of two numbers; `rows_name` has the others
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Task:
         steps: The steps of uniform decode that are timed.
         prompt: The tokens of the long prompt.
         threads: The cores to use.
+        numbers: The names of the numbers that are wanted.
         mode: Settings of the engine that are tried one after the other.
     """
 
@@ -43,6 +47,7 @@ class Task:
     steps: int
     prompt: int
     threads: int
+    numbers: list[str]
     mode: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,46 +64,62 @@ class Task:
 
 @dataclass
 class Answer:
-    """Holds what one process of an engine measured, in seconds.
+    """Holds what one process of an engine measured.
 
     Attributes:
         version: The version of the engine.
-        trace: The time of all requests of the trace.
-        outputs: The output tokens of each request of the trace.
-        steps: The time of a decode step, by number of rows.
-        prompt: The time of the long prompt and the token after it.
+        outputs: The output tokens of each request of the trace, if it was asked for.
+        seconds: The time of all requests of the trace, of the long prompt with the token after it,
+            and of a decode step for each number of rows, by name.
     """
 
     version: str
-    trace: float
     outputs: list[list[int]]
-    steps: dict[int, float]
-    prompt: float
+    seconds: dict[str, float]
+
+
+def rows_name(rows: int) -> str:
+    """Returns the name of the time of a decode step with this number of rows."""
+    return "1 row" if rows == 1 else f"{rows} rows"
 
 
 def answer(task: Task, version: str, generate: Generate) -> None:
-    """Runs everything and prints the answer.
+    """Runs what is wanted, and prints the answer.
 
-    A decode step is timed by runs that differ in `steps` tokens of each output, two of each: the
-    faster ones count, since a pause of the machine only makes a run longer. Each cell begins with
-    a short run that is not timed.
+    The fastest of some runs counts, since a pause of the machine only makes a run longer. A decode
+    step is the difference of two runs that differ in `steps` tokens of each output. Each number
+    begins with a short run that is not timed.
     """
-    prompts, lengths = [prompt for prompt, _ in task.trace], [length for _, length in task.trace]
-    generate(prompts, [min(FIRST_TOKENS, length) for length in lengths])
-    trace, outputs = _timed(generate, prompts, lengths)
-    steps = {}
+    seconds = dict[str, float]()
+    outputs: list[list[int]] = []
+    if TRACE in task.numbers:
+        prompts = [prompt for prompt, _ in task.trace]
+        lengths = [length for _, length in task.trace]
+        generate(prompts, [min(FIRST_TOKENS, length) for length in lengths])
+        seconds[TRACE], outputs = _timed(generate, prompts, lengths)
     for rows in task.rows:
-        uniform = [_prompt(task.context, row) for row in range(rows)]
-        generate(uniform[:1] * rows, [FIRST_TOKENS] * rows)
-        few, many = (
-            min(_timed(generate, uniform, [length] * rows)[0] for _ in range(2))
-            for length in (2, 2 + task.steps)
-        )
-        steps[rows] = (many - few) / task.steps
-    long_prompt = [_prompt(task.prompt, 0)]
-    generate(long_prompt, [1])
-    prompt = min(_timed(generate, long_prompt, [1])[0] for _ in range(2))
-    print(json.dumps(asdict(Answer(version, trace, outputs, steps, prompt))))
+        if rows_name(rows) in task.numbers:
+            uniform = [_prompt(task.context, row) for row in range(rows)]
+            generate([prompt[:3] for prompt in uniform], [FIRST_TOKENS] * rows)
+            few, many = _fastest(generate, uniform, [2, 2 + task.steps])
+            seconds[rows_name(rows)] = (many - few) / task.steps
+    if PROMPT in task.numbers:
+        one = [_prompt(task.prompt, 0)]
+        generate(one, [1])
+        (seconds[PROMPT],) = _fastest(generate, one, [1])
+    print(json.dumps(asdict(Answer(version, outputs, seconds))))
+
+
+def _fastest(generate: Generate, prompts: Prompts, lengths: Sequence[int]) -> list[float]:
+    """Returns the fastest time for each length of all outputs."""
+    runs: list[list[float]] = [[] for _ in lengths]
+    started = time.perf_counter()
+    for _ in range(MOST_RUNS):
+        for length, times in zip(lengths, runs, strict=True):
+            times.append(_timed(generate, prompts, [length] * len(prompts))[0])
+        if time.perf_counter() - started > SECONDS_OF_RUNS:
+            break
+    return [min(times) for times in runs]
 
 
 def read_task() -> Task:
