@@ -51,8 +51,10 @@ def test_the_command_end_to_end(capsys, monkeypatch):
         "64",
     ]
     assert cli.main(words) == 0
-    *shown, line = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    *shown, line = captured.out.splitlines()
     result = json.loads(line)
+    assert "ngram auto" in captured.err, "each way is shown as soon as it is measured"
     cells = {
         (cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell
         for cell in result["cells"]

@@ -271,22 +271,57 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
     np.testing.assert_allclose(numbers(rows), exact[[2, 0]], rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.parametrize("instructions", [library.DOT, library.TILES])
+@pytest.mark.parametrize("groups", ["scales", "zeros", "half scales", "minima", "half minima"])
+@pytest.mark.parametrize("code", ["int8", "int4", "fp8", "fp4"])
+def test_one_call_multiplies_rows_of_bfloat16_by_codes(
+    code: str, groups: str, instructions: int
+) -> None:
+    """The oracle is numpy in float64: codes are exact in bfloat16, and sums are of float32."""
+    if "minima" in groups and code != "int4":
+        pytest.skip("no format has them")
+    if instructions > library.load().instructions.get("bfloat16", library.NONE):
+        pytest.skip("no such instructions on this processor")
+    weight, exact = quantized(
+        code, zeros="zeros" in groups, minima="minima" in groups, half="half" in groups
+    )
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((40, 80)), jnp.bfloat16)
+    in_panels, num_out = packed.pack_quantized(weight), len(exact)
+
+    def product(x: Any) -> Any:
+        return np.asarray(
+            packed.multiply_quantized(
+                x, in_panels, num_out, result="float32", instructions=instructions
+            )
+        )
+
+    together = product(x)
+    wanted = np.asarray(x).astype(np.float64) @ exact.T
+    # What is lost has the size of the terms, of which zeros take away a part.
+    size = np.abs(np.asarray(x).astype(np.float64)) @ np.abs(exact.T) + 16 * np.abs(exact).max()
+    assert (np.abs(together - wanted) <= 1e-6 * size).all()
+    for count in (1, 2, 5, 17):
+        np.testing.assert_array_equal(product(x[-count:]), together[-count:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shared", [False, True], ids=["scales of its own", "shared scales"])
-def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool) -> None:
+def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool, dtype: str) -> None:
     """The oracle is the definition. Where outputs share scales, these are not in panels."""
     rng, counts = np.random.default_rng(9), np.array([2, 0, 7])
-    x = rng.standard_normal((10, 64)).astype(np.float32)
-    values = rng.integers(0, 256, (3, 40, 32)).astype(np.uint8)
+    x = jnp.asarray(rng.standard_normal((10, 320)), dtype)
+    values = rng.integers(0, 256, (3, 40, 160)).astype(np.uint8)
     scale = rng.uniform(0.1, 1, (3, 3 if shared else 40, 2)).astype(np.float32)
     rows = np.arange(40) // 16 if shared else None
-    weights = QuantizedWeight(values, scale, None, "int4", 32, None, rows)
+    weights = QuantizedWeight(values, scale, None, "int4", 288, None, rows)
     found = packed.multiply_quantized(
         x, packed.pack_quantized(weights), 40, result="float32", count_E=jnp.asarray(counts)
     )
     first = 0
     for count, codes, own in zip(counts, values, scale, strict=True):
-        one = QuantizedWeight(codes, own if rows is None else own[rows], None, "int4", 32)
-        wanted = x[first : first + count] @ np.asarray(numbers(on_device(one))).T
+        one = QuantizedWeight(codes, own if rows is None else own[rows], None, "int4", 288)
+        own_x = np.asarray(x[first : first + count]).astype(np.float32)
+        wanted = own_x @ np.asarray(numbers(on_device(one))).T
         np.testing.assert_allclose(found[first : first + count], wanted, rtol=1e-4, atol=1e-3)
         first += count
     assert not np.asarray(found[first:]).any(), "of no group"
@@ -562,6 +597,19 @@ PACKED_MISTAKES = {
         "panel < end_panel; ++panel) panels<Word, 1>",
         "panel < end_panel - 1; ++panel) panels<Word, 1>",
     ),
+    "words with the high nibble first": ("both | both << 12", "both >> 4 | both << 16"),
+    "zeros are added": (": p.zero  ? -scale", ": p.zero  ? scale"),
+    "a group with the scale of the first": (
+        "p.scale, first_panel + i, group)",
+        "p.scale, first_panel + i, 0)",
+    ),
+    "a group without those before it": ("scale, raw_at<Vec>(sum))", "scale, Vec{})"),
+    "a group with the inputs of the first": (
+        "x + first, p.num_words, from",
+        "x, p.num_words, from",
+    ),
+    "sums of the first row's inputs": ("x_sum[t * p.num_groups + group]", "x_sum[group]"),
+    "codes of other inputs": ("first + begin, first + end, made", "begin, end, made"),
     "a row without its last number": (
         "std::memcpy(words, x, p.num_in * 2);",
         "std::memcpy(words, x, p.num_in * 2 - 2);",

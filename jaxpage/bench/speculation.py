@@ -6,6 +6,7 @@ It shows tokens per step and per second, for each batch and each way to draft.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -93,6 +94,11 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     ]
     cases = [(task, batch) for task in prompts for batch in arguments.batches]
     pairs: dict[tuple[str, int, Way], Pairs] = {(*case, way): [] for case in cases for way in ways}
+
+    def cell(task: str, batch: int, way: Way) -> Cell:
+        wanted = batch * arguments.max_output
+        return _cell(batch, way, wanted, pairs[task, batch, way], task)
+
     each_start = [
         (start, way)
         for start in range(1, 1 + arguments.starts)
@@ -115,10 +121,11 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                     ).items():
                         pairs[task, batch, each] += more
                     bar.update()
-    cells = [
-        _cell(batch, way, batch * arguments.max_output, runs, task)
-        for (task, batch, way), runs in pairs.items()
-    ]
+            if start == arguments.starts:
+                # A long measurement that is interrupted has shown what it found.
+                found = [cell(task, batch, way) for task, batch in cases]
+                tqdm.write(table(found), file=sys.stderr)
+    cells = [cell(*key) for key in pairs]
     print(table(cells))
     print(
         f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
@@ -227,16 +234,16 @@ def table(cells: Sequence[Cell]) -> str:
     tasks = ["task"] if has_tasks else []
     rows = [[*tasks, "drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
     for cell in cells:
-        best = max(
+        ratios = [
             other.ratio for other in cells if (other.task, other.batch) == (cell.task, cell.batch)
-        )
+        ]
         way = f"{cell.method} {cell.num_speculative_tokens}".strip()
         numbers = (
             f"{cell.tokens_per_step:.2f}",
             f"{cell.tokens_per_second:.1f}",
             f"{cell.ratio:.3f}",
         )
-        mark = "*" if cell.ratio == best else ""
+        mark = "*" if len(ratios) > 1 and cell.ratio == max(ratios) else ""
         rows.append(
             [
                 *([cell.task] if has_tasks else []),

@@ -12,7 +12,8 @@ the same bits among any others. Places that fill no word or no panel are zero.
 By a weight of int8, rows are multiplied that are rounded to eight bits, each with its own scale.
 
 The codes of a quantised weight are in panels with words of one byte, and so are its scales, zeros
-and minima, unless outputs share them. Codes are made float32 some at a time, in the first cache.
+and minima, unless outputs share them. Codes are made float32 or bfloat16 some at a time, in the
+first cache.
 """
 
 from __future__ import annotations
@@ -151,9 +152,18 @@ def multiply_quantized(
     *,
     result: DTypeLike,
     count_E: Int[Array, "E"] | None = None,
+    instructions: int | None = None,
 ) -> Float[Array, "T O"]:
-    """Multiplies rows by a quantised weight in panels, in float32; see `multiply_packed`."""
-    library.load()
+    """Multiplies rows by a quantised weight in panels; see `multiply_packed`.
+
+    Rows of bfloat16 are multiplied by the codes, and the sum of each group by its scale, where the
+    processor has instructions for it. Else codes are scaled, and all is computed in float32.
+    """
+    loaded = library.load()
+    if x_TI.dtype != jnp.bfloat16 or x_TI.shape[1] % 2 or weight.group_size % 2:
+        instructions = library.NONE
+    elif instructions is None:
+        instructions = loaded.instructions.get("bfloat16", library.NONE)
 
     def of_groups(values: jax.Array | None, dtype: DTypeLike) -> jax.Array:
         if values is None:
@@ -166,7 +176,7 @@ def multiply_quantized(
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_coded", shape, vmap_method="sequential")
     y_TO: jax.Array = call(
-        x_TI.astype(jnp.float32),
+        x_TI if instructions else x_TI.astype(jnp.float32),
         of_groups(weight.values, weight.values.dtype),
         of_groups(weight.scale_OJ, kept),
         of_groups(weight.zero_OJ, jnp.float32),
@@ -175,5 +185,6 @@ def multiply_quantized(
         jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
         code=np.int64(CODES.index(weight.code)),
         group_size=np.int64(weight.group_size),
+        instructions=np.int64(instructions),
     )
     return y_TO

@@ -349,9 +349,9 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
 }
 
 // Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share, they are as they were.
-ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
                           ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size) {
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size, int64_t instructions) {
   Packed p{};
   const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(), od = out->dimensions();
   if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3) return ffi::Error::InvalidArgument("wrong number of axes");
@@ -360,16 +360,19 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::An
   const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
   p.out_is_float = out->element_type() == ffi::DataType::F32;
   if (!type_of(scale.element_type(), false, &p.scale_type) || minimum.element_type() != scale.element_type() ||
-      (scale_row.element_count() && p.scale_type != Type::kF32) || (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+      (scale_row.element_count() && p.scale_type != Type::kF32) || instructions > best(Type::kBF16) ||
+      x.element_type() != (instructions ? ffi::DataType::BF16 : ffi::DataType::F32) || (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in || group_size % codes ||
+      (instructions && (p.num_in % 2 || group_size % 2)) ||
       (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] || (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
       (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
       (zero.element_count() && zero.element_count() != scale.element_count()) ||
       (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.x = x.typed_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(), p.scale = scale.untyped_data();
+  p.instructions = static_cast<int>(instructions), p.num_words = p.num_in / 2;
+  p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(), p.scale = scale.untyped_data();
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
   p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
   p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
@@ -475,7 +478,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -484,8 +487,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("code")
-                                  .Attr<int64_t>("group_size"));
-
+                                  .Attr<int64_t>("group_size")
+                                  .Attr<int64_t>("instructions"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));

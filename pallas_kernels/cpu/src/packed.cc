@@ -133,7 +133,8 @@ constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
 
 // As `tile`, for whole tiles of words.
 template <typename Word, int kPanels>
-JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                          uint32_t* total) {
   alignas(64) uint8_t config[64] = {1};
   for (int i = 0; i < 8; ++i) {
     config[16 + 2 * i] = 64;  // bytes of a row
@@ -154,7 +155,6 @@ JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const
     _tile_zero(2);
     _tile_zero(3);
   }
-  const int64_t panel = num_words * kOutputsOfPanel;
   for (int64_t k = begin; k < end; k += kWordsOfTile) {
     const uint32_t* from = w + k * kOutputsOfPanel;
     for (int p = 0; p < kPanels; ++p)
@@ -258,28 +258,35 @@ void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const u
     for (int i = 0; i < kPanels; ++i) store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
 }
 
+// Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words that fill none are multiplied as others are.
+template <typename Word, int kPanels>
+JAXPAGE_DOT void words(int instructions, int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel,
+                       int64_t begin, int64_t end, uint32_t* total) {
+#if defined(__AVX512F__)
+  if constexpr (Word::kHasTiles)
+    if (instructions == kTiles) {
+      const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
+      for (int64_t i = 0; i < count && begin < whole; ++i) {
+        const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
+        amx_tile<Word, kPanels>(last - first, x + first * num_words, num_words, w, panel, begin, whole, total + first * kMostColumns);
+      }
+      if (whole == end) return;
+      begin = whole;
+    }
+#endif
+  all_rows<Word, kPanels>(num_rows, x, num_words, w, panel, begin, end, total);
+}
+
 template <typename Word, int kPanels>
 JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
-  const int64_t num_rows = end_row - row, panel = p.num_words * kOutputsOfPanel;
+  const int64_t panel = p.num_words * kOutputsOfPanel;
   const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * Word::kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
   int64_t begin = 0;
   do {
     const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
-#if defined(__AVX512F__)
-    if constexpr (Word::kHasTiles)
-      if (p.instructions == kTiles) {
-        const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
-        for (int64_t i = 0; i < count && begin < whole; ++i) {
-          const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
-          amx_tile<Word, kPanels>(last - first, x + first * p.num_words, p.num_words, w, begin, whole, total + first * kMostColumns);
-        }
-        begin = whole;
-        if (begin == end) continue;
-      }
-#endif
-    all_rows<Word, kPanels>(num_rows, x, p.num_words, w, panel, begin, end, total);
+    words<Word, kPanels>(p.instructions, end_row - row, x, p.num_words, w, panel, begin, end, total);
     begin = end;
   } while (begin < p.num_words);
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -369,6 +376,87 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
+#if defined(__AVX512F__)
+// Makes words of two numbers of bfloat16 of the codes of a panel, for some words of inputs. They are exact: no code has more than eight bits.
+template <Code code>
+void pair(const Packed& p, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
+  constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
+  const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (kOfNibbles ? p.num_words : p.num_in) * kOutputsOfPanel;
+  const Vec offset = splat(code == Code::kInt4 && !p.zero && !p.minimum ? 8.0f : 0.0f);
+  alignas(64) uint16_t table[32];  // the same sixteen numbers twice: the fifth bit of an index belongs to another code
+  if constexpr (kOfNibbles) {
+    Int bits = {};
+    for (int i = 0; i < kLanes; ++i) bits[i] = i;
+    const Bits numbers = as_bits(number<code>(bits) - offset) >> 16;
+    for (int i = 0; i < 32; ++i) table[i] = numbers[i % 16];
+  }
+  const __m512i numbers = _mm512_load_si512(table);
+  for (int64_t k = begin; k < end; ++k, to += kOutputsOfPanel) {
+    Bits word;
+    if constexpr (kOfNibbles) {
+      const Bits both = widened(raw_at<UByte>(from + k * kOutputsOfPanel));
+      word = (Bits)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
+    } else {
+      typedef typename std::conditional<code == Code::kInt8, I8, F8>::type Number;
+      const auto* at = reinterpret_cast<const typename Number::type*>(from) + 2 * k * kOutputsOfPanel;
+      word = as_bits(Load<Number>::at(at)) >> 16 | (as_bits(Load<Number>::at(at + kOutputsOfPanel)) & 0xffff0000u);
+    }
+    std::memcpy(to, &word, 64);
+  }
+}
+
+void pair(const Packed& p, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
+  switch (p.code) {
+    case Code::kInt8: return pair<Code::kInt8>(p, panel, begin, end, to);
+    case Code::kInt4: return pair<Code::kInt4>(p, panel, begin, end, to);
+    case Code::kFloat8: return pair<Code::kFloat8>(p, panel, begin, end, to);
+    case Code::kFloat4: return pair<Code::kFloat4>(p, panel, begin, end, to);
+  }
+}
+
+// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale.
+template <int kPanels>
+JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel;
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns], part[kRowsAtOnce * kMostColumns];
+  alignas(64) uint32_t made[kPanels * kPanel];
+  const int64_t num_rows = end_row - row;
+  const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
+  const float* x_sum = static_cast<const float*>(p.words) + row * p.num_groups;
+  std::memset(total, 0, num_rows * kMostColumns * 4);
+  for (int64_t group = 0; group < p.num_groups; ++group) {
+    const int64_t first = group * p.group_size / 2, count = std::min(p.group_size / 2, p.num_words - first);
+    for (int64_t begin = 0; begin < count; begin += kWords) {
+      const int64_t end = std::min(begin + kWords, count);
+      for (int i = 0; i < kPanels; ++i) pair(p, first_panel + i, first + begin, first + end, made + i * kPanel);
+      const uint32_t* from = made - begin * kOutputsOfPanel;  // where the group's word 0 would be
+      words<PairDot, kPanels>(p.instructions, num_rows, x + first, p.num_words, from, kPanel, begin, end, part);
+    }
+    for (int i = 0; i < kPanels; ++i) {
+      const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
+      const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, first_panel + i, group)
+                         : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
+                                   : Vec{};
+      for (int64_t t = 0; t < num_rows; ++t) {
+        uint32_t* sum = total + t * kMostColumns + i * kOutputsOfPanel;
+        Vec value = multiply_add(raw_at<Vec>(part + t * kMostColumns + i * kOutputsOfPanel), scale, raw_at<Vec>(sum));
+        if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups + group]), offset, value);
+        std::memcpy(sum, &value, 64);
+      }
+    }
+  }
+  store<kPanels>(p, row, end_row, first_panel, total);
+}
+#endif
+
+template <int kPanels>
+void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
+#if defined(__AVX512F__)
+  if (p.instructions) return paired_panels<kPanels>(p, row, end_row, panel);
+#endif
+  coded_panels<kPanels>(p, row, end_row, panel);
+}
+
 template <typename Word>
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   if (panel + kMostPanels <= end_panel) return panels<Word, kMostPanels>(p, row, end_row, panel);
@@ -377,8 +465,8 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   if (p.is_coded) {
-    if (panel + kMostPanels <= end_panel) return coded_panels<kMostPanels>(p, row, end_row, panel);
-    for (; panel < end_panel; ++panel) coded_panels<1>(p, row, end_row, panel);
+    if (panel + kMostPanels <= end_panel) return of_codes<kMostPanels>(p, row, end_row, panel);
+    for (; panel < end_panel; ++panel) of_codes<1>(p, row, end_row, panel);
     return;
   }
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
@@ -395,7 +483,8 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 }
 
 int64_t bytes_of_row(const Packed& p) {
-  if (p.is_coded || p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
+  if (p.is_coded) return p.instructions && (p.zero || p.minimum) ? p.num_groups * 4 : 0;
+  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
@@ -441,7 +530,23 @@ void round_row(const Packed& p, int64_t row, void* words) {
   p.row_sum[row] = sum;
 }
 
+// The sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
+void sum_groups(const Packed& p, int64_t row, float* sums) {
+  const auto* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
+  for (int64_t group = 0; group < p.num_groups; ++group) {
+    float sum = 0;
+    for (int64_t i = group * p.group_size; i < std::min(p.num_in, (group + 1) * p.group_size); ++i) {
+      const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
+      float number;
+      std::memcpy(&number, &bits, 4);
+      sum += number;
+    }
+    sums[group] = sum;
+  }
+}
+
 void prepare(const Packed& p, int64_t row, void* words) {
+  if (p.is_coded) return sum_groups(p, row, static_cast<float*>(words));
   if (p.type == Type::kI8) return round_row(p, row, words);
   const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   if (p.instructions) {

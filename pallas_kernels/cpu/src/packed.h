@@ -24,8 +24,8 @@ enum class Code : int64_t { kInt8, kInt4, kFloat8, kFloat4 };
 struct Packed {
   Type type;           // of the weight: kF32, kBF16 or kI8
   int instructions;    // kNone, kDot or kTiles
-  const void* x;       // [T, I]: float32 for kI8 and for codes, else of the weight's type
-  const void* words;   // [T, ...]: x as `prepare` makes it, or x itself
+  const void* x;       // [T, I]: float32 for kI8, and for codes without instructions; bfloat16 for codes with them; else of the weight's type
+  const void* words;   // [T, ...]: x as `prepare` makes it, or x itself; of bfloat16 and codes the sums [T, J] of x
   const void* panels;  // [P, K, 16] words; of codes [P, I, 16] or [P, I / 2, 16] bytes
   void* out;           // [T, O]
   bool out_is_float;   // else of bfloat16
@@ -36,7 +36,7 @@ struct Packed {
   float* row_scale;   // [T]: what `prepare` rounds a row with
   int32_t* row_sum;   // [T]: of the rounded x, what a sum has 128 times too much
 
-  // Codes, which are made float32.
+  // Codes, which are made float32; with instructions bfloat16, and a group is scaled when it is summed.
   bool is_coded;
   Code code;
   Type scale_type;           // of scales and minima
