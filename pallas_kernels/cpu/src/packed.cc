@@ -34,6 +34,7 @@ static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
 constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
 constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
+constexpr int64_t kTileWordsOfBlock = 256;  // with AMX, which reads faster than the second cache gives
 
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
@@ -124,11 +125,11 @@ struct PairDot {
 constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
 
 // The numbers of tiles are written into the instructions.
-#define JAXPAGE_ADD_TILES(sum, weight) \
+#define JAXPAGE_ADD_TILES(sum, rows, weight) \
   if constexpr (std::is_same<Word, PairDot>::value) { \
-    _tile_dpbf16ps(sum, 4, weight); \
+    _tile_dpbf16ps(sum, rows, weight); \
   } else { \
-    _tile_dpbssd(sum, 4, weight); \
+    _tile_dpbssd(sum, rows, weight); \
   }
 
 // As `tile`, for whole tiles of words.
@@ -161,14 +162,14 @@ JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const
       for (int line = 0; line < kWordsOfTile; ++line) __builtin_prefetch(from + p * panel + (kWordsOfTile * 2 + line) * kOutputsOfPanel);
     _tile_loadd(4, x + k, num_words * 4);
     _tile_loadd(5, from, 64);
-    JAXPAGE_ADD_TILES(0, 5)
+    JAXPAGE_ADD_TILES(0, 4, 5)
     if constexpr (kPanels == 4) {
       _tile_loadd(6, from + panel, 64);
-      JAXPAGE_ADD_TILES(1, 6)
+      JAXPAGE_ADD_TILES(1, 4, 6)
       _tile_loadd(7, from + 2 * panel, 64);
-      JAXPAGE_ADD_TILES(2, 7)
+      JAXPAGE_ADD_TILES(2, 4, 7)
       _tile_loadd(5, from + 3 * panel, 64);
-      JAXPAGE_ADD_TILES(3, 5)
+      JAXPAGE_ADD_TILES(3, 4, 5)
     }
   }
   _tile_stored(0, total, kStride);
@@ -177,6 +178,49 @@ JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const
     _tile_stored(2, total + 32, kStride);
     _tile_stored(3, total + 48, kStride);
   }
+  _tile_release();
+}
+
+// The same for two tiles of rows and two panels: with four tiles of sums, each tile that is loaded is used twice.
+template <typename Word>
+JAXPAGE_AMX void amx_square(int count, int next_count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
+                            int64_t end, uint32_t* total) {
+  alignas(64) uint8_t config[64] = {1};
+  const int lines[8] = {count, count, next_count, next_count, count, next_count, kWordsOfTile, kWordsOfTile};
+  for (int i = 0; i < 8; ++i) {
+    config[16 + 2 * i] = 64;  // bytes of a row
+    config[48 + i] = lines[i];
+  }
+  _tile_loadconfig(config);
+  constexpr int kStride = kMostColumns * 4;
+  uint32_t* next_total = total + count * kMostColumns;
+  const uint32_t* next_x = x + count * num_words;
+  if (begin) {
+    _tile_loadd(0, total, kStride);
+    _tile_loadd(1, total + 16, kStride);
+    _tile_loadd(2, next_total, kStride);
+    _tile_loadd(3, next_total + 16, kStride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = begin; k < end; k += kWordsOfTile) {
+    const uint32_t* from = w + k * kOutputsOfPanel;
+    _tile_loadd(6, from, 64);
+    _tile_loadd(4, x + k, num_words * 4);
+    JAXPAGE_ADD_TILES(0, 4, 6)
+    _tile_loadd(7, from + panel, 64);
+    JAXPAGE_ADD_TILES(1, 4, 7)
+    _tile_loadd(5, next_x + k, num_words * 4);
+    JAXPAGE_ADD_TILES(2, 5, 6)
+    JAXPAGE_ADD_TILES(3, 5, 7)
+  }
+  _tile_stored(0, total, kStride);
+  _tile_stored(1, total + 16, kStride);
+  _tile_stored(2, next_total, kStride);
+  _tile_stored(3, next_total + 16, kStride);
   _tile_release();
 }
 #undef JAXPAGE_ADD_TILES
@@ -268,7 +312,15 @@ JAXPAGE_DOT void words(int instructions, int64_t num_rows, const typename Word::
       const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
       for (int64_t i = 0; i < count && begin < whole; ++i) {
         const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
-        amx_tile<Word, kPanels>(last - first, x + first * num_words, num_words, w, panel, begin, whole, total + first * kMostColumns);
+        const uint32_t* own = x + first * num_words;
+        uint32_t* sums = total + first * kMostColumns;
+        if (kPanels == kMostPanels && i + 1 < count) {
+          const int64_t next = (++i + 1) * num_rows / count;
+          for (int p = 0; p < kPanels; p += 2)
+            amx_square<Word>(last - first, next - last, own, num_words, w + p * panel, panel, begin, whole, sums + p * kOutputsOfPanel);
+        } else {
+          amx_tile<Word, kPanels>(last - first, own, num_words, w, panel, begin, whole, sums);
+        }
       }
       if (whole == end) return;
       begin = whole;
@@ -285,7 +337,7 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
   int64_t begin = 0;
   do {
-    const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
+    const int64_t end = std::min(begin + (p.instructions == kTiles ? kTileWordsOfBlock : kWordsOfBlock), p.num_words);
     words<Word, kPanels>(p.instructions, end_row - row, x, p.num_words, w, panel, begin, end, total);
     begin = end;
   } while (begin < p.num_words);
