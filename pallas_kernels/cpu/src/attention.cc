@@ -4,6 +4,7 @@
 // in the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int kTile = 64;       // positions
 constexpr int kMostVecs = kMostHeadWidth / kLanes;
+constexpr int kVecsOfTile = kTile / kLanes;
 
 // Where the pages hold a position of a row, as a slot.
 inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
@@ -91,11 +93,16 @@ struct Tile {
   int begin, end, from;
   int64_t position;  // of the first of the 64
 
-  void find(const Attention& a, const Unit& unit, int64_t start) {
-    position = start;
+  // Sets what a unit sees of the positions.
+  void see(const Unit& unit) {
     begin = static_cast<int>(unit.first > position ? unit.first - position : 0);
     end = static_cast<int>(unit.last - position < kTile ? unit.last - position + 1 : kTile);
     from = begin / kLanes * kLanes;
+  }
+
+  void find(const Attention& a, const Unit& unit, int64_t start) {
+    position = start;
+    see(unit);
     for (int j = begin; j < end;) {  // none where the unit sees nothing here
       slots[j] = unit.slot(a, position + j);
       // Without a division for each: those behind it, as far as its block goes.
@@ -302,32 +309,143 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   for (int64_t i = 0; i < count * num_heads; ++i) heads[i].finish(a, unit.token, head_of(i));
 }
 
-// Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kMostHeads query heads in all. They share what is read
-// of the tiles that they see alike, which are all but the last and, with a window, the first.
+// What the pages hold of a tile and one key/value head, as numbers of float32: keys by number and position, values by position and number.
+template <typename Page>
+void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages, Vec* keys, Vec* values) {
+  const int64_t stride = a.num_kv_heads * a.head_width, vecs = a.head_width / kLanes, value_vecs = a.value_width / kLanes;
+  const auto at = [&](const void* pages, int j) { return static_cast<const typename Page::type*>(pages) + tile.slots[j] * stride; };
+  for (int group = tile.from; group < tile.end; group += kLanes)
+    for (int64_t i = 0; i < vecs; ++i) {
+      Vec square[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int j = group + lane;
+        square[lane] = j < tile.begin || j >= tile.end ? splat(0.0f) : Load<Page>::at(at(k_pages, j) + i * kLanes);
+      }
+      transpose(square);
+      for (int lane = 0; lane < kLanes; ++lane) keys[(i * kLanes + lane) * kVecsOfTile + group / kLanes] = square[lane];
+    }
+  for (int j = tile.begin; j < tile.end; ++j)
+    for (int64_t i = 0; i < value_vecs; ++i) values[j * value_vecs + i] = Load<Page>::at(at(v_pages, j) + i * kLanes);
+}
+
+void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages, Vec* keys, Vec* values) {
+  switch (a.page_type) {
+    case Type::kF32: return read_tile<F32>(a, tile, k_pages, v_pages, keys, values);
+    case Type::kBF16: return read_tile<BF16>(a, tile, k_pages, v_pages, keys, values);
+    case Type::kF16: return read_tile<F16>(a, tile, k_pages, v_pages, keys, values);
+    case Type::kI8: return read_tile<I8>(a, tile, k_pages, v_pages, keys, values);
+    default: return read_tile<F8>(a, tile, k_pages, v_pages, keys, values);
+  }
+}
+
+// The products of some queries with a tile's positions, as far as they belong to the numbers lane, lane + kStep, ... : added as `sums` adds lanes, so
+// that a score has the bits of `score`.
+template <int kStep, int kHeads>
+inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q, int64_t width, int lane, Vec (*sum)[kVecsOfTile]) {
+  if constexpr (kStep < kLanes) {
+    Vec other[kHeads][kVecsOfTile];
+    add_lanes<2 * kStep, kHeads>(keys, q, width, lane, sum);
+    add_lanes<2 * kStep, kHeads>(keys, q, width, lane + kStep, other);
+    for (int h = 0; h < kHeads; ++h)
+      for (int i = 0; i < kVecsOfTile; ++i) sum[h][i] += other[h][i];
+  } else {
+    Vec own[kHeads][kVecsOfTile];
+    for (int h = 0; h < kHeads; ++h)
+      for (int i = 0; i < kVecsOfTile; ++i) own[h][i] = splat(0.0f);
+    for (int64_t number = lane; number < width; number += kLanes)
+      for (int i = 0; i < kVecsOfTile; ++i) {
+        const Vec key = keys[number * kVecsOfTile + i];
+        for (int h = 0; h < kHeads; ++h) own[h][i] = multiply_add(splat(q[h][number]), key, own[h][i]);
+      }
+    for (int h = 0; h < kHeads; ++h)
+      for (int i = 0; i < kVecsOfTile; ++i) sum[h][i] = own[h][i];
+  }
+}
+
+template <int kHeads>
+void score_tile(const Attention& a, Head* heads, const Vec* keys) {
+  const float* q[kHeads];
+  Vec found[kHeads][kVecsOfTile];
+  for (int h = 0; h < kHeads; ++h) q[h] = reinterpret_cast<const float*>(heads[h].q);
+  add_lanes<1, kHeads>(keys, q, a.head_width, 0, found);
+  for (int h = 0; h < kHeads; ++h) std::memcpy(heads[h].scores, found[h], sizeof(found[h]));
+}
+
+// Adds the weighted values of the positions from `begin` to `end` to the sums of some heads, in their order, kVecs vectors from the `first`-th on.
+template <int kHeads, int kVecs>
+void add_values(Head* heads, const Vec* values, int64_t value_vecs, int64_t first, int begin, int end) {
+  Vec acc[kHeads][kVecs];
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[first + i];
+  for (int j = begin; j < end; ++j)
+    for (int i = 0; i < kVecs; ++i) {
+      const Vec value = values[j * value_vecs + first + i];
+      for (int h = 0; h < kHeads; ++h) acc[h][i] = multiply_add(splat(heads[h].scores[j]), value, acc[h][i]);
+    }
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < kVecs; ++i) heads[h].acc[first + i] = acc[h][i];
+}
+
+template <int kHeads>
+void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int end) {
+  const int64_t vecs = a.value_width / kLanes;
+  int64_t i = 0;
+  for (; i + 4 <= vecs; i += 4) add_values<kHeads, 4>(heads, values, vecs, i, begin, end);
+  for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
+}
+
+void score_some(const Attention& a, Head* heads, int count, const Vec* keys) {
+  switch (count) {
+    case 1: return score_tile<1>(a, heads, keys);
+    case 2: return score_tile<2>(a, heads, keys);
+    case 3: return score_tile<3>(a, heads, keys);
+    default: return score_tile<kMostHeads>(a, heads, keys);
+  }
+}
+
+void add_some(const Attention& a, Head* heads, int count, const Vec* values, int begin, int end) {
+  switch (count) {
+    case 1: return add_tile<1>(a, heads, values, begin, end);
+    case 2: return add_tile<2>(a, heads, values, begin, end);
+    case 3: return add_tile<3>(a, heads, values, begin, end);
+    default: return add_tile<kMostHeads>(a, heads, values, begin, end);
+  }
+}
+
+// Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kHeadsOfChunk query heads in all. A tile is read and
+// made float32 once for all of them. Each head has the operations of `attend_heads` in the same order.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {
+  static thread_local std::vector<Head> of_thread(kHeadsOfChunk);
+  static thread_local std::vector<Vec> numbers;
   const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
   const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
-  Head heads[kMostHeads];
+  numbers.resize(kVecsOfTile * (a.head_width + a.value_width));
+  Head* const heads = of_thread.data();
+  Vec *const keys = numbers.data(), *const values = keys + kVecsOfTile * a.head_width;
   for (int i = 0; i < num_heads; ++i) heads[i].start(a, units[i / group_size], kv_head * group_size + i % group_size);
-  const auto attend_tile = [&](const Tile& tile, Head* some, int count, const Steps& steps) {
-    for (int group = tile.from; group < tile.end; group += kLanes) steps.score(a, some, tile, k_pages, group);
-    for (int i = 0; i < count; ++i) some[i].weigh(a, tile, kv_head);
-    for (int group = tile.from; group < tile.end; group += kLanes) steps.add(a, some, tile, v_pages, group);
-  };
-  const Steps together = steps_of(a, num_heads), apart = steps_of(a, group_size);
-  Tile first, tile;
-  for (int64_t position = units->first / kTile * kTile; position <= units[num_tokens - 1].last; position += kTile) {
-    first.find(a, *units, position);
-    tile.find(a, units[num_tokens - 1], position);
-    if (first.begin == tile.begin && first.end == tile.end) {
-      attend_tile(tile, heads, num_heads, together);
-      continue;
-    }
+  Unit all = units[num_tokens - 1];
+  all.first = units->first;
+  Tile tile, own;
+  for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
+    tile.find(a, all, position);
+    read_tile(a, tile, k_pages, v_pages, keys, values);
+    for (int i = 0; i < num_heads; i += kMostHeads) score_some(a, heads + i, std::min(kMostHeads, num_heads - i), keys);
+    own = tile;
     for (int t = 0; t < num_tokens; ++t) {
-      tile.find(a, units[t], position);
-      if (tile.begin < tile.end) attend_tile(tile, heads + t * group_size, group_size, apart);
+      own.see(units[t]);
+      if (own.begin >= own.end) continue;
+      for (int i = t * group_size; i < (t + 1) * group_size; ++i) heads[i].weigh(a, own, kv_head);
+    }
+    for (int i = 0, count; i < num_heads; i += count) {
+      own.see(units[i / group_size]);
+      const int begin = own.begin, end = own.end;
+      for (count = 1; count < kMostHeads && i + count < num_heads; ++count) {
+        own.see(units[(i + count) / group_size]);
+        if (own.begin != begin || own.end != end) break;
+      }
+      if (begin < end) add_some(a, heads + i, count, values, begin, end);
     }
   }
   for (int i = 0; i < num_heads; ++i) heads[i].finish(a, units[i / group_size].token, kv_head * group_size + i % group_size);
@@ -374,7 +492,7 @@ void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, in
 }
 
 void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head) {
-  Unit units[kMostHeads];
+  Unit units[kHeadsOfChunk];
   for (int64_t t = 0; t < num_tokens; ++t) units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
   attend_together(a, units, static_cast<int>(num_tokens));
 }

@@ -8,6 +8,7 @@ namespace jaxpage {
 constexpr int kMostDrafts = 1024;     // query tokens of a row with a tree
 constexpr int kMostHeadWidth = 640;
 constexpr int kMostHeads = 4;         // query heads that are computed together
+constexpr int kHeadsOfChunk = 48;     // query heads of a prompt's chunk that share what is read of the pages
 
 enum class Type : int { kF32, kBF16, kF16, kI8, kF8 };
 
@@ -38,7 +39,7 @@ struct Attention {
 struct Kernels {
   void (*write)(const Attention&, int64_t token);
   void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end);
-  // The same of some tokens of a row without a tree and one key/value head, at most kMostHeads query heads in all.
+  // The same of some tokens of a row without a tree and one key/value head, at most kHeadsOfChunk query heads in all.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head);
 };
 

@@ -208,7 +208,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) * (a.head_width + a.value_width + 64));
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
-  const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kMostHeads / group_size);
+  const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);
   const auto heads_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? side_by_side : 1; };
   const auto queries_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? 1 : of_chunk; };
   const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };

@@ -247,6 +247,26 @@ static inline Vec sums(Vec* v) {
          shuffled<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[0], v[1]);
 }
 
+// Makes a row of each column of 16 vectors.
+static inline void transpose(Vec* v) {
+  const auto swap = [v](int step, auto low, auto high) {
+    for (int i = 0; i < kLanes; ++i)
+      if (!(i & step)) {
+        const Vec a = v[i], b = v[i + step];
+        v[i] = low(a, b);
+        v[i + step] = high(a, b);
+      }
+  };
+  swap(8, shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>,
+       shuffled<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>);
+  swap(4, shuffled<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>,
+       shuffled<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>);
+  swap(2, shuffled<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>,
+       shuffled<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>);
+  swap(1, shuffled<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>,
+       shuffled<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>);
+}
+
 static inline float sum(Vec v) {
   float half[8], result;
   for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
