@@ -303,7 +303,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
 }
 
 // Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kMostHeads query heads in all. They share what is read
-// of the tiles that they see alike, which are all but the last and, with a window, the first.
+// of the tiles that they see alike, which are all but the last and, with a window or chunks, the first.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
   const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
@@ -365,6 +365,7 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
     unit.last = num_before + depth - 1;
   }
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
+  if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first) unit.first = unit.last - unit.last % a.chunk;
   return unit;
 }
 
