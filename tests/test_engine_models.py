@@ -42,7 +42,7 @@ ONE_OF_EACH = (
         "falcon-grouped",
     ),
     *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
-    *("granitemoehybrid-mixed", "lfm2-mixed"),
+    *("granitemoehybrid-mixed", "lfm2-mixed", "llama4-chunks"),
 )
 # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to
 # their end.

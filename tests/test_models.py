@@ -482,6 +482,23 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gemma4-keys-are-values",
         lambda: {"state": roll("router.scale", 0)},
     ),
+    "chunks one too wide": ("llama4-chunks", lambda: {"attend": dense_attend(1)}),
+    "queries that grow one position late": (
+        "llama4-images",
+        lambda: {"spec": {"query_growth": (0.1, 12, 0)}},
+    ),
+    "weights of experts after them": (
+        "llama4-chunks",
+        lambda: {
+            "spec": {
+                "experts": dataclasses.replace(
+                    read_spec("llama4-chunks")[1].experts, scales_input=False
+                )
+            }
+        },
+    ),
+    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"norm_heads": False}}),
+    "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
     "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
@@ -681,10 +698,12 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
                 theirs, "num_key_value_heads", theirs.num_attention_heads
             )
         assert ours.kv.head_width == width, name
-        window = getattr(theirs, "sliding_window", getattr(theirs, "window_size", None))
+        windows = ("sliding_window", "window_size", "attention_chunk_size")
+        window = next((getattr(theirs, each) for each in windows if hasattr(theirs, each)), None)
         types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
         types = types or ["sliding_attention"] * ours.kv.num_layers
-        windows = [window if kind in ("sliding_attention", "local") else None for kind in types]
+        kinds = ("sliding_attention", "local", "chunked_attention")
+        windows = [window if kind in kinds else None for kind in types]
         assert ours.kv.num_decoder_layers == len(windows)
         if ours.kv.decoder_layers is None:
             assert ours.kv.sliding_windows == tuple(windows)

@@ -458,7 +458,11 @@ class ShardedExperts(Experts):
             return own
 
         super().__init__(
-            part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu
+            part(whole.gate_up),
+            part(whole.down),
+            activation=whole.activation,
+            swiglu=whole.swiglu,
+            scales_input=whole.scales_input,
         )
         self.sharding = sharding
 

@@ -74,6 +74,9 @@ MULTIMODAL = {
         ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
         "images, videos and sound",
     ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"mistral": "mistral", "ministral3": "ministral3"}, _LLAVA, "images", tied_by_files=True
     ),

@@ -14,6 +14,8 @@ from jaxpage.models.multimodal import MULTIMODAL, text_family, text_module
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",

@@ -637,6 +637,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    "llama4-chunks": (
+        "llama4_text",
+        {
+            **{"head_dim": 16, "intermediate_size_mlp": 72, "num_local_experts": 8},
+            **{"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 4},
+            **{"attention_chunk_size": 7, "floor_scale": 12, "attn_scale": 0.4},
+            "rope_scaling": {"rope_type": "llama3", **_LLAMA3},
+        },
+    ),
+    "llama4-plain": (
+        "llama4_text",
+        {
+            **{"head_dim": 12, "intermediate_size_mlp": 72, "num_local_experts": 4},
+            **{"moe_layers": [0], "use_qk_norm": False, "attention_bias": True},
+            **{"attn_temperature_tuning": False, "no_rope_layers": [0, 1]},
+            **{"attention_chunk_size": 16, "tie_word_embeddings": True},
+        },
+    ),
     # The text models of checkpoints that take images; sections of a rotation turn by other axes.
     "qwen2-vl": ("qwen2_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}),
     "qwen2-5-vl": (
@@ -679,6 +697,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True, "pad_token_id": 0}),
+    "llama4-images": (
+        "llama4",
+        {
+            **{"head_dim": 16, "intermediate_size_mlp": 72, "num_local_experts": 4},
+            **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 12},
+        },
+    ),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-growth": (
         "mistral3",
@@ -707,6 +732,8 @@ _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "llama4_text": "Llama4ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",

@@ -27,6 +27,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Llama 3.2 1B, Llama 3.2 1B Instruct", "1.2", "LlamaForCausalLM", ""),
         ("Llama 3.2 3B, Llama 3.2 3B Instruct", "3.2", "LlamaForCausalLM", ""),
         ("Llama 3.3 70B Instruct", "70", "LlamaForCausalLM", ""),
+        (
+            "Llama 4 Scout, Maverick",
+            "109, 402",
+            "Llama4ForConditionalGeneration",
+            f"{_TEXT}; experts; on a GPU up to 8,192 positions, or `attention_backend=\"scan\"`",
+        ),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),
         ("TinyLlama 1.1B Chat", "1.1", "LlamaForCausalLM", ""),
