@@ -36,6 +36,7 @@ ONE_OF_EACH = (
         "gemma2-caps",
         "gemma3-types",
         "gemma4-shared",
+        "gemma3n-shared",
         "cohere2-parallel",
         "olmo3-windows",
         "glm4-interleaved",

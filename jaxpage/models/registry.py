@@ -51,6 +51,8 @@ FAMILIES = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
+    "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
     "GraniteForCausalLM": "granite",

@@ -35,9 +35,9 @@ SIZES = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
     *("moe_num_experts", "moe_k", "moe_topk", "d_model", "attention_heads", "num_layers"),
     *("num_heads", "attention_types", "rotary_dim", "n_layers", "n_heads"),
-    "intermediate_size_mlp",
+    *("intermediate_size_mlp", "vocab_size_per_layer_input"),
 )
-_FORM = ("architectures", "model_type", "text_config", "vision_config")
+_FORM = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
 KEPT = (*_FORM, *SIZES)
 # These change what a call of transformers returns or how it generates text, and no logits.
 _IDLE = (
@@ -129,6 +129,7 @@ _KINDS = {
     "layer_types": ("full_attention", "sliding_attention"),
     "mlp_layer_types": ("dense", "sparse"),
     "no_rope_layers": (0, 1),
+    "activation_sparsity_pattern": (0.0, 0.5, 0.95),
 }
 
 

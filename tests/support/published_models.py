@@ -80,6 +80,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Gemma 2", "2.6, 9, 27", "Gemma2ForCausalLM", ""),
         ("Gemma 3 270M, Gemma 3 1B", "0.27, 1", "Gemma3ForCausalLM", ""),
         ("Gemma 3 4B, 12B, 27B", "4, 12, 27", "Gemma3ForConditionalGeneration", _TEXT),
+        ("Gemma 3n E2B, E4B", "5, 7", "Gemma3nForConditionalGeneration", _TEXT),
         ("Gemma 4 E2B, E4B", "5, 8", "Gemma4ForConditionalGeneration", _TEXT),
         (
             "Gemma 4 26B-A4B, 31B",

@@ -211,6 +211,13 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         "apply_residual",
         {"apply_residual_connection_post_layernorm": True},
     ),
+    *(
+        (CheckpointError, "gemma3n-shared", field, {field: value})
+        for field, value in (
+            *(("altup_active_idx", 4), ("activation_sparsity_pattern", [0.5, 1.0, 0, 0, 0])),
+            *(("intermediate_size", [80, 72]), ("num_kv_shared_layers", 4)),
+        )
+    ),
     (UnsupportedError, "llama4-chunks", "sliding_attention", {"layer_types": ["sliding_attention"] * 4}),
     *(
         (CheckpointError, "llama4-chunks", field, {field: value})
