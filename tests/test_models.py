@@ -704,7 +704,9 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             .config_class(**fields)
             .get_text_config()
         )
-        if name.startswith(("gemma4", "gemma3n")):  # their layers differ, see test_config_defaults.py
+        if name.startswith(
+            ("gemma4", "gemma3n")
+        ):  # their layers differ, see test_config_defaults.py
             continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:

@@ -83,7 +83,9 @@ def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_trans
     assert spec.tie_word_embeddings and spec.rope.frequencies[0] == 1 / 8
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth", "llama4-images"])
+@pytest.mark.parametrize(
+    "name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth", "llama4-images"]
+)
 def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> None:
     """Each field alone is left out, and the config that transformers makes of the rest is read."""
     config = config_json(name)

@@ -24,8 +24,8 @@ class BlockForm:
             stored scale is less 1.
         together: True if norms of queries and keys are over all heads together (see `norm_heads`).
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
-            `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart". RMS
-            norms have no scale if "none".
+            `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
+            RMS norms have no scale if "none".
         turned_first: True if queries and keys are turned before their norms.
         parallel: True if both halves take the layer's input, after the norm before attention where
             the feed-forward half has no norm before it.

@@ -148,9 +148,7 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
         or not all(type(each) in (int, float) and 0 <= each < 1 for each in shares)
     ):
         text = f"activation_sparsity_pattern must have a share below 1 for each of {num_layers}"
-        fields.note(
-            WrongField(f"{text} layers, not {given!r}"), activation_sparsity_pattern=None
-        )
+        fields.note(WrongField(f"{text} layers, not {given!r}"), activation_sparsity_pattern=None)
         shares = usual
     return tuple(map(float, shares))
 

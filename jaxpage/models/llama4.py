@@ -1,9 +1,9 @@
-"""Llama 4, text (Meta, 2025), attends to chunks of positions, and to all in layers without positions.
+"""Llama 4, text (Meta, 2025), attends to chunks of positions, except in layers that do not rotate.
 
-Three layers of four rotate, and a token sees those positions of its own chunk that are not after
-it (`AttentionOptions.attention_chunk`). To the cache a chunk is a window of its size, which holds
-all that a token sees of its chunk and more. Where no sequence is longer than a chunk, all layers
-are full ones. In some or all layers experts take the place of the feed-forward half:
+Three layers of four rotate, and there a token sees those positions of its own chunk that are not
+after it (`AttentionOptions.attention_chunk`). To the cache a chunk is a window of its size, which
+holds all that a token sees of its chunk and more. Where no sequence is longer than a chunk, all
+layers are full ones. In some or all layers experts take the place of the feed-forward half:
 
     position        0  1  2  3   4  5  6  7     attention_chunk_size 4
     5 sees                       x  x           in a layer that rotates

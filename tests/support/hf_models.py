@@ -64,7 +64,9 @@ def save_model(
 
     config.json is what transformers saves; the tokenizer knows the words "t0", "t1", ... for the ids of the vocabulary.
     """
-    model = make_model(name, seed=seed, **overrides).to(dtype)
+    model = make_model(name, seed=seed, **overrides)
+    if dtype != torch.float32:  # Not for nothing: a cast of Llama 4's complex numbers is warned of.
+        model = model.to(dtype)
     model.save_pretrained(directory)
     vocabulary = {f"t{index}": index for index in range(model.config.get_text_config().vocab_size)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))

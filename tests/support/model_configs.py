@@ -671,7 +671,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 140},
             **{"altup_num_inputs": 2, "altup_active_idx": 1, "altup_correct_scale": False},
             **{"attention_bias": True, "final_logit_softcapping": 20.0, "laurel_rank": 6},
-            **{"tie_word_embeddings": False, "layer_types": ["full_attention", "sliding_attention"]},
+            **{
+                "tie_word_embeddings": False,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
             "rope_scaling": {"rope_type": "linear", "factor": 2.5},
         },
     ),

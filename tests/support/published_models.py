@@ -31,7 +31,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "Llama 4 Scout, Maverick",
             "109, 402",
             "Llama4ForConditionalGeneration",
-            f"{_TEXT}; experts; on a GPU up to 8,192 positions, or `attention_backend=\"scan\"`",
+            f'{_TEXT}; experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
         ),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),

@@ -218,7 +218,12 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             *(("intermediate_size", [80, 72]), ("num_kv_shared_layers", 4)),
         )
     ),
-    (UnsupportedError, "llama4-chunks", "sliding_attention", {"layer_types": ["sliding_attention"] * 4}),
+    (
+        UnsupportedError,
+        "llama4-chunks",
+        "sliding_attention",
+        {"layer_types": ["sliding_attention"] * 4},
+    ),
     *(
         (CheckpointError, "llama4-chunks", field, {field: value})
         for field, value in (
