@@ -153,7 +153,7 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     return tuple(map(float, shares))
 
 
-def _states(fields: Fields) -> dict[str, int]:
+def _states(fields: Fields) -> dict[str, Any]:
     """Returns the fields of the spec about the hidden states."""
     count = fields.integer("altup_num_inputs", 4)
     active = fields.integer("altup_active_idx", 0, least=0)
