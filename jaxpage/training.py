@@ -176,6 +176,9 @@ def dense_attend(num_rows: int) -> Attend:
             slopes = options.alibi_slopes.reshape(num_kv_heads, -1, 1, 1)
             scores = scores - slopes * back
         seen = (back >= 0) & (back < (options.sliding_window or length))
+        if options.attention_chunk is not None:
+            chunk_C = jnp.arange(length) // options.attention_chunk
+            seen &= chunk_C[:, None] == chunk_C
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:
             of_heads = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)

@@ -42,9 +42,8 @@ class Arguments:
             if (array := getattr(self, name)) is not None:
                 object.__setattr__(self, name, jnp.asarray(array))
         self._check_arrays()
-        object.__setattr__(
-            self, "options", self.options.checked(self.q_TNH, self.k_pages, self.v_pages)
-        )
+        arrays = self.q_TNH, self.k_pages, self.v_pages, self.block_table_BM
+        object.__setattr__(self, "options", self.options.checked(*arrays))
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
         longest = min(

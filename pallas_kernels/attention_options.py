@@ -26,6 +26,9 @@ class AttentionOptions:
     Attributes:
         scale: The factor of the scores, usually H ** -0.5.
         sliding_window: The number of positions that a token sees, its own included; None for all.
+        attention_chunk: The number of positions of a chunk. A token sees the positions of its own
+            chunk, from the last multiple of this number on, and no earlier ones (Llama 4); None for
+            all.
         logit_softcap: Scores become softcap * tanh(scores / softcap).
         value_width: The width of the values, which are the first numbers of the keys; there are no
             pages of values then. Such keys are latents, of which an absorbed product makes values
@@ -41,6 +44,7 @@ class AttentionOptions:
 
     scale: float
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     logit_softcap: float | None = None
     value_width: int | None = None
     sinks: Float[Array, "N"] | None = None
@@ -54,7 +58,7 @@ class AttentionOptions:
             object.__setattr__(self, "logit_softcap", _number("logit_softcap", self.logit_softcap))
             if self.logit_softcap <= 0:
                 raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
-        for name in ("sliding_window", "value_width"):
+        for name in ("sliding_window", "attention_chunk", "value_width"):
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, at_least_one(name, number))
 
@@ -70,9 +74,15 @@ class AttentionOptions:
         return dataclasses.replace(self, sinks=None, alibi_slopes=None, tree_mask_TQ=None)
 
     def checked(
-        self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None
+        self,
+        q_TNH: jax.Array,
+        k_pages: jax.Array,
+        v_pages: jax.Array | None,
+        block_table_BM: jax.Array,
     ) -> AttentionOptions:
         """Returns the options as a call with these arrays takes them.
+
+        A chunk that no row is longer than counts as none, so that every kernel set takes it.
 
         Raises:
             ValueError: An option does not fit the arrays.
@@ -104,7 +114,10 @@ class AttentionOptions:
             raise ValueError(
                 f"value_width must be at most the width of k_pages, {k_pages.shape[3]}, not {self.value_width}"
             )
-        return dataclasses.replace(self, **arrays)
+        longest = block_table_BM.shape[1] * k_pages.shape[1]
+        is_one = self.attention_chunk is not None and self.attention_chunk >= longest
+        chunk = None if is_one else self.attention_chunk
+        return dataclasses.replace(self, attention_chunk=chunk, **arrays)
 
 
 def register_record(kind: type, arrays: tuple[str, ...]) -> None:

@@ -114,9 +114,11 @@ class KernelSet:
             given = call.attention.options.given
             if missing := given - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
+            # No set computes both together, and the definition does not either.
             if {"tree_mask_TQ", "sliding_window"} <= given:
-                # No set computes both together, and the definition does not either.
                 return "a tree mask with a sliding window"
+            if {"tree_mask_TQ", "attention_chunk"} <= given:
+                return "a tree mask with chunks of attention"
         return reason
 
 

@@ -142,6 +142,7 @@ def step(
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 20},
+    "chunks": {"attention_chunk": 20},
     "softcap": {"logit_softcap": 3.0},
     "tree": {"tree": True},
 }

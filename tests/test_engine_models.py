@@ -36,13 +36,14 @@ ONE_OF_EACH = (
         "gemma2-caps",
         "gemma3-types",
         "gemma4-shared",
+        "gemma3n-shared",
         "cohere2-parallel",
         "olmo3-windows",
         "glm4-interleaved",
         "falcon-grouped",
     ),
     *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
-    *("granitemoehybrid-mixed", "lfm2-mixed"),
+    *("granitemoehybrid-mixed", "lfm2-mixed", "llama4-chunks"),
 )
 # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to
 # their end.

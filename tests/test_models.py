@@ -482,6 +482,41 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gemma4-keys-are-values",
         lambda: {"state": roll("router.scale", 0)},
     ),
+    "chunks one too wide": ("llama4-chunks", lambda: {"attend": dense_attend(1)}),
+    "queries that grow one position late": (
+        "llama4-images",
+        lambda: {"spec": {"query_growth": (0.1, 12, 0)}},
+    ),
+    "weights of experts after them": (
+        "llama4-chunks",
+        lambda: {
+            "spec": {
+                "experts": dataclasses.replace(
+                    read_spec("llama4-chunks")[1].experts, scales_input=False
+                )
+            }
+        },
+    ),
+    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"norm_heads": False}}),
+    "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
+    "another share of gates": (
+        "gemma3n-shared",
+        lambda: {"spec": {"sparsities": (0.9, 0.6, 0.0, 0.3, 0.0)}},
+    ),
+    "predictions of other states": (
+        "gemma3n-shared",
+        lambda: {"state": roll("prediction_coefs.weight", 0)},
+    ),
+    "corrections of other states": (
+        "gemma3n-two-states",
+        lambda: {"state": roll("correction_coefs.weight", 0)},
+    ),
+    "scale of the active state forgotten": (
+        "gemma3n-shared",
+        lambda: {"spec": {"scales_active": False}},
+    ),
+    "the first state is active": ("gemma3n-two-states", lambda: {"spec": {"active": 0}}),
+    "a product of low rank dropped": ("gemma3n-shared", lambda: {"state": zero("linear_right")}),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
     "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
@@ -547,6 +582,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "factor": 32.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "llama3 of Llama 4 Scout": {
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
@@ -663,7 +704,9 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             .config_class(**fields)
             .get_text_config()
         )
-        if name.startswith("gemma4"):  # its layers differ, see test_config_defaults.py
+        if name.startswith(
+            ("gemma4", "gemma3n")
+        ):  # their layers differ, see test_config_defaults.py
             continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
@@ -681,10 +724,12 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
                 theirs, "num_key_value_heads", theirs.num_attention_heads
             )
         assert ours.kv.head_width == width, name
-        window = getattr(theirs, "sliding_window", getattr(theirs, "window_size", None))
+        windows = ("sliding_window", "window_size", "attention_chunk_size")
+        window = next((getattr(theirs, each) for each in windows if hasattr(theirs, each)), None)
         types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
         types = types or ["sliding_attention"] * ours.kv.num_layers
-        windows = [window if kind in ("sliding_attention", "local") else None for kind in types]
+        kinds = ("sliding_attention", "local", "chunked_attention")
+        windows = [window if kind in kinds else None for kind in types]
         assert ours.kv.num_decoder_layers == len(windows)
         if ours.kv.decoder_layers is None:
             assert ours.kv.sliding_windows == tuple(windows)
@@ -698,6 +743,14 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             assert ours.rope.frequencies[-1] == pytest.approx(
                 theta ** (1 / pairs - 1) / factor, rel=1e-5
             ), name
+
+
+def test_llama_4_is_read_as_it_is_published():
+    published, plain = (
+        read_spec("llama4-chunks", attn_temperature_tuning=tuning, no_rope_layers=layers)[1]
+        for tuning, layers in ((4, []), (True, None))
+    )
+    assert published == plain and published.query_growth is not None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

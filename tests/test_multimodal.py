@@ -47,6 +47,7 @@ def headless(name: str) -> str:
         ("qwen2-vl", as_qwen),
         ("qwen3-vl-moe", as_qwen),
         ("gemma4-images", headless),
+        ("gemma3n-images", headless),
     ],
 )
 def test_files_with_older_names_fill_the_same_parameters(
@@ -82,7 +83,9 @@ def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_trans
     assert spec.tie_word_embeddings and spec.rope.frequencies[0] == 1 / 8
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth"])
+@pytest.mark.parametrize(
+    "name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth", "llama4-images"]
+)
 def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> None:
     """Each field alone is left out, and the config that transformers makes of the rest is read."""
     config = config_json(name)
@@ -123,21 +126,38 @@ def test_files_say_whether_a_head_is_tied_where_the_config_does_not(
     assert open_model(tmp_path).spec.tie_word_embeddings == tied
 
 
+@pytest.mark.parametrize(
+    ("name", "others", "idle", "what"),
+    [
+        (
+            "gemma4-images",
+            ("model.vision_tower.x", "model.embed_audio.x"),
+            ("model.language_model.layers.4.self_attn.k_proj.weight",),
+            "images, videos and sound",
+        ),
+        ("llama4-images", (), (), "images"),
+    ],
+)
 def test_tensors_for_images_are_counted_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    others: tuple[str, ...],
+    idle: tuple[str, ...],
+    what: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Those of layers that share pages are not needed either, and count as none of them."""
-    save_model("gemma4-images", tmp_path)
+    save_model(name, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    others = {f"model.{tower}.x": np.zeros(3) for tower in ("vision_tower", "embed_audio")}
-    idle = {"model.language_model.layers.4.self_attn.k_proj.weight": np.zeros(3, np.float32)}
-    save_file({**tensors, **others, **idle}, file, {"format": "pt"})
-    count = sum("language_model" not in name for name in {**tensors, **others})
+    more = {each: np.zeros(3, np.float32) for each in (*others, *idle)}
+    save_file({**tensors, **more}, file, {"format": "pt"})
+    count = sum("language_model" not in each for each in {**tensors, **more})
+    assert count
     with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60):
         pass
     found = [line for line in caplog.messages if "text model alone" in line]
     assert found == [
-        "this is the text model alone: images, videos and sound are not supported, and the "
+        f"this is the text model alone: {what} are not supported, and the "
         f"checkpoint's {count} tensors for them are not loaded"
     ]

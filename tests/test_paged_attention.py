@@ -88,6 +88,30 @@ def test_alibi_lowers_scores_by_distance(backend, contexts, queries, options):
         assert np.abs(np.asarray(got) - other).max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    "backend", [name for name in SHARED_BACKENDS if "attention_chunk" in SETS[name].honours]
+)
+@pytest.mark.parametrize("chunk", [1, 9, 64])
+def test_a_token_sees_its_own_chunk_of_positions(backend, chunk):
+    """Mistakes planted: chunks of another size, a window of this one, and the whole context."""
+    case = make_case(
+        1, [101, 64, 9, 70], [1, 33, 9, 21], heads=(6, 2), num_blocks=64, table_width=26
+    )
+    got = run(*case.arrays, scale=0.3, attention_chunk=chunk, backend=backend)
+    np.testing.assert_allclose(got, oracle(case, scale=0.3, attention_chunk=chunk), atol=2e-6)
+    for wrong in ({"attention_chunk": chunk + 1}, {"sliding_window": chunk + 1}, {}):
+        assert np.abs(np.asarray(got) - oracle(case, scale=0.3, **wrong)).max() > 1e-2
+
+
+def test_every_set_takes_a_chunk_that_no_row_is_longer_than():
+    case = vars(make_case(9, [4, 4], [1, 1]))
+    longest = case["block_table_BM"].shape[1] * case["k_pages"].shape[1]
+    for chunk in (longest - 1, longest):
+        given = Arguments(**case, options=AttentionOptions(scale=1.0, attention_chunk=chunk))
+        refused = SETS["triton"].refusal(jax.devices()[0], Call(interpret=True, attention=given))
+        assert (refused is None) == (chunk == longest), refused
+
+
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("page_dtype", ["float32", "int8", "uint8"])
 def test_values_within_the_keys(backend, page_dtype):

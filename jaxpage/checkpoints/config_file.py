@@ -206,10 +206,14 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
 
 
 def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
-    """Returns the fields that are not within `LIMITS`."""
-    values = {key: config[key] for key in LIMITS if config.get(key) is not None}
+    """Returns the fields that are not within `LIMITS`; a width may be a list of those of layers."""
+    given = {key: config[key] for key in LIMITS if config.get(key) is not None}
+    values = {
+        key: value if key == "intermediate_size" and isinstance(value, list) else [value]
+        for key, value in given.items()
+    }
     return [
         key
-        for key, value in values.items()
-        if type(value) is not int or not LEAST.get(key, 1) <= value <= LIMITS[key]
+        for key, each in values.items()
+        if any(type(one) is not int or not LEAST.get(key, 1) <= one <= LIMITS[key] for one in each)
     ]

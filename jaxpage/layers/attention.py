@@ -33,6 +33,8 @@ class Attention(nnx.Module):
         head_width: The width of a head (H).
         scale: The factor of the scores; `head_width ** -0.5` where None is given.
         sliding_window: See `AttentionOptions`.
+        chunked: True if this window does not slide: it is the size of chunks of positions
+            (`AttentionOptions.attention_chunk`). A family sets it.
         rope: The rotation of queries and keys; None if there is none.
         query_norm: The norm of queries; None if there is none.
         key_norm: The norm of keys; None if there is none.
@@ -40,8 +42,8 @@ class Attention(nnx.Module):
         norm_together: True if the norms are over all heads together, not over each head.
         turned_first: True if queries and keys are turned before the norms (HunYuan).
         logit_softcap: See `AttentionOptions`.
-        query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
-            (Llama 4, Ministral 3).
+        query_growth: Three numbers (b, n, s): queries are multiplied by
+            `1 + b log(1 + floor((position + s) / n))` (Llama 4, Ministral 3).
         sinks: See `AttentionOptions`.
         alibi_slopes: See `AttentionOptions`: those of all query heads of the model.
         num_groups: The number of key/value heads, where `query_key_value` is one part that has for
@@ -68,7 +70,7 @@ class Attention(nnx.Module):
         norm_together: bool = False,
         turned_first: bool = False,
         logit_softcap: float | None = None,
-        query_growth: tuple[float, int] | None = None,
+        query_growth: tuple[float, int, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
         alibi_slopes: tuple[float, ...] | None = None,
         num_groups: int | None = None,
@@ -92,6 +94,7 @@ class Attention(nnx.Module):
         self.limit = limit
         self.head_width = head_width
         self.sliding_window = sliding_window
+        self.chunked = False
         self.rope = rope
         self.scale = head_width**-0.5 if scale is None else scale
 
@@ -160,14 +163,14 @@ class Attention(nnx.Module):
         if self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.query_growth is not None:
-            rate, length = self.query_growth
-            growth_T = 1 + rate * jnp.log(
-                1 + jnp.floor(context.positions_T.astype(jnp.float32) / length)
-            )
+            rate, length, start = self.query_growth
+            position_T = (context.positions_T + start).astype(jnp.float32)
+            growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
             q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
         options = AttentionOptions(
             scale=self.scale,
-            sliding_window=self.sliding_window,
+            sliding_window=None if self.chunked else self.sliding_window,
+            attention_chunk=self.sliding_window if self.chunked else None,
             logit_softcap=self.logit_softcap,
             sinks=None if self.sinks is None else self.sinks[...],
             alibi_slopes=self._slopes(q_TNH.shape[1], place),

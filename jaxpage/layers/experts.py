@@ -71,12 +71,15 @@ class ExpertsSpec:
             none.
         swiglu: The function between an expert's products, which then have biases; None for the
             model's activation of the gates, times the ups.
+        scales_input: True if the weight of an expert multiplies its input, not its output (Llama
+            4).
     """
 
     routing: Routing
     width: int
     shared_width: int | None = None
     swiglu: ClampedSwiGLU | None = None
+    scales_input: bool = False
 
 
 class Experts(nnx.Module):
@@ -87,6 +90,7 @@ class Experts(nnx.Module):
         down: The product for the output.
         activation: The name of the activation function.
         swiglu: The function between the products, if it is not the activation times the ups.
+        scales_input: See `ExpertsSpec`.
     """
 
     def __init__(
@@ -96,11 +100,13 @@ class Experts(nnx.Module):
         *,
         activation: str,
         swiglu: ClampedSwiGLU | None,
+        scales_input: bool = False,
     ):
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
         self.swiglu = swiglu
+        self.scales_input = scales_input
 
     def __call__(
         self,
@@ -109,7 +115,14 @@ class Experts(nnx.Module):
         weight_TX: Float[Array, "T X"],
     ) -> Float[Array, "T D"]:
         """Returns the sum of the chosen experts' outputs for each token, with these weights."""
-        out_TXD = self.made(x_TD, expert_TX)
+        if self.scales_input:
+            # Each expert of a token gets an input of its own, as a token with one expert does.
+            scaled_PD = (x_TD[:, None] * weight_TX[..., None]).reshape(-1, x_TD.shape[1])
+            made_PD = self.made(scaled_PD, expert_TX.reshape(-1, 1))
+            out_TXD = made_PD.reshape(*expert_TX.shape, -1)
+            weight_TX = jnp.ones_like(weight_TX)
+        else:
+            out_TXD = self.made(x_TD, expert_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         # One order for all: XLA could choose another for a sum.
         for place in range(1, expert_TX.shape[1]):

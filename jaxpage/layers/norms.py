@@ -12,7 +12,7 @@ from jaxpage.layers.parameter import Source, parameter, tensor
 from jaxpage.layers.trace_scope import row_kernels
 
 
-def _mean(x: jax.Array) -> jax.Array:
+def mean(x: jax.Array) -> jax.Array:
     """Returns the mean over the last axis.
 
     On a GPU it is a plain one, which XLA fuses with the operations around it.
@@ -89,7 +89,7 @@ class RMSNorm(nnx.Module):
             return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1] // self.groups)
-        normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        normed = wide * jax.lax.rsqrt(mean(jnp.square(wide)) + self.epsilon)
         normed = normed.reshape(-1, x.shape[-1])
         if self.scale is None:
             return normed.astype(x.dtype).reshape(x.shape)
@@ -98,8 +98,8 @@ class RMSNorm(nnx.Module):
 
 def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
     """Returns `(x - mean) / sqrt(variance + epsilon)`."""
-    centred = wide - _mean(wide)
-    return centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + epsilon)
+    centred = wide - mean(wide)
+    return centred * jax.lax.rsqrt(mean(jnp.square(centred)) + epsilon)
 
 
 class LayerNorm(nnx.Module):

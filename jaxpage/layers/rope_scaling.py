@@ -70,12 +70,6 @@ def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str
             and not (name in _MAY_BE_ZERO and value == 0)
         ):
             wrong.append(f"rope {name} must be a positive number, not {value!r}")
-    if (
-        kind == "llama3"
-        and not wrong
-        and parameters["high_freq_factor"] == parameters["low_freq_factor"]
-    ):
-        wrong.append("rope high_freq_factor and low_freq_factor must differ")
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         values = parameters.get(name)
         if (
@@ -113,6 +107,8 @@ def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, 
     frequencies = np.float32(1.0) / _wavelengths(parameters, width)
     wavelengths = np.float32(2 * math.pi) / frequencies
     scaled = np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies)
+    if low == high:  # Nothing is between them (Llama 4 Scout).
+        return scaled, 1.0
     smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
     smoothed = (np.float32(1.0) - smooth) * scaled / np.float32(factor) + smooth * scaled
     medium = ~(wavelengths < original / high) & ~(wavelengths > original / low)

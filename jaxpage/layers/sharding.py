@@ -290,8 +290,8 @@ class ShardedAttention(nnx.Module):
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer, and the pages of each shard."""
-        projected = [shard.projected(x_TI) for shard in self.shards]
-        queries, keys, values = (list(of) for of in zip(*projected, strict=True))
+        projected = zip(*(shard.projected(x_TI) for shard in self.shards), strict=True)
+        queries, keys, values = map(list, projected)
         if self.query_norm is not None and self.key_norm is not None:
             queries = self._normed(self.query_norm, queries, self.sharding.num_shards)
             keys = self._normed(
@@ -452,13 +452,18 @@ class ShardedExperts(Experts):
 
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:
-            count = sharding.size_of_part("expert", layer.spec.num_experts)
             own = shard_of(layer, sharding, ("expert",))
-            own.spec = replace(layer.spec, num_experts=count)
+            own.spec = replace(
+                own.spec, num_experts=sharding.size_of_part("expert", own.spec.num_experts)
+            )
             return own
 
         super().__init__(
-            part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu
+            part(whole.gate_up),
+            part(whole.down),
+            activation=whole.activation,
+            swiglu=whole.swiglu,
+            scales_input=whole.scales_input,
         )
         self.sharding = sharding
 

@@ -25,6 +25,7 @@ class BlockForm:
         together: True if norms of queries and keys are over all heads together (see `norm_heads`).
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
             `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
+            RMS norms have no scale if "none".
         turned_first: True if queries and keys are turned before their norms.
         parallel: True if both halves take the layer's input, after the norm before attention where
             the feed-forward half has no norm before it.
@@ -72,6 +73,8 @@ class BlockForm:
         dtype: DTypeLike,
     ) -> Norm | HeadNorm:
         """Returns the norm of queries or of keys, of which all heads have this number of rows."""
+        if self.head_scales == "none":
+            return RMSNorm(head_width, name=None, epsilon=epsilon, dtype=dtype)
         if self.head_scales != "shared":
             source = _head_scales(name, num_rows // head_width, head_width, self.head_scales)
             return HeadNorm(source, axis=axis, epsilon=epsilon, dtype=dtype)

@@ -174,7 +174,9 @@ def make_experts(
         "gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up)
     )
     down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
-    experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
+    experts = Experts(
+        gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
+    )
     rated = _make_router(spec.routing, model_width, names, layer, dtype)
     return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)
 

@@ -28,7 +28,14 @@ from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma import ACTIVATION
-from jaxpage.models.gemma4_layer import FULL, SLIDING, Gemma4Layer, Gemma4Spec, PerLayerInputs
+from jaxpage.models.gemma4_layer import (
+    FULL,
+    SLIDING,
+    Gemma4Layer,
+    Gemma4Spec,
+    PerLayerInputs,
+    shared_places,
+)
 from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
@@ -67,7 +74,7 @@ class Spec(Gemma4Spec):
             types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
             heads = _heads(fields, types, by_layer)
             ropes, longest = _ropes(fields, heads)
-            places = _places(fields, types)
+            places = shared_places(fields, types, 0)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=heads[SLIDING][0],
@@ -183,18 +190,6 @@ def _rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) 
     powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_width)
     frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
     return Rope((*map(float, frequencies), *(0.0,) * (head_width // 2 - turned)))
-
-
-def _places(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns, for each layer, the place of the layer whose pages it reads."""
-    first = len(types) - fields.integer("num_kv_shared_layers", 0, least=0)
-    own = types[: max(0, first)]
-    if missing := {*types[len(own) :]} - {*own}:
-        text = f"num_kv_shared_layers leaves no layer of type {', '.join(missing)} with keys"
-        fields.note(WrongField(text), num_kv_shared_layers=0)
-        return tuple(range(len(types)))
-    last = {kind: place for place, kind in enumerate(own)}
-    return (*range(len(own)), *(last[kind] for kind in types[len(own) :]))
 
 
 def _inputs(fields: Fields) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Makes the layers of Gemma 4, and the inputs that each layer has of its own."""
+"""Makes the layers of Gemma 4, and the inputs that each layer has of its own.
+
+Gemma 3n has some of these parts too.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.routing import Router
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_mlp
 
 FULL = "full_attention"
@@ -62,7 +67,25 @@ class Gemma4Spec(RotaryDecoderSpec):
         )
 
 
-def _norm(
+def shared_places(fields: Fields, types: tuple[str, ...], default: int) -> tuple[int, ...]:
+    """Returns, for each layer, the place of the layer whose pages it reads.
+
+    Args:
+        fields: The fields of the config.
+        types: The type of each layer.
+        default: The default of `num_kv_shared_layers`.
+    """
+    first = len(types) - fields.integer("num_kv_shared_layers", default, least=0)
+    own = types[: max(0, first)]
+    if missing := {*types[len(own) :]} - {*own}:
+        text = f"num_kv_shared_layers leaves no layer of type {', '.join(missing)} with keys"
+        fields.note(WrongField(text), num_kv_shared_layers=0)
+        return tuple(range(len(types)))
+    last = {kind: place for place, kind in enumerate(own)}
+    return (*range(len(own)), *(last[kind] for kind in types[len(own) :]))
+
+
+def make_norm(
     spec: Gemma4Spec, name: str | None, dtype: DTypeLike, width: int | None = None
 ) -> RMSNorm:
     """Returns a norm over the hidden state, or over a head of this width."""
@@ -72,7 +95,7 @@ def _norm(
     )
 
 
-def _product(num_in: int, num_out: int, name: str, dtype: DTypeLike) -> Linear:
+def make_product(num_in: int, num_out: int, name: str, dtype: DTypeLike) -> Linear:
     """Returns a product that is not divided among devices."""
     return linear(num_in, Part(num_out, None, name), input_axis=None, bias=False, dtype=dtype)
 
@@ -92,8 +115,8 @@ class PerLayerInputs(nnx.Module):
             dtype=dtype,
         )
         module = f"{name}.per_layer_model_projection"
-        self.product = _product(spec.model_width, width, module, dtype)
-        self.norm = _norm(spec, f"{name}.per_layer_projection_norm", dtype, spec.input_width)
+        self.product = make_product(spec.model_width, width, module, dtype)
+        self.norm = make_norm(spec, f"{name}.per_layer_projection_norm", dtype, spec.input_width)
         self.scale = spec.model_width**-0.5
         self.input_width = spec.input_width
 
@@ -112,9 +135,9 @@ class GatedInput(nnx.Module):
 
     def __init__(self, spec: Gemma4Spec, input_width: int, *, name: str, dtype: DTypeLike):
         width = spec.model_width
-        self.gate = _product(width, input_width, f"{name}.per_layer_input_gate", dtype)
-        self.product = _product(input_width, width, f"{name}.per_layer_projection", dtype)
-        self.norm = _norm(spec, f"{name}.post_per_layer_input_norm", dtype)
+        self.gate = make_product(width, input_width, f"{name}.per_layer_input_gate", dtype)
+        self.product = make_product(input_width, width, f"{name}.per_layer_projection", dtype)
+        self.norm = make_norm(spec, f"{name}.post_per_layer_input_norm", dtype)
         self.activation = spec.activation
 
     def __call__(
@@ -166,7 +189,7 @@ class Gemma4Experts(nnx.Module):
             correction=tensor(f"{router}.correction", count),
             dtype=dtype,
         )
-        self.router_norm = _norm(spec, None, dtype)
+        self.router_norm = make_norm(spec, None, dtype)
         self.router_scale = parameter(
             (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
         )
@@ -176,9 +199,9 @@ class Gemma4Experts(nnx.Module):
             dtype=dtype,
             sources=[tensor(f"{router}.per_expert_scale", count)],
         )
-        self.norm = _norm(spec, f"{name}.pre_feedforward_layernorm_2", dtype)
-        self.behind = _norm(spec, f"{name}.post_feedforward_layernorm_2", dtype)
-        self.behind_dense = _norm(spec, f"{name}.post_feedforward_layernorm_1", dtype)
+        self.norm = make_norm(spec, f"{name}.pre_feedforward_layernorm_2", dtype)
+        self.behind = make_norm(spec, f"{name}.post_feedforward_layernorm_2", dtype)
+        self.behind_dense = make_norm(spec, f"{name}.post_feedforward_layernorm_1", dtype)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
@@ -204,8 +227,8 @@ def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike)
         if spec.keys_are_values and spec.layer_types[layer] == FULL:
             kept = ["k_proj"]
         parts += [Part(num_kv_heads * head, "kv_heads", f"{name}.{part}") for part in kept]
-        key_norm = _norm(spec, f"{name}.k_norm", dtype, head)
-        value_norm = _norm(spec, None, dtype, head)
+        key_norm = make_norm(spec, f"{name}.k_norm", dtype, head)
+        value_norm = make_norm(spec, None, dtype, head)
     bias = spec.attention_input_bias
     width = spec.model_width
     out = Part(width, "embed", f"{name}.o_proj")
@@ -217,7 +240,7 @@ def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike)
         sliding_window=spec.kv.sliding_windows[place],
         rope=spec.rope_of(layer),
         scale=spec.attention_scale,
-        query_norm=_norm(spec, f"{name}.q_norm", dtype, head),
+        query_norm=make_norm(spec, f"{name}.q_norm", dtype, head),
         key_norm=key_norm,
         value_norm=value_norm,
     )
@@ -237,13 +260,13 @@ class Gemma4Layer(nnx.Module):
         """
         shares = spec.places[layer_index] != layer_index
         wide = 2 if shares and spec.wide_mlp else 1
-        self.attention_norm = _norm(spec, f"{name}.input_layernorm", dtype)
+        self.attention_norm = make_norm(spec, f"{name}.input_layernorm", dtype)
         self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.behind_attention = _norm(spec, f"{name}.post_attention_layernorm", dtype)
-        self.mlp_norm = _norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
+        self.behind_attention = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
+        self.mlp_norm = make_norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
         inner = wide * spec.feed_forward_width
         self.mlp = make_mlp(spec, name=f"{name}.mlp", inner_width=inner, dtype=dtype)
-        self.behind_mlp = _norm(spec, f"{name}.post_feedforward_layernorm", dtype)
+        self.behind_mlp = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
         self.experts = (
             None
             if spec.experts is None

@@ -1,4 +1,4 @@
-"""Reads which layers of a model have windows."""
+"""Reads which layers of a model have windows, and which rotate."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
         [sliding if window and index >= first else full for index in range(num_layers)]
     )
     return windows_of(fields, types, window)
+
+
+def rotating_layers(fields: Fields) -> tuple[bool, ...]:
+    """Returns which layers rotate: those with a 1 in `no_rope_layers`.
+
+    By default, and where it is empty, all do but one in `no_rope_layer_interval`.
+    """
+    num_layers = fields.integer("num_hidden_layers")
+    every = fields.integer("no_rope_layer_interval", 4)
+    usual = [int((index + 1) % every != 0) for index in range(num_layers)]
+    rotates = fields.get("no_rope_layers", None)
+    rotates = usual if rotates is None or rotates == [] else rotates
+    if not isinstance(rotates, list) or len(rotates) != num_layers or set(rotates) - {0, 1}:
+        text = f"no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}"
+        fields.note(WrongField(text), no_rope_layers=None, num_hidden_layers=num_layers)
+        rotates = usual
+    return tuple(map(bool, rotates))
 
 
 def layer_types(fields: Fields, every: int) -> tuple[str, ...]:

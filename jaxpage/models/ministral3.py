@@ -74,5 +74,5 @@ class Spec(RotaryDecoderSpec):
                 * fields.integer("num_hidden_layers"),
                 rope=rope,
                 epsilon=("rms_norm_eps", 1e-5),
-                query_growth=None if rate is None else (float(rate), length),
+                query_growth=None if rate is None else (float(rate), length, 0),
             )

@@ -57,6 +57,7 @@ class Wrapper:
     tied_by_files: bool = False
 
 
+_GEMMA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
@@ -69,10 +70,14 @@ MULTIMODAL = {
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
     ),
+    "Gemma3nForConditionalGeneration": Wrapper(
+        {"gemma3n_text": "gemma3n"}, _GEMMA, "images, videos and sound"
+    ),
     "Gemma4ForConditionalGeneration": Wrapper(
-        {"gemma4_text": "gemma4"},
-        ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
-        "images, videos and sound",
+        {"gemma4_text": "gemma4"}, _GEMMA, "images, videos and sound"
+    ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"mistral": "mistral", "ministral3": "ministral3"}, _LLAVA, "images", tied_by_files=True

@@ -74,7 +74,7 @@ class RotaryDecoderSpec:
     latent: LatentSpec | None = None  # latent attention, if the model has it
     recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
-    query_growth: tuple[float, int] | None = None  # see `Attention`
+    query_growth: tuple[float, int, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # the factor of each half's output, before it is added
     logit_scale: float = 1.0

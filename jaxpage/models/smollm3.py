@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.layer_windows import rotating_layers, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -33,17 +32,9 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "smollm3") as fields:
-            num_layers = fields.integer("num_hidden_layers")
             head_width = head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 32768)
-            every = fields.integer("no_rope_layer_interval", 4)
-            rotates = fields.get("no_rope_layers", None)
-            usual = [int((index + 1) % every != 0) for index in range(num_layers)]
-            rotates = usual if rotates is None else rotates
-            if not isinstance(rotates, list) or len(rotates) != num_layers or set(rotates) - {0, 1}:
-                text = f"no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}"
-                fields.note(WrongField(text), no_rope_layers=None, num_hidden_layers=num_layers)
-                rotates = usual
+            rotates = rotating_layers(fields)
             window = (
                 fields.optional_integer("sliding_window", None)
                 if fields.flag("use_sliding_window", False)

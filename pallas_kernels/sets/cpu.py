@@ -117,6 +117,7 @@ def _options(arguments: Arguments) -> dict[str, Any]:
         "scale": np.float32(options.scale),
         "softcap": np.float32(options.logit_softcap or 0.0),
         "window": np.int64(options.sliding_window or 0),
+        "chunk": np.int64(options.attention_chunk or 0),
         "value_width": np.int64(options.value_width or 0),
     }
 
@@ -153,7 +154,7 @@ SET = dataclasses.replace(
     write_and_attend=write_and_attend,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
-        | {"tree_mask_TQ"}
+        | {"attention_chunk", "tree_mask_TQ"}
     ),
     supports=_supports,
     platforms=("cpu",),

@@ -25,6 +25,7 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
     """Returns which context positions each query token attends to, as a boolean [T, C]."""
     window = arguments.options.sliding_window
+    chunk = arguments.options.attention_chunk
     tree_mask_TQ = arguments.options.tree_mask_TQ
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     position_C = jnp.arange(num_positions)[None, :]
@@ -39,6 +40,8 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
         seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
     if window is not None:
         seen_TC &= position_C > rows.position_T[:, None] - window
+    if chunk is not None:
+        seen_TC &= position_C >= (rows.position_T - rows.position_T % chunk)[:, None]
     return seen_TC & rows.valid_T[:, None]
 
 
@@ -106,7 +109,7 @@ SET = KernelSet(
     multiply=product.multiply,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
-        | {"tree_mask_TQ"}
+        | {"attention_chunk", "tree_mask_TQ"}
     ),
     supports=supports,
 )

@@ -112,9 +112,11 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     last = jnp.max(last_R).astype(jnp.int32)
     first_R = jnp.zeros_like(last_R)
     context_tile = _branch_tiles(arguments) if options.tree_mask_TQ is not None else _context_tile
-    if options.sliding_window is not None:
+    window = options.sliding_window
+    chunk = options.attention_chunk
+    if window is not None or chunk is not None:
         lowest_R = jnp.min(jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ), axis=1)
-        first_R = jnp.maximum(lowest_R - options.sliding_window + 1, 0)
+        first_R = _first_seen(lowest_R, window, chunk)
         first = jnp.min(first_R).astype(jnp.int32)
 
     def body(
@@ -139,8 +141,8 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         if options.alibi_slopes is not None:
             scores -= _of_queries(options.alibi_slopes, group, shape)[..., None] * back_RAC[:, None]
         seen = back_RAC >= 0
-        if options.sliding_window is not None:
-            seen &= back_RAC < options.sliding_window
+        if window is not None or chunk is not None:
+            seen &= position_C >= _first_seen(position_RA, window, chunk)[:, :, None]
         scores = jnp.where(seen[:, None], scores, MASKED)
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -159,6 +161,14 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start
     )
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
+
+
+def _first_seen(position: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """Returns the first position that a token at each position sees."""
+    first = jnp.zeros_like(position)
+    if window is not None:
+        first = jnp.maximum(first, position - window + 1)
+    return first if chunk is None else jnp.maximum(first, position - position % chunk)
 
 
 def _of_queries(of_heads_N: jax.Array, group: int, shape: tuple[int, ...]) -> jax.Array:
@@ -245,7 +255,7 @@ SET = dataclasses.replace(
     attend=attend,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
-        | {"tree_mask_TQ"}
+        | {"attention_chunk", "tree_mask_TQ"}
     ),
     supports=_supports,
 )

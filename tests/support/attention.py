@@ -114,6 +114,7 @@ def oracle(
     *,
     scale,
     sliding_window=None,
+    attention_chunk=None,
     logit_softcap=None,
     tree_mask_TQ=None,
     sinks=None,
@@ -141,6 +142,8 @@ def oracle(
                 seen = [c for c in range(length) if c < first or tree_mask_TQ[token, c - first]]
             if sliding_window is not None:
                 seen = [c for c in seen if c > position - sliding_window]
+            if attention_chunk is not None:
+                seen = [c for c in seen if c // attention_chunk == position // attention_chunk]
             for head in range(case.q_TNH.shape[1] if seen else 0):
                 scores = (
                     keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
@@ -178,6 +181,7 @@ STATIC = (
     "value_width",
     "scale",
     "sliding_window",
+    "attention_chunk",
     "logit_softcap",
     "backend",
     "max_query_len",

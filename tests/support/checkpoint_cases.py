@@ -35,8 +35,9 @@ SIZES = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
     *("moe_num_experts", "moe_k", "moe_topk", "d_model", "attention_heads", "num_layers"),
     *("num_heads", "attention_types", "rotary_dim", "n_layers", "n_heads"),
+    *("intermediate_size_mlp", "vocab_size_per_layer_input"),
 )
-_FORM = ("architectures", "model_type", "text_config", "vision_config")
+_FORM = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
 KEPT = (*_FORM, *SIZES)
 # These change what a call of transformers returns or how it generates text, and no logits.
 _IDLE = (
@@ -115,6 +116,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     **{"moe_num_shared_experts": (0, 1, 2), "moe_layer_end_index": (-1, 0, 1)},
     **{"moe_layer_start_index": (0, 1), "moe_norm_min": (1e-12, 1e-3), "rotary_dim": (4, 8)},
     **{"router_jitter_noise": (0.01, 0.3), "window_size": (3, 9), "n_ctx": (64, 128)},
+    **{"attention_chunk_size": (None, 1, 5, 9), "moe_layers": (None, [], [0], [1, 2])},
     "attention_types": ([[["global", "local"], 1]], [[["local"], 2]]),
 }
 # Fields of published files that no class lists any more.
@@ -127,6 +129,7 @@ _KINDS = {
     "layer_types": ("full_attention", "sliding_attention"),
     "mlp_layer_types": ("dense", "sparse"),
     "no_rope_layers": (0, 1),
+    "activation_sparsity_pattern": (0.0, 0.5, 0.95),
 }
 
 
@@ -255,6 +258,8 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
         return [chance.choice(kinds) for _ in range(num_layers)]
     if name == "layer_types" and "conv_L_cache" in config:
         return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
+    if name == "layer_types" and "attention_chunk_size" in config:
+        return [chance.choice(("full_attention", "chunked_attention")) for _ in range(num_layers)]
     if name in _KINDS:
         return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":

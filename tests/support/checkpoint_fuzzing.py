@@ -29,7 +29,7 @@ from tests.support.checkpoint_cases import Case, Config, class_fields, random_ca
 from tests.support.config_defaults import difference
 from tests.support.dense import logits_of
 from tests.support.engines import make_llm
-from tests.support.hf_models import randomise, torch
+from tests.support.hf_models import randomise, torch, without_timm
 
 # Reading a config takes a hundredth of the time of compiling a model: of so many cases one is
 # compiled, and of the others only the defaults are compared.
@@ -48,6 +48,7 @@ class NotTaken(Exception):
     """Says why transformers gives no logits to compare with."""
 
 
+@without_timm()
 def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
     """Writes the checkpoint and returns the model of transformers that was loaded from it.
 

@@ -49,6 +49,9 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         seen_QC = distance_QC >= 0
         if options.sliding_window is not None:
             seen_QC &= distance_QC < options.sliding_window + window_error
+        if options.attention_chunk is not None:
+            chunk_C = np.arange(num_tokens) // (options.attention_chunk + window_error)
+            seen_QC &= chunk_C[:, None] == chunk_C[None, :]
         scores_NQC = jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf)
         if sinks is not None:
             column_NQ1 = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))

@@ -84,6 +84,14 @@ _GEMMA4 = {
     ],
 }
 
+_GEMMA3N = {
+    **{"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 100, "laurel_rank": 8},
+    "layer_types": _GEMMA4["layer_types"],
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.3, 0.0],
+    "intermediate_size": [80, 72, 64, 80, 72],
+}
+
 # name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
@@ -637,6 +645,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    "llama4-chunks": (
+        "llama4_text",
+        {
+            **{"head_dim": 16, "intermediate_size_mlp": 72, "num_local_experts": 8},
+            **{"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 4},
+            **{"attention_chunk_size": 7, "floor_scale": 12, "attn_scale": 0.4},
+            "rope_scaling": {"rope_type": "llama3", **_LLAMA3},
+        },
+    ),
+    "llama4-plain": (
+        "llama4_text",
+        {
+            **{"head_dim": 12, "intermediate_size_mlp": 72, "num_local_experts": 4},
+            **{"moe_layers": [0], "use_qk_norm": False, "attention_bias": True},
+            **{"attn_temperature_tuning": False, "no_rope_layers": [0, 1]},
+            **{"attention_chunk_size": 16, "tie_word_embeddings": True},
+        },
+    ),
+    "gemma3n-shared": ("gemma3n_text", _GEMMA3N),
+    "gemma3n-two-states": (
+        "gemma3n_text",
+        {
+            **{"head_dim": 12, "num_kv_shared_layers": 0, "sliding_window": 7},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 140},
+            **{"altup_num_inputs": 2, "altup_active_idx": 1, "altup_correct_scale": False},
+            **{"attention_bias": True, "final_logit_softcapping": 20.0, "laurel_rank": 6},
+            **{
+                "tie_word_embeddings": False,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "rope_scaling": {"rope_type": "linear", "factor": 2.5},
+        },
+    ),
     # The text models of checkpoints that take images; sections of a rotation turn by other axes.
     "qwen2-vl": ("qwen2_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}),
     "qwen2-5-vl": (
@@ -678,7 +719,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
         },
     ),
+    "gemma3n-images": ("gemma3n", {**_GEMMA3N, "tie_word_embeddings": True}),
     "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True, "pad_token_id": 0}),
+    "llama4-images": (
+        "llama4",
+        {
+            **{"head_dim": 16, "intermediate_size_mlp": 72, "num_local_experts": 4},
+            **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 12},
+        },
+    ),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-growth": (
         "mistral3",
@@ -707,8 +756,12 @@ _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "llama4_text": "Llama4ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma3n": "Gemma3nForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
 }

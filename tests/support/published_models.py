@@ -27,6 +27,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Llama 3.2 1B, Llama 3.2 1B Instruct", "1.2", "LlamaForCausalLM", ""),
         ("Llama 3.2 3B, Llama 3.2 3B Instruct", "3.2", "LlamaForCausalLM", ""),
         ("Llama 3.3 70B Instruct", "70", "LlamaForCausalLM", ""),
+        (
+            "Llama 4 Scout, Maverick",
+            "109, 402",
+            "Llama4ForConditionalGeneration",
+            f'{_TEXT}; experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
+        ),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),
         ("TinyLlama 1.1B Chat", "1.1", "LlamaForCausalLM", ""),
@@ -74,6 +80,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Gemma 2", "2.6, 9, 27", "Gemma2ForCausalLM", ""),
         ("Gemma 3 270M, Gemma 3 1B", "0.27, 1", "Gemma3ForCausalLM", ""),
         ("Gemma 3 4B, 12B, 27B", "4, 12, 27", "Gemma3ForConditionalGeneration", _TEXT),
+        ("Gemma 3n E2B, E4B", "5, 7", "Gemma3nForConditionalGeneration", _TEXT),
         ("Gemma 4 E2B, E4B", "5, 8", "Gemma4ForConditionalGeneration", _TEXT),
         (
             "Gemma 4 26B-A4B, 31B",

@@ -211,6 +211,26 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         "apply_residual",
         {"apply_residual_connection_post_layernorm": True},
     ),
+    *(
+        (CheckpointError, "gemma3n-shared", field, {field: value})
+        for field, value in (
+            *(("altup_active_idx", 4), ("activation_sparsity_pattern", [0.5, 1.0, 0, 0, 0])),
+            *(("intermediate_size", [80, 72]), ("num_kv_shared_layers", 4)),
+        )
+    ),
+    (
+        UnsupportedError,
+        "llama4-chunks",
+        "sliding_attention",
+        {"layer_types": ["sliding_attention"] * 4},
+    ),
+    *(
+        (CheckpointError, "llama4-chunks", field, {field: value})
+        for field, value in (
+            *(("attention_chunk_size", None), ("moe_layers", 1), ("no_rope_layers", [1])),
+            *(("attn_temperature_tuning", "yes"), ("floor_scale", 0), ("attn_scale", -1)),
+        )
+    ),
     (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
     (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
     (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),

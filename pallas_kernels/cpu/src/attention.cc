@@ -483,6 +483,7 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
     unit.last = num_before + depth - 1;
   }
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
+  if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first) unit.first = unit.last - unit.last % a.chunk;
   return unit;
 }
 

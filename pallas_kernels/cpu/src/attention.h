@@ -32,7 +32,7 @@ struct Attention {
   void* out;                     // [T, N, value_width]
   int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, value_width, num_slots, block_size, table_width, mask_width;
   float scale, softcap;  // softcap 0: none
-  int64_t window;        // 0: none
+  int64_t window, chunk; // 0: none
 };
 
 // The units of work: every token's key and value, then every token's queries of the key/value heads from `kv_begin` to `kv_end`.

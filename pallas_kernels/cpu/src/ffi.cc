@@ -236,7 +236,7 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
                             ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
                             ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
-                            float scale, float softcap, int64_t window, int64_t value_width) {
+                            float scale, float softcap, int64_t window, int64_t chunk, int64_t value_width) {
   if (k_pages->untyped_data() != k_in.untyped_data() ||
       (v_in.element_count() && v_pages->untyped_data() != v_in.untyped_data()) ||
       (k_scale_in.element_count() && (k_scale->untyped_data() != k_scale_in.untyped_data() ||
@@ -247,7 +247,7 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   Attention a{};
   a.k_new = k_new.untyped_data(), a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr, a.slots = slots.typed_data();
   a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
+  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk, a.value_width = value_width;
   return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table, context_len, query_start, tree_mask, sinks,
              slopes, *out);
 }
@@ -255,10 +255,10 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
                   ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
                   ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t value_width) {
+                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t chunk, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
+  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk, a.value_width = value_width;
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, slopes, *out);
 }
 
@@ -450,6 +450,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_write_and_attend, write_and_attend,
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("value_width"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
@@ -463,6 +464,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("value_width"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
