@@ -64,6 +64,7 @@ FAMILIES = {
     "BambaForCausalLM": "bamba",
     "NemotronHForCausalLM": "nemotron_h",
     "Mamba2ForCausalLM": "mamba2",
+    "Zamba2ForCausalLM": "zamba2",
     "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",

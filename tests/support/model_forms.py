@@ -35,6 +35,7 @@ SIZES: dict[str, Fields] = {
     },
 }
 _CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ZAMBA2 = {"n_mamba_heads": 8, "mamba_d_state": 12}
 
 # What config.json says beyond the sizes, by the module of a family and the name of the form.
 FORMS: dict[str, dict[str, Fields]] = {
@@ -127,6 +128,19 @@ FORMS: dict[str, dict[str, Fields]] = {
     "mpt": {
         "scaled": {"attn_config": {"softmax_scale": 0.4, "clip_qkv": 1.5}},
         "six-heads": {"d_model": 96, "n_heads": 6, "tie_word_embeddings": False},
+    },
+    "zamba2": {
+        "turns": {
+            **{"num_hidden_layers": 4, "hidden_size": 64, "num_key_value_heads": 4},
+            **{"layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2},
+            **{"use_shared_attention_adapter": True, "adapter_rank": 6, "rms_norm_eps": 1e-2},
+            **{"use_mem_rope": True, "rope_theta": 500.0, **_ZAMBA2},
+        },
+        "biases": {
+            **{"num_hidden_layers": 3, "adapter_rank": 6, "hidden_act": "silu", **_ZAMBA2},
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            **{"add_bias_linear": True, "time_step_min": 0.3, "mamba_ngroups": 2},
+        },
     },
     "gpt_bigcode": {
         "multi-query": {},
