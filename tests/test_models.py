@@ -457,7 +457,17 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "the scale of one hidden state's heads": (
         "zamba2-turns",
-        lambda: {"spec": {"attention_scale": 32**-0.5}},
+        lambda: {"spec": {"attention_scale": 16**-0.5}},
+    ),
+    "rates of other channels": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 0)}),
+    "rates of other numbers": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 1)}),
+    "vectors to add for those to read": (
+        "jamba-mixed",
+        lambda: {"state": roll("x_proj.weight", 0)},
+    ),
+    "weights of experts that add up to one": (
+        "jamba-mixed",
+        lambda: {"spec": {"experts": _routed("jamba-mixed", normalized=True)}},
     ),
     "gates after the convolution before it": (
         "lfm2-mixed",

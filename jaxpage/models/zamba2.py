@@ -26,9 +26,10 @@ from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mamba import MambaSpec
+from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields, without
+from jaxpage.models.fields import Fields
 from jaxpage.models.mamba_config import make_mamba
 from jaxpage.models.mlp import MLPNames, make_gated_mlp
 from jaxpage.models.replacing import Path, replace_modules
@@ -81,10 +82,14 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        if config.get("layer_types") is None and config.get("layers_block_type") is None:
-            config = {**without(config, "layer_types"), "layers_block_type": [*DEFAULT_TYPES]}
+        if config.get("layers_block_type") is None:
+            config = {**config, "layers_block_type": [*DEFAULT_TYPES]}
         aliases = {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"}
         with Fields(config, "zamba2", aliases) as fields:
+            if fields.config.pop("layer_types", None) is not None:
+                # transformers counts the layers that have a block without this other name.
+                text = "layer_types is not supported: layers_block_type names the layers"
+                fields.note(RefusedField(text), layer_types=None)
             num_layers = fields.integer("num_hidden_layers")
             types = fields.layer_types(
                 (LINEAR,) * num_layers, kinds=(LINEAR, HYBRID), older={"mamba": LINEAR}
@@ -97,17 +102,17 @@ class Spec(RotaryDecoderSpec):
             _refuse(fields)
             longest = fields.integer("max_position_embeddings", 4096)
             kept = num_layers + len(hybrid)
-            turns = fields.flag("use_mem_rope", False)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_width=head_width,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_width, longest),
-                rope_by_layer=() if turns else (None,) * kept,
+                rope=fields.rope(head_width, longest)
+                if fields.flag("use_mem_rope", False)
+                else (NO_ROTATION, longest),
                 epsilon=("rms_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
-                feed_forward_width=fields.integer("intermediate_size", 0, least=0) or 4 * width,
+                feed_forward_width=fields.optional_integer("intermediate_size", None) or 4 * width,
                 mlp_bias=fields.flag("add_bias_linear", False),
                 attention_scale=(head_width / 2) ** -0.5,
                 recurrent=mamba,
@@ -178,7 +183,7 @@ def _read_head_width(fields: Fields, width: int) -> int:
 def _same(fields: Fields, **derived: Any) -> None:
     """Refuses fields that say something else than what follows from others."""
     for name, value in derived.items():
-        if (given := fields.get(name, value)) != value:
+        if (given := fields.get(name, None)) not in (None, value):
             text = f"{name} = {given!r} is not supported: from other fields follows {value}"
             fields.note(RefusedField(text), **{name: value})
 

@@ -100,6 +100,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, 0.4], [0.2, 1.5]),
     "mamba_n_heads": (2, 4, 8),
     "mamba_n_groups": (1, 2),
+    **{"n_mamba_heads": (2, 4, 8), "mamba_ngroups": (1, 2), "mamba_dt_rank": ("auto", 3, 6)},
     "mamba_d_ssm": (None, 32, 96),
     "mlp_multipliers": (None, [0.5, 1.5]),
     "ssm_multipliers": (None, [0.9, 1.1, 0.8, 1.3, 0.7]),
@@ -255,6 +256,8 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
         return [chance.choice(kinds) for _ in range(num_layers)]
     if name == "layer_types" and "conv_L_cache" in config:
         return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
+    if name == "layers_block_type" and "n_mamba_heads" in config:
+        return [chance.choice(("linear_attention", "mamba", "hybrid")) for _ in range(num_layers)]
     if name in _KINDS:
         return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":
