@@ -658,4 +658,4 @@ def test_a_product_of_several_layers_takes_no_adapter() -> None:
     family = load_family(config)
     targets = lora_targets(family, family.Spec.from_config(config))
     assert "model.layers.1.mamba_decoder.mamba.in_proj" in targets
-    assert not any("shared_transformer.self_attn.q_proj" in name for name in targets)
+    assert not any("shared_transformer" in name for name in targets)

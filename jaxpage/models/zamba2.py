@@ -189,7 +189,7 @@ def _same(fields: Fields, **derived: Any) -> None:
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuses what other implementations read, or read otherwise."""
+    """Refuses what this family does not have, and what transformers cannot compute."""
     if fields.flag("use_long_context", False):
         text = (
             "use_long_context = true is not supported: the model was made with another rope_theta, "
@@ -211,17 +211,17 @@ def _refuse(fields: Fields) -> None:
 
 
 class Adapter(nnx.Module):
-    """Adds up products of a low rank; there are several next to each other.
+    """Computes products of a low rank, several of the same input.
 
     Attributes:
-        down: The products for the low ranks, of all adapters.
-        up: For each adapter the product for its output.
+        down: The product for all their ranks.
+        up: For each of them the product for its output.
     """
 
     def __init__(
         self,
         spec: Spec,
-        names: tuple[str, ...],
+        names: list[str],
         num_in: int,
         num_out: int,
         *,
@@ -235,9 +235,10 @@ class Adapter(nnx.Module):
             linear(rank, Part(num_out, axis, f"{name}.1"), input_axis=None, bias=False, dtype=dtype)
             for name in names
         )
+        replace_modules(self, _shared)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
-        """Returns the output of each adapter."""
+        """Returns the outputs."""
         ranks = jnp.split(self.down(x_TD), len(self.up), axis=-1)
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
