@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,35 +15,123 @@ import pytest
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 from tools import compare_engines
-from tools.compare_engines import BEGIN, END, replaced, report
+from tools.compare_engines import measure
+from tools.peers import other_programs
+from tools.peers.cases import CASES
+from tools.peers.report import BEGIN, END, Best, best, replaced, report
 from tools.peers.task import Answer, Task
 
 TRACE = [([1, 2, 3], 2), ([4], 4)]
-SIZES = argparse.Namespace(batches=[1, 8], context=20, steps=4, python=[])
+SIZES = argparse.Namespace(batches=[1, 8], context=20, steps=4, prompt=30, repeats=2, python=[])
+
+
+def _answer(trace: float, one: float, eight: float, prompt: float = 0.5, last: int = 9) -> Answer:
+    outputs = [[5, 6], [7, 8, 9, last]]
+    seconds = {"trace": trace, "1 row": one, "8 rows": eight, "prompt": prompt}
+    return Answer("engine 1", outputs, seconds)
 
 
 def test_a_report_by_hand() -> None:
     answers = {
-        "jaxpage": Answer("jax 1", 2.0, [[5, 6], [7, 8, 9, 9]], {1: 0.0123, 8: 0.02}),
-        "other": Answer("other 3", 4.0, [[5, 6], [7, 8, 9, 1]], {1: 0.5, 8: 1.0}),
+        "jaxpage": {"": [_answer(2.0, 0.0123, 0.02), _answer(3.0, 0.0125, 0.03)]},
+        "llama.cpp": {
+            "u": [_answer(4.0, 0.5, 1.0), _answer(4.0, 0.5, 1.0)],
+            "sf": [_answer(5.0, 0.25, 2.0, 0.1, last=1), _answer(6.0, 0.25, 2.0, 0.1)],
+        },
     }
     head, table = report(answers, "tiny", TRACE, SIZES).split("\n\n")
-    sizes = "--num-prompts 2 --batches 1 8 --context 20 --steps 4"
-    assert f"`python tools/compare_engines.py models/tiny --engines jaxpage other {sizes}`" in head
+    sizes = "--num-prompts 2 --batches 1 8 --context 20 --steps 4 --prompt 30 --repeats 2"
     assert (
-        "tiny: 2 requests with lengths of `sharegpt`, 4 tokens in, 6 out" in head
-        and "context of 20 to 24." in head
+        f"`python tools/compare_engines.py models/tiny --engines jaxpage llama.cpp {sizes}`" in head
     )
+    assert "requests with lengths of `sharegpt`, 4 tokens in,\n6 out" in head
+    assert "20 to 24, and of a prompt of 30 tokens" in head
+    assert "Best mode of each number: llama.cpp with unified (u)" in head
     assert table.splitlines()[2:] == [
-        "| jaxpage | 3.0 | 1.00 | 2 of 2 | 12.3 | 20.0 | jax 1 |",
-        "| other | 1.5 | 0.50 | 1 of 2 | 500.0 | 1000.0 | other 3 |",
+        "| jaxpage | 2 (2 to 3) | 1.00 | 2 of 2 | 12.4 (12.3 to 12.5) | 25.0 (20.0 to 30.0) "
+        "| 500.0 (500.0 to 500.0) | engine 1 |",
+        "| llama.cpp | 2 (2 to 2) u | 0.62 | 2 of 2 | 250.0 (250.0 to 250.0) sf "
+        "| 1000.0 (1000.0 to 1000.0) u | 100.0 (100.0 to 100.0) sf | engine 1 |",
     ]
+
+
+def test_later_rounds_measure_what_a_mode_was_best_in() -> None:
+    """Each engine runs once a round, and a mode that fails is left out."""
+    seconds = {"u": (1.0, 3.0, 2.0), "s": (2.0, 2.0, 2.0), "sf": (2.0, 3.0, 1.0)}
+    numbers = ["trace", "1 row", "8 rows", "prompt"]
+    runs = []
+
+    def run(name: str, letters: str, wanted: Sequence[str]) -> Answer | None:
+        runs.append((name, letters, *wanted))
+        if name == "jaxpage":
+            return _answer(1.0, 1.0, 1.0)
+        if letters not in seconds:
+            return None
+        answer = _answer(*seconds[letters], prompt=9.0)
+        later = len(runs) > 5
+        answer.seconds = {each: answer.seconds[each] * (1 + later) for each in wanted}
+        return answer
+
+    answers = measure(["jaxpage", "llama.cpp"], numbers, 2, run)
+    modes = [("jaxpage", ""), *(("llama.cpp", letters) for letters in ("u", "uf", "s", "sf"))]
+    assert runs == [
+        *((*mode, *numbers) for mode in modes),
+        ("jaxpage", "", *numbers),
+        ("llama.cpp", "u", "trace", "prompt"),
+        ("llama.cpp", "s", "1 row"),
+        ("llama.cpp", "sf", "8 rows"),
+    ]
+    assert best(answers["llama.cpp"], "8 rows") == Best(1.5, 1.0, 2.0, "sf")
+    assert measure(["vLLM"], numbers, 2, lambda name, letters, wanted: None) == {}
+
+
+@pytest.mark.parametrize(("others", "busy"), [(20, False), (80, True)])
+def test_nothing_is_written_on_a_busy_machine(
+    others: int,
+    busy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Other programs have 0.2 and 0.8 seconds of two cores in five; the engine's 4 do not count."""
+    children = argparse.Namespace(ru_utime=1.0, ru_stime=0.0)
+    stat, clock, written = tmp_path / "stat", iter([10.0, 15.0]), tmp_path / "results.md"
+    written.write_text(f"{BEGIN}\n{END}\n")
+    model = random_checkpoint(tmp_path / "llama", {**LLAMA, "max_position_embeddings": 64})
+
+    def run(name: str, task: Task, python: str) -> Answer:
+        stat.write_text(f"cpu  {500 + others} 0 0 9999 9999 0 0 0 0 0\n")
+        children.ru_utime += 4.0
+        assert task.prompt == 60
+        outputs = [[7] * length for _, length in task.trace]
+        return Answer("1", outputs, dict.fromkeys(task.numbers, 1.0))
+
+    stat.write_text("cpu  100 0 0 0 0 0 0 0 0 0\n")
+    monkeypatch.setattr(other_programs, "STAT", stat)
+    monkeypatch.setattr(other_programs.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(other_programs.os, "cpu_count", lambda: 2)
+    own = argparse.Namespace(ru_utime=0.0, ru_stime=0.0)
+    uses = {
+        other_programs.resource.RUSAGE_SELF: own,
+        other_programs.resource.RUSAGE_CHILDREN: children,
+    }
+    monkeypatch.setattr(other_programs.resource, "getrusage", uses.__getitem__)
+    monkeypatch.setattr(compare_engines, "_run", run)
+    words = ["--engines", "jaxpage", "--batches", "1", "--repeats", "1", "--write", str(written)]
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", str(model), *words])
+    if busy:
+        with pytest.raises(SystemExit, match="nothing is written: stop the other programs"):
+            compare_engines.main()
+        assert "more than 5% of the cores during jaxpage 8%" in capsys.readouterr().err
+    else:
+        compare_engines.main()
+    assert ("| jaxpage |" in written.read_text()) is not busy
 
 
 def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read by a shell's rules and by the tool itself."""
     names = ["jaxpage int4", "llama.cpp int4 (Q4_1)"]
-    answers = {name: Answer("1", 2.0, [[5, 6], [7, 8, 9, 9]], {1: 0.1, 8: 0.2}) for name in names}
+    answers = {name: {"": [_answer(2.0, 0.1, 0.2)]} for name in names}
     asked = argparse.Namespace(**{**vars(SIZES), "python": [("jaxpage", sys.executable)]})
     command = report(answers, "tiny", TRACE, asked).split("`")[1]
     _, *words = shlex.split(command)
@@ -56,9 +145,8 @@ def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPa
         [("jaxpage", sys.executable)],
     )
     assert (found.num_prompts, found.batches, found.context, found.steps) == (2, [1, 8], 20, 4)
-    everything = report(
-        dict.fromkeys(compare_engines.CASES, answers[names[0]]), "tiny", TRACE, SIZES
-    )
+    assert (found.prompt, found.repeats) == (30, 2)
+    everything = report(dict.fromkeys(CASES, answers[names[0]]), "tiny", TRACE, SIZES)
     assert "--engines" not in everything
 
 
@@ -85,7 +173,7 @@ def test_an_engine_without_its_packages_is_left_out(
 ) -> None:
     if importlib.util.find_spec(module) is not None:
         pytest.skip("it is installed")
-    task = Task(str(tmp_path), "float32", TRACE, [1], 20, 4, 1)
+    task = Task(str(tmp_path), "float32", TRACE, [1], 20, 4, 30, 1, ["trace"])
     assert compare_engines._run(name, task, sys.executable) is None
     said = capsys.readouterr().err
     assert f"{name} is left out: No module named '{module}'. Install its packages: " in said
@@ -96,7 +184,7 @@ def test_an_engine_without_its_packages_is_left_out(
     ("words", "said"),
     [
         (["--python", "jaxpage=/no/such"], "'jaxpage=/no/such': there is no such program"),
-        (["--python", "vllm=python3"], "'vllm=python3' is not one of"),
+        (["--python", "ollama=python3"], "'ollama=python3' is not one of"),
         (
             ["--chart", "x.svg"],
             "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'",
@@ -141,10 +229,15 @@ def test_two_engines_for_real(
         "2",
         "--steps",
         "4",
+        "--prompt",
+        "64",
+        "--repeats",
+        "1",
     ]
     monkeypatch.setattr(
         sys, "argv", ["compare_engines.py", str(model), *words, "--write", str(path)]
     )
+    monkeypatch.setattr(compare_engines, "BUSY", 1.0)
     compare_engines.main()
     shown = capsys.readouterr().out
     assert json.loads((model / "config.json").read_text())["vocab_size"] == 257

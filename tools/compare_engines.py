@@ -1,9 +1,12 @@
-"""Compares jaxpage with transformers, CTranslate2 and llama.cpp, each in a process of its own.
+"""Compares jaxpage with transformers, CTranslate2, llama.cpp and vLLM, each in its own process.
 
-The engines get the same requests, and uniform decode. They are greedy, and every output is as long
-as was asked. Random weights cost as much as trained ones (`tools/make_random_model.py`). An engine
-whose packages are missing, or that does not run here, is left out with its error. Each may have a
-Python of its own, since its packages may need another version than jaxpage does best in:
+The engines get the same requests, uniform decode, and one long prompt. They are greedy, and every
+output is as long as was asked. Random weights cost as much as trained ones
+(`tools/make_random_model.py`). An engine with several modes shows the best one for each number.
+All engines run three times, in turns: the table has medians, with the lowest and the highest. It is
+not written to a file if other programs used the machine. An engine whose packages are missing, or
+that does not run here, is left out with its error. Each may have a Python of its own, since its
+packages may need another version than jaxpage does best in:
 
     pip install torch ctranslate2 llama-cpp-python gguf
     python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12
@@ -20,11 +23,10 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,37 +34,23 @@ from typing import Any
 # Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxpage.bench import environment, make_workload
-from tools.peers.task import Answer, Task
+from jaxpage.bench import make_workload
+from tools.peers.cases import CASES, MODES, ONE_MODE, PACKAGES
+from tools.peers.other_programs import OtherPrograms
+from tools.peers.report import Answers, best, draw, replaced, report
+from tools.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
 
 ROOT = Path(__file__).parents[1]
-# For each name, the engine and the type of its weights.
-CASES = {
-    "jaxpage": ("jaxpage", "float32"),
-    "jaxpage bfloat16": ("jaxpage", "bfloat16"),
-    "jaxpage int8": ("jaxpage", "int8"),
-    "jaxpage int4": ("jaxpage", "int4"),
-    "transformers": ("transformers", "float32"),
-    "CTranslate2": ("ctranslate2", "float32"),
-    "CTranslate2 bfloat16": ("ctranslate2", "bfloat16"),
-    "CTranslate2 int8": ("ctranslate2", "int8"),
-    "llama.cpp": ("llama_cpp", "float32"),
-    "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
-    "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
-    "llama.cpp int4 (Q4_1)": ("llama_cpp", "int4"),
-}
-PACKAGES = {  # the packages that each process imports
-    "jaxpage": "jaxpage",
-    "transformers": "torch transformers",
-    "ctranslate2": "ctranslate2 torch transformers",
-    "llama_cpp": "llama-cpp-python gguf torch safetensors",
-}
-BEGIN = "<!-- written by tools/compare_engines.py -->"
-END = "<!-- end of what tools/compare_engines.py wrote -->"
+BUSY = 0.05  # the share of the cores that other programs may have while an engine runs
 
 
 def main() -> None:
-    """Runs the engines and prints the report."""
+    """Runs the engines and prints the report.
+
+    Raises:
+        SystemExit: There is no such model, no engine ran, or the machine was busy and the report
+            should be written to a file.
+    """
     arguments = _arguments()
     model = Path(arguments.model)
     if not (model / "config.json").is_file():
@@ -70,6 +58,7 @@ def main() -> None:
             f"{model} is no model: it has no config.json (tools/make_random_model.py writes one)"
         )
     config = json.loads((model / "config.json").read_text())
+    arguments.prompt = min(arguments.prompt, config["max_position_embeddings"] - FIRST_TOKENS)
     work = make_workload(
         "sharegpt",
         arguments.num_prompts,
@@ -80,24 +69,78 @@ def main() -> None:
     )
     trace = [(list(item.prompt_token_ids), item.num_output_tokens) for item in work]
     pythons = dict(arguments.python)
-    answers: dict[str, Answer] = {}
-    for name, (peer, dtype) in CASES.items():
-        if name in arguments.engines:
-            settings = {"max_model_len": 1024} if peer == "jaxpage" else {}
-            sizes = (arguments.batches, arguments.context, arguments.steps, os.cpu_count() or 1)
-            task = Task(str(model.absolute()), dtype, trace, *sizes, settings)
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            if (found := _run(name, task, pythons.get(peer, sys.executable))) is not None:
-                answers[name] = found
+    busy: list[str] = []
+
+    def run(name: str, letters: str, numbers: Sequence[str]) -> Answer | None:
+        peer, dtype = CASES[name]
+        sizes = (arguments.batches, arguments.context, arguments.steps, arguments.prompt)
+        mode = MODES.get(peer, ONE_MODE)[letters]
+        task = Task(
+            str(model.absolute()), dtype, trace, *sizes, os.cpu_count() or 1, list(numbers), mode
+        )
+        others = OtherPrograms()
+        answer = _run(name, task, pythons.get(peer, sys.executable))
+        if (share := others.share() or 0.0) > BUSY:
+            busy.append(f"{name} {letters}".strip() + f" {share:.0%}")
+        return answer
+
+    numbers = [TRACE, *map(rows_name, arguments.batches), PROMPT]
+    answers = measure(arguments.engines, numbers, arguments.repeats, run)
     if not answers:
         raise SystemExit("no engine ran")
     text = report(answers, model.name, trace, arguments)
     print(text)
+    if busy:
+        print(
+            f"other programs had more than {BUSY:.0%} of the cores during {', '.join(busy)}",
+            file=sys.stderr,
+        )
+    if busy and (arguments.write or arguments.chart):
+        raise SystemExit("nothing is written: stop the other programs and measure again")
     if arguments.write:
         path = Path(arguments.write)
         path.write_text(replaced(path.read_text(encoding="utf-8"), text), encoding="utf-8")
     if arguments.chart:
-        draw(answers, sum(length for _, length in trace), arguments.chart)
+        draw(answers, arguments.chart)
+
+
+def measure(
+    names: Sequence[str],
+    numbers: Sequence[str],
+    repeats: int,
+    run: Callable[[str, str, Sequence[str]], Answer | None],
+) -> Answers:
+    """Runs all engines in turns.
+
+    From the second round on, a mode measures those numbers alone in which it was the best of its
+    engine in the first. A mode that does not run is left out.
+
+    Args:
+        names: The cases.
+        numbers: The names of the numbers.
+        repeats: The rounds.
+        run: Runs a case in a mode for some numbers.
+    """
+    answers: Answers = {}
+    for name in names:
+        for letters in MODES.get(CASES[name][0], ONE_MODE):
+            _say(1, repeats, name, letters)
+            if (answer := run(name, letters, numbers)) is not None:
+                answers.setdefault(name, {})[letters] = [answer]
+    for number in range(2, 1 + repeats):
+        for name, modes in answers.items():
+            best_modes = {each: best(modes, each).mode for each in numbers}
+            for letters, own in modes.items():
+                if wanted := [each for each in numbers if best_modes[each] == letters]:
+                    _say(number, repeats, name, letters)
+                    if (answer := run(name, letters, wanted)) is not None:
+                        own.append(answer)
+    return answers
+
+
+def _say(number: int, repeats: int, name: str, letters: str) -> None:
+    what = f"round {number} of {repeats}: {name} {letters}".rstrip()
+    print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -144,9 +187,19 @@ def _arguments() -> argparse.Namespace:
         help="prompt of uniform decode; default: 200",
     )
     add("--steps", type=int, default=64, metavar="N", help="steps of uniform decode; default: 64")
+    add(
+        "--prompt",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of the long prompt, at most as many as the model takes; default: 2048",
+    )
+    add("--repeats", type=int, default=3, metavar="N", help="rounds; default: 3")
     add("--write", metavar="FILE", help="replace the section between the marks in this file")
-    add("--chart", metavar="FILE", help="draw the throughput of the trace: .svg or .png")
+    add("--chart", metavar="FILE", help="draw decode with 1 and 16 rows: .svg or .png")
     arguments = parser.parse_args()
+    if arguments.chart and not {1, 16} & set(arguments.batches):
+        parser.error("--chart shows 1 and 16 rows, and --batches has neither")
     if arguments.chart and importlib.util.find_spec("matplotlib") is None:
         parser.error(
             "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
@@ -188,94 +241,7 @@ def _run(name: str, task: Task, python: str) -> Answer | None:
         )
         print(f"{name} is left out: {how}", file=sys.stderr)
         return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return Answer(
-        **{
-            **found,
-            "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()},
-        }
-    )
-
-
-def report(
-    answers: dict[str, Answer],
-    model: str,
-    trace: Sequence[tuple[list[int], int]],
-    arguments: argparse.Namespace,
-) -> str:
-    """Returns a section of docs/benchmarks.md.
-
-    Outputs are compared with those of the first engine: equal texts do not happen by chance.
-    """
-    num_input, num_output = (
-        sum(each) for each in zip(*((len(prompt), length) for prompt, length in trace), strict=True)
-    )
-    where, day = environment(), datetime.datetime.now(datetime.UTC).date()
-    rows = [
-        [
-            "engine",
-            "output tokens/s",
-            "ratio",
-            "equal outputs",
-            *(f"{each} rows, ms" for each in arguments.batches),
-            "version",
-        ]
-    ]
-    (_, first), *_ = answers.items()
-    for name, each in answers.items():
-        equal = sum(one == other for one, other in zip(each.outputs, first.outputs, strict=True))
-        steps = [f"{each.step_seconds[count] * 1e3:.1f}" for count in arguments.batches]
-        speed, ratio = num_output / each.seconds, first.seconds / each.seconds
-        rows.append(
-            [name, f"{speed:.1f}", f"{ratio:.2f}", f"{equal} of {len(trace)}", *steps, each.version]
-        )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "---|" * len(rows[0]))
-    machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
-    words = ["python", "tools/compare_engines.py", f"models/{model}"]
-    words += ["--engines", *answers] if list(answers) != list(CASES) else []
-    for peer, path in arguments.python:
-        words += ["--python", f"{peer}={Path(path).name}"]
-    words += ["--num-prompts", f"{len(trace)}", "--batches", *map(str, arguments.batches)]
-    words += ["--context", f"{arguments.context}", "--steps", f"{arguments.steps}"]
-    until = arguments.context + arguments.steps
-    return "\n".join(
-        [
-            f"`{shlex.join(words)}`, {day}, {machine}.",
-            f"{model}: {len(trace)} requests with lengths of `sharegpt`, {num_input:,} tokens in, {num_output:,} out, all at once;",
-            f"and milliseconds of a decode step at a context of {arguments.context} to {until}.",
-            "",
-            *lines,
-        ]
-    )
-
-
-def replaced(text: str, section: str) -> str:
-    """Returns the text with this section between the marks."""
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (found and ended):
-        raise SystemExit(f"the file has no section between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
-
-
-def draw(answers: dict[str, Answer], num_output: int, path: str) -> None:
-    """Draws the throughput of the engines."""
-    from matplotlib.figure import Figure
-
-    names = list(answers)[::-1]
-    figure = Figure(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
-    axes = figure.add_subplot()
-    speeds = [num_output / answers[name].seconds for name in names]
-    bars = axes.barh(
-        names,
-        speeds,
-        color=["#2f6fde" if name.startswith("jaxpage") else "#b9bec8" for name in names],
-    )
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_xlabel("output tokens per second")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    return Answer(**json.loads(done.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
     ("tools/mutate.py", "*"): "Cosmic Ray comes with an extra, and --help needs none",
     (
-        "tools/compare_engines.py",
+        "tools/peers/report.py",
         "matplotlib.figure",
     ): "the chart needs matplotlib, the rest does not",
 }

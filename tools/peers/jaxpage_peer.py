@@ -19,9 +19,10 @@ def main() -> None:
     llm = LLM(
         task.model,
         **weights,
-        max_num_seqs=max(64, *task.rows),
+        max_model_len=task.longest,
+        max_num_seqs=task.most_rows,
         enable_prefix_caching=False,
-        **task.settings,
+        **task.mode,
     )
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:

@@ -17,9 +17,9 @@ import gguf
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from gguf.utility import LocalTensor, SafetensorsLocal
 
-from tools.peers.task import Prompts, answer, read_task
+from tools.peers.task import Prompts, Task, answer, read_task
 
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
@@ -45,23 +45,25 @@ def main() -> None:
     """Answers the task."""
     task = read_task()
     config = json.loads((Path(task.model) / "config.json").read_text())
-    lengths = [len(prompt) + length for prompt, length in task.trace]
-    num_positions = max(sum(lengths), max(task.rows) * (task.context + task.steps + 2))
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "model.gguf")
-        write_gguf(Path(task.model), config, path, task.dtype)
-        llama_cpp.llama_backend_init()
-        loading = llama_cpp.llama_model_default_params()
-        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
-        # buffer types.
-        loading.use_extra_bufts = task.dtype != "int8"
-        model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = num_positions + 256, BATCH, BATCH
-    params.n_seq_max = max(len(task.trace), *task.rows)
-    params.n_threads = params.n_threads_batch = task.threads
-    params.kv_unified = True
-    context = llama_cpp.llama_init_from_model(model, params)
+    model = _load(task, config)
+    context: Any = None
+    num_sequences = 0
+
+    def prepare(wanted: int) -> None:
+        """Makes a context for this number of sequences, unless it is that of the last run."""
+        nonlocal context, num_sequences
+        if wanted == num_sequences:
+            return
+        if context is not None:
+            llama_cpp.llama_free(context)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = wanted * (task.longest + 256), wanted
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_threads = params.n_threads_batch = task.threads
+        params.kv_unified = task.mode["kv_unified"]
+        params.flash_attn_type = int(task.mode["flash_attention"])
+        context, num_sequences = llama_cpp.llama_init_from_model(model, params), wanted
+
     vocab_size = config["vocab_size"]
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
@@ -82,6 +84,7 @@ def main() -> None:
         return [int(np.ctypeslib.as_array(each, (vocab_size,)).argmax()) for each in logits]
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        prepare(len(prompts))
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         stream = [
             (token_id, position, sequence, position == len(prompt) - 1)
@@ -107,6 +110,18 @@ def main() -> None:
     answer(task, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}", generate)
 
 
+def _load(task: Task, config: dict[str, Any]) -> Any:  # a pointer of ctypes
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model.gguf")
+        write_gguf(Path(task.model), config, path, task.dtype)
+        llama_cpp.llama_backend_init()
+        loading = llama_cpp.llama_model_default_params()
+        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
+        # buffer types.
+        loading.use_extra_bufts = task.dtype != "int8"
+        return llama_cpp.llama_model_load_from_file(path.encode(), loading)
+
+
 def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:
     """Writes a Llama without a tokenizer.
 
@@ -126,17 +141,14 @@ def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> No
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
-                values = tensors.get_tensor(name).float().numpy()
-                if "q_proj" in name or "k_proj" in name:
-                    values = _interleaved(
-                        values, heads if "q_proj" in name else config["num_key_value_heads"]
-                    )
-                kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-                writer.add_tensor(
-                    _renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind
+        for name, tensor in SafetensorsLocal(file).tensors.items():
+            values = _float32(tensor)
+            if "q_proj" in name or "k_proj" in name:
+                values = _interleaved(
+                    values, heads if "q_proj" in name else config["num_key_value_heads"]
                 )
+            kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(_renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -150,6 +162,19 @@ def _renamed(name: str) -> str:
         return f"{fixed[module]}.{kind}"
     layer, _, part = module.removeprefix("model.layers.").partition(".")
     return f"blk.{layer}.{_NAMES[part]}.{kind}"
+
+
+def _float32(tensor: LocalTensor) -> npt.NDArray[np.float32]:
+    """Returns a tensor in float32 or bfloat16; NumPy has no bfloat16, which is half a float32."""
+    values = tensor.mmap_bytes()
+    if tensor.dtype == "BF16":
+        halves = values.view(np.uint16).astype(np.uint32)
+        values = (halves << 16).view(np.float32)
+    elif tensor.dtype == "F32":
+        values = values.view(np.float32)
+    else:
+        raise ValueError(f"a tensor of {tensor.dtype}: only F32 and BF16 are read")
+    return values.reshape(tensor.shape)
 
 
 def _interleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:

@@ -6,7 +6,6 @@ Both are JSON: the task on standard input, the answer on the last line of standa
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,10 @@ Prompts = Sequence[Sequence[int]]
 Generate = Callable[
     [Prompts, Sequence[int]], list[list[int]]
 ]  # prompts, tokens of each output; greedy, ended by length alone
+FIRST_TOKENS = 4  # what a run draws before it is timed, of each output
+MOST_RUNS = 3  # of which the fastest counts
+SECONDS_OF_RUNS = 20.0  # slow runs are repeated less often
+TRACE, PROMPT = "trace", "prompt"  # the names of two numbers; `rows_name` has the others
 
 
 @dataclass
@@ -30,8 +33,10 @@ class Task:
         rows: The numbers of rows of uniform decode.
         context: The tokens of each prompt of uniform decode.
         steps: The steps of uniform decode that are timed.
+        prompt: The tokens of the long prompt.
         threads: The cores to use.
-        settings: Settings of jaxpage.
+        numbers: The names of the numbers that are wanted.
+        mode: Settings of the engine that are tried one after the other.
     """
 
     model: str
@@ -40,57 +45,90 @@ class Task:
     rows: list[int]
     context: int
     steps: int
+    prompt: int
     threads: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    numbers: list[str]
+    mode: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of a sequence, its prompt included."""
+        lengths = [len(prompt) + length for prompt, length in self.trace]
+        return max(*lengths, self.context + self.steps + FIRST_TOKENS, self.prompt + FIRST_TOKENS)
+
+    @property
+    def most_rows(self) -> int:
+        """Returns the most sequences at the same time."""
+        return max(len(self.trace), *self.rows)
 
 
 @dataclass
 class Answer:
-    """Holds what an engine measured.
+    """Holds what one process of an engine measured.
 
     Attributes:
         version: The version of the engine.
-        seconds: The time of the trace, the better of two runs.
-        outputs: The output tokens of each request of the trace.
-        step_seconds: The time of a decode step, by number of rows.
+        outputs: The output tokens of each request of the trace, if it was asked for.
+        seconds: The time of all requests of the trace, of the long prompt with the token after it,
+            and of a decode step for each number of rows, by name.
     """
 
     version: str
-    seconds: float
     outputs: list[list[int]]
-    step_seconds: dict[int, float]
+    seconds: dict[str, float]
+
+
+def rows_name(rows: int) -> str:
+    """Returns the name of the time of a decode step with this number of rows."""
+    return "1 row" if rows == 1 else f"{rows} rows"
 
 
 def answer(task: Task, version: str, generate: Generate) -> None:
-    """Runs everything and prints the answer.
+    """Runs what is wanted, and prints the answer.
 
-    A decode step is timed by two runs that differ in `steps` tokens of each output; the median of
-    three such pairs counts.
+    The fastest of some runs counts, since a pause of the machine only makes a run longer. A decode
+    step is the difference of two runs that differ in `steps` tokens of each output. Each number
+    begins with a short run that is not timed.
     """
-    generate([[1, 2, 3]] * 2, [2, 2])  # what happens only once happens here
-    prompts, lengths = [prompt for prompt, _ in task.trace], [length for _, length in task.trace]
-    runs = [_timed(generate, prompts, lengths) for _ in range(2)]
-    step_seconds = {}
+    seconds = dict[str, float]()
+    outputs: list[list[int]] = []
+    if TRACE in task.numbers:
+        prompts = [prompt for prompt, _ in task.trace]
+        lengths = [length for _, length in task.trace]
+        generate(prompts, [min(FIRST_TOKENS, length) for length in lengths])
+        seconds[TRACE], outputs = _timed(generate, prompts, lengths)
     for rows in task.rows:
-        uniform = [
-            [(7 * row + 3 * place) % 251 + 3 for place in range(task.context)]
-            for row in range(rows)
-        ]
-        pairs = [
-            [_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)]
-            for _ in range(3)
-        ]
-        step_seconds[rows] = statistics.median(many - few for few, many in pairs) / task.steps
-    print(
-        json.dumps(
-            asdict(Answer(version, min(seconds for seconds, _ in runs), runs[0][1], step_seconds))
-        )
-    )
+        if rows_name(rows) in task.numbers:
+            uniform = [_prompt(task.context, row) for row in range(rows)]
+            generate([prompt[:3] for prompt in uniform], [FIRST_TOKENS] * rows)
+            few, many = _fastest(generate, uniform, [2, 2 + task.steps])
+            seconds[rows_name(rows)] = (many - few) / task.steps
+    if PROMPT in task.numbers:
+        one = [_prompt(task.prompt, 0)]
+        generate(one, [1])
+        (seconds[PROMPT],) = _fastest(generate, one, [1])
+    print(json.dumps(asdict(Answer(version, outputs, seconds))))
+
+
+def _fastest(generate: Generate, prompts: Prompts, lengths: Sequence[int]) -> list[float]:
+    """Returns the fastest time for each length of all outputs."""
+    runs: list[list[float]] = [[] for _ in lengths]
+    started = time.perf_counter()
+    for _ in range(MOST_RUNS):
+        for length, times in zip(lengths, runs, strict=True):
+            times.append(_timed(generate, prompts, [length] * len(prompts))[0])
+        if time.perf_counter() - started > SECONDS_OF_RUNS:
+            break
+    return [min(times) for times in runs]
 
 
 def read_task() -> Task:
     """Returns the task on standard input."""
     return Task(**json.load(sys.stdin))
+
+
+def _prompt(length: int, row: int) -> list[int]:
+    return [(7 * row + 3 * place) % 251 + 3 for place in range(length)]
 
 
 def _timed(
