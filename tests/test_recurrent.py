@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prefixes as files": (
         {"prefix_cache_directory": "."},
-        "prefix_cache_directory is not supported for 2 cache groups",
+        "prefix_cache_directory is not supported for [23] cache groups",
     ),
 }
 
