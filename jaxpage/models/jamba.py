@@ -24,6 +24,7 @@ from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
+    DecoderLayer,
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
@@ -124,30 +125,36 @@ def _read_mamba(fields: Fields) -> Mamba1Spec:
 
 
 class Model(RotaryDecoder):
-    """Computes the model; see `models.base.Model`."""
+    """Computes the model; see `models.base.Model`.
+
+    Attributes:
+        is_mamba: True for each layer that has Mamba.
+    """
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         super().__init__(spec, dtype=dtype)
+        kinds: list[bool] = []
         free = itertools.count(spec.num_layers)
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            kinds.append(isinstance(layer.attention, Mamba1))
             if isinstance(layer.attention, Mamba1):
                 layer.attention.convolution_index = next(free)
+        self.is_mamba = tuple(kinds)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        own, more = pages[: len(self.layers)], iter(pages[len(self.layers) :])
-        is_mamba = [isinstance(layer.attention, Mamba1) for layer in self.layers]
+        more = iter(pages[len(self.layers) :])
         by_layer = tuple(
-            (each, next(more)) if mamba else each for each, mamba in zip(own, is_mamba, strict=True)
+            (own, next(more)) if is_mamba else own
+            for own, is_mamba in zip(pages, self.is_mamba, strict=False)
         )
         hidden_TD = self.embedded(token_ids_T, context.positions_T)
         output_TD, by_layer, entering = run_layers(
             self.layers, self.norm, hidden_TD, by_layer, context
         )
-        pairs = [each for each, mamba in zip(by_layer, is_mamba, strict=True) if mamba]
-        own = tuple(
-            each[0] if mamba else each for each, mamba in zip(by_layer, is_mamba, strict=True)
-        )
-        return output_TD, (*own, *(convolution for _, convolution in pairs)), entering
+        kept = list(zip(by_layer, self.is_mamba, strict=True))
+        own = tuple(each[0] if is_mamba else each for each, is_mamba in kept)
+        return output_TD, (*own, *(each[1] for each, is_mamba in kept if is_mamba)), entering

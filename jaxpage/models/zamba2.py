@@ -291,10 +291,12 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the block, with what a layer adds, and the pages of the layer."""
         x_TI = self.norm(x_TI)
-        found = self.attention.projected(x_TI)
+        q, k, v = self.attention.projected(x_TI)
         if of_attention is not None:
-            found = tuple(map(jnp.add, found, of_attention(x_TI)))
-        x_TD, layer_pages = self.attention.attended(*found, layer_pages, context)
+            assert k is not None and v is not None
+            more_q, more_k, more_v = of_attention(x_TI)
+            q, k, v = q + more_q, k + more_k, v + more_v
+        x_TD, layer_pages = self.attention.attended(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
         (added_TF,) = of_mlp(x_TD)
         gate_up_TF = self.mlp.gate_up(x_TD) + added_TF
@@ -360,14 +362,16 @@ class Layer(nnx.Module):
         block: Block | None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
         """Returns the output of the layer and its pages."""
-        *kv_pages, state_pages = layer_pages
+        *of_block, state_pages = layer_pages
         entering_TD = x_TD
         if block is not None:
             both = jnp.concatenate([x_TD, embedded_TD], axis=-1)
-            found_TD, *kv_pages = block(both, self.of_attention, self.of_mlp, *kv_pages, context)
+            found_TD, of_block[0] = block(
+                both, self.of_attention, self.of_mlp, of_block[0], context
+            )
             entering_TD = x_TD + self.linear(found_TD)
         mixed_TD, state_pages = self.mamba(self.norm(entering_TD), state_pages, context)
-        return x_TD + mixed_TD, (*kv_pages, state_pages)
+        return x_TD + mixed_TD, (*of_block, state_pages)
 
 
 def _adapters(spec: Spec, number: int, *, dtype: DTypeLike) -> tuple[Adapter | None, Adapter]:
