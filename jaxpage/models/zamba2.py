@@ -82,14 +82,12 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        if config.get("layers_block_type") is None:
-            config = {**config, "layers_block_type": [*DEFAULT_TYPES]}
+        names = ("layer_types", "layers_block_type")
+        config = {key: value for key, value in config.items() if key not in names or value}
+        if config.keys().isdisjoint(names):
+            config["layers_block_type"] = [*DEFAULT_TYPES]
         aliases = {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"}
         with Fields(config, "zamba2", aliases) as fields:
-            if fields.config.pop("layer_types", None) is not None:
-                # transformers counts the layers that have a block without this other name.
-                text = "layer_types is not supported: layers_block_type names the layers"
-                fields.note(RefusedField(text), layer_types=None)
             num_layers = fields.integer("num_hidden_layers")
             types = fields.layer_types(
                 (LINEAR,) * num_layers, kinds=(LINEAR, HYBRID), older={"mamba": LINEAR}

@@ -285,8 +285,10 @@ def _other_name(model_type: str, name: str) -> str:
     kind = CONFIG_MAPPING[model_type]
     kind = getattr(kind, "sub_configs", {}).get("text_config", kind)
     both = {**kind.attribute_map, **{value: key for key, value in kind.attribute_map.items()}}
-    # A GLM config may say the width of its heads, which is no other name of a size.
-    return name if name == "head_dim" else both.get(name, name)
+    # A GLM config may say the width of its heads, which is no other name of a size. Zamba 2's class
+    # counts the layers that have a block without the other name.
+    kept = name == "head_dim" or (model_type, name) == ("zamba2", "layers_block_type")
+    return name if kept else both.get(name, name)
 
 
 def random_rope(chance: random.Random, config: Config, default: Config) -> Config:

@@ -206,7 +206,6 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             *((UnsupportedError, "tie_word_embeddings", False),),
             *((UnsupportedError, "time_step_limit", [0.1, 0.2]),),
             (UnsupportedError, "layers_block_type", ["mamba", "hybrid", "full_attention", "mamba"]),
-            (UnsupportedError, "layer_types", ["mamba", "hybrid", "hybrid", "hybrid"]),
         )
     ),
     (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
