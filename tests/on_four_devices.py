@@ -111,6 +111,10 @@ INDIVISIBLE = (
     *(
         "nemotron-h-mixed",
         "mamba2-tied",
+        "jamba-mixed",
+        "jamba-dense",
+        "zamba2-turns",
+        "zamba2-biases",
         "bamba-mixed",
         "falcon-h1-factors",
         "falcon-h1-first",

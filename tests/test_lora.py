@@ -650,3 +650,12 @@ def test_a_product_that_is_absorbed_takes_no_adapter() -> None:
     targets = lora_targets(family, family.Spec.from_config(config))
     attention = "model.layers.0.self_attn"
     assert f"{attention}.o_proj" in targets and f"{attention}.kv_b_proj" not in targets
+
+
+def test_a_product_of_several_layers_takes_no_adapter() -> None:
+    """Files name that of one layer, and the others would have it too."""
+    config = config_json("zamba2-turns")
+    family = load_family(config)
+    targets = lora_targets(family, family.Spec.from_config(config))
+    assert "model.layers.1.mamba_decoder.mamba.in_proj" in targets
+    assert not any("shared_transformer" in name for name in targets)

@@ -262,6 +262,19 @@ def test_a_checkpoint_without_the_prefix_and_a_tied_one_under_the_name_of_the_he
         assert jax.tree.all(jax.tree.map(np.array_equal, fill(family, spec, variant), expected))
 
 
+def test_a_block_of_several_layers_is_held_once_and_goes_by_the_name_of_any_of_them():
+    state, _, _ = oracle("zamba2-turns")
+    family, spec = read_spec("zamba2-turns")
+    expected = fill(family, spec, state)
+    first, other = (f"model.layers.{layer}.shared_transformer." for layer in (1, 3))
+    assert sum(name.startswith(other) for name in state) > 5
+    for left in (first, other):
+        found = fill(family, spec, {k: v for k, v in state.items() if not k.startswith(left)})
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    held = sum(leaf.size for leaf in jax.tree.leaves(expected))
+    assert held == sum(each.numel() for each in make_model("zamba2-turns").parameters())
+
+
 def test_only_what_carries_nothing_may_be_left_unused():
     for name, idle, needed in (
         (
@@ -437,6 +450,24 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "gates before the norm": (
         "falcon-h1-first",
         lambda: {"spec": {"recurrent": _mamba("falcon-h1-first", norm="gated")}},
+    ),
+    "what other layers add to the block": (
+        "zamba2-turns",
+        lambda: {"state": swap("adapter_list.0.", "adapter_list.2.")},
+    ),
+    "the scale of one hidden state's heads": (
+        "zamba2-turns",
+        lambda: {"spec": {"attention_scale": 16**-0.5}},
+    ),
+    "rates of other channels": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 0)}),
+    "rates of other numbers": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 1)}),
+    "vectors to add for those to read": (
+        "jamba-mixed",
+        lambda: {"state": roll("x_proj.weight", 0)},
+    ),
+    "weights of experts that add up to one": (
+        "jamba-mixed",
+        lambda: {"spec": {"experts": _routed("jamba-mixed", normalized=True)}},
     ),
     "gates after the convolution before it": (
         "lfm2-mixed",

@@ -23,6 +23,7 @@ from jaxpage.outputs import CompletionOutput
 from tests.support.engines import (
     BLOCKS_OF_4,
     GRANITE_4,
+    JAMBA,
     LFM2,
     LLAMA,
     QWEN3_5,
@@ -68,7 +69,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4, "lfm2": LFM2}
+MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4, "lfm2": LFM2, "jamba": JAMBA}
+# LFM2 has no states. Jamba has them, and apart from them the inputs of its convolutions.
+GROUPS = {"lfm2": [(1 + 3, True, (0, 1))], "jamba": [(16 + 1, True, (0, 1)), (1 + 3, True, (3, 4))]}
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +152,10 @@ def bits(outputs: list[CompletionOutput]) -> list[Any]:
 def expected(engines: Callable[[str], LLM], model: Path) -> list[Any]:
     """Each request by itself, with blocks of 16 and nothing cached."""
     llm = engines("alone")
+    groups = next((GROUPS[name] for name in GROUPS if name in model.name), [(16 + 3, True, (0, 1))])
     assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
         (None, False, (2,)),
-        (1 + 3 if "lfm2" in model.name else 16 + 3, True, (0, 1)),  # LFM2 has no states
+        *groups,
     ]
     found = []
     for index in range(len(PROMPTS)):
@@ -365,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prefixes as files": (
         {"prefix_cache_directory": "."},
-        "prefix_cache_directory is not supported for 2 cache groups",
+        "prefix_cache_directory is not supported for [23] cache groups",
     ),
 }
 
@@ -384,7 +388,9 @@ def test_key_heads_that_shards_cannot_share_are_refused(qwen: Path) -> None:
         make_llm(qwen, tensor_parallel_reduction="invariant")
 
 
-@pytest.mark.parametrize(("name", "part"), [("granite_4", "mamba"), ("lfm2", "conv")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("granite_4", "mamba"), ("lfm2", "conv"), ("jamba", "mamba")]
+)
 def test_layers_that_are_not_divided_are_refused_by_name(
     name: str, part: str, tmp_path: Path
 ) -> None:

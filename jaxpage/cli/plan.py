@@ -7,6 +7,7 @@ drafter has weights of its own.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -276,13 +277,12 @@ def _kept_text(kv: KVSpec) -> str:
         for count, width in dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
     )
     kept = f"{kv.num_layers - len(states)} layers, {heads}"
-    if not states:
-        return kept
-    state = states[0]
-    of_block = ""
-    if state.shape is not None:
-        of_block = f"a state of {' x '.join(map(str, state.shape))} after each block and "
-    return f"{kept}; {len(states)} layers, {of_block}{state.input_width} numbers of each token"
+    for state, count in collections.Counter(states).items():
+        of_block = ""
+        if state.shape is not None:
+            of_block = f"a state of {' x '.join(map(str, state.shape))} after each block and "
+        kept += f"; {count} layers, {of_block}{state.input_width} numbers of each token"
+    return kept
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:

@@ -48,6 +48,8 @@ class LinearSpec:
         transposed: True if the checkpoint has weights as [in, out] (GPT-2's Conv1D).
         multiplied: False if only the weight is used and no input is multiplied by it (absorption);
             such a layer takes no adapters.
+        shared: True if several layers of the model have this one; it takes no adapters, because
+            those that files name are of one layer.
     """
 
     num_in: int
@@ -58,6 +60,12 @@ class LinearSpec:
     fused: str | None = None
     transposed: bool = False
     multiplied: bool = True
+    shared: bool = False
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Returns whether adapters can be added to the product."""
+        return self.multiplied and not self.shared
 
     def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
         """Declares a parameter [out] or [out, in] that has this name in its checkpoint modules."""

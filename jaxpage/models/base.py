@@ -195,21 +195,22 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
         rule: Gives the modules that replace those of the family; None if none are replaced.
     """
     module = make_model(family, spec, "float32", rule)
-    return weights_of(module, functools.partial(other_names, family))
+    return weights_of(module, functools.partial(other_names, family, spec=spec))
 
 
-def other_names(family: Family, name: str) -> tuple[str, ...]:
+def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tuple[str, ...]:
     """Returns the other names that a tensor, or a module, may have in a checkpoint of the family.
 
     Files that were saved from the headless model lack the prefix. Several prefixes are those that
     files may have, the modules' first. A family may have `older_names`: beginnings of names, each
-    with those that older files have in its place.
+    with those that older files have in its place. A spec may have `tied_names`: beginnings of names
+    of modules that several layers share, each with those that the other layers give them.
     """
     prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
     own, *others = prefixes
     stem = name.removeprefix(own)
     found = [stem, *(other + stem for other in others)] if name.startswith(own) else []
-    for begin, others in getattr(family, "older_names", ()):
+    for begin, others in (*getattr(family, "older_names", ()), *getattr(spec, "tied_names", ())):
         if name.startswith(begin):
             found += [other + name.removeprefix(begin) for other in others]
     return tuple(found)

@@ -236,7 +236,7 @@ class Divisions:
             return replacement
 
         model = make_model(family, spec, "float32", note)
-        self.weights = weights_of(model, functools.partial(other_names, family))
+        self.weights = weights_of(model, functools.partial(other_names, family, spec=spec))
         layer_of = [_inside(weight.path, layers) for weight in self.weights]
         shapes: dict[Path, list[Any]] = {path: [] for path in layers}
         for weight, layer in zip(self.weights, layer_of, strict=True):

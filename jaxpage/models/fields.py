@@ -194,12 +194,14 @@ class Fields(ConfigFields):
         if isinstance(types, list) and older:
             types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
-            text = f"layer_types must name each of the {len(default)} layers, not {types!r}"
+            text = f"{self._in_file('layer_types')} must name each of the {len(default)} layers, not {types!r}"
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
             return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
-            error = RefusedField(f"layer_types {', '.join(unknown)} are not supported")
+            error = RefusedField(
+                f"{self._in_file('layer_types')} {', '.join(unknown)} are not supported"
+            )
             self.note(error, layer_types=None)
             return tuple(default)
         return tuple(types)

@@ -39,7 +39,7 @@ class LoRASpec:
 
         def both(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = (rule and rule(path, module)) or module
-            if not isinstance(replacement, Linear) or not replacement.spec.multiplied:
+            if not isinstance(replacement, Linear) or not replacement.spec.takes_adapters:
                 return None if replacement is module else replacement
             replacement.add_lora(self.num_slots, self.rank)
             return replacement
@@ -108,7 +108,7 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     targets: dict[str, LoRATarget] = {}
 
     def note(path: Path, module: nnx.Module) -> None:
-        if not isinstance(module, Linear) or not module.spec.multiplied:
+        if not isinstance(module, Linear) or not module.spec.takes_adapters:
             return
         of = module.spec
         first = 0

@@ -1,4 +1,4 @@
-"""Reads what configs say of layers of Mamba 2, and makes their modules."""
+"""Reads what configs say of layers of Mamba 2, and makes the modules of Mamba and of Mamba 2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mamba import Mamba2, MambaSpec
+from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
@@ -97,3 +98,34 @@ def make_mamba(
             dtype=dtype,
         )
     return Mamba2(layer_index, spec, input, norm, output, name=name, dtype=dtype)
+
+
+def make_mamba1(
+    spec: Mamba1Spec, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
+) -> Mamba1:
+    """Returns Jamba's module, with the names of its checkpoint; see `make_mamba`."""
+    inner = spec.inner
+    part = Part(2 * inner, "heads", f"{name}.in_proj", each=(inner, inner))
+    input = linear(width, part, input_axis="embed", bias=spec.bias, dtype=dtype)
+    part = Part(spec.rank + 2 * spec.vector, None, f"{name}.x_proj")
+    vectors = linear(inner, part, input_axis="heads", bias=False, dtype=dtype)
+    part = Part(inner, "heads", f"{name}.dt_proj")
+    time_steps = linear(spec.rank, part, input_axis=None, bias=False, dtype=dtype)
+    part = Part(width, "embed", f"{name}.out_proj")
+    output = linear(inner, part, input_axis="heads", bias=spec.bias, dtype=dtype)
+
+    def norm(part: str, width: int) -> RMSNorm:
+        module = f"{name}.{part}_layernorm"
+        return RMSNorm(width, name=module, epsilon=epsilon, axis=None, dtype=dtype)
+
+    return Mamba1(
+        layer_index,
+        spec,
+        input=input,
+        vectors=vectors,
+        norms=(norm("dt", spec.rank), norm("b", spec.vector), norm("c", spec.vector)),
+        time_steps=time_steps,
+        output=output,
+        name=name,
+        dtype=dtype,
+    )

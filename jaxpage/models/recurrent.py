@@ -10,11 +10,12 @@ from jaxpage.layers.convolution import ConvolutionSpec, GatedConvolution
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mamba import Mamba2, MambaSpec
+from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
 from jaxpage.models.delta_config import make_delta_net
-from jaxpage.models.mamba_config import make_mamba
+from jaxpage.models.mamba_config import make_mamba, make_mamba1
 
-RecurrentSpec: TypeAlias = DeltaWidths | MambaSpec | ConvolutionSpec
-RecurrentLayer: TypeAlias = GatedDeltaNet | Mamba2 | GatedConvolution
+RecurrentSpec: TypeAlias = DeltaWidths | MambaSpec | Mamba1Spec | ConvolutionSpec
+RecurrentLayer: TypeAlias = GatedDeltaNet | Mamba2 | Mamba1 | GatedConvolution
 
 
 def make_recurrent(
@@ -38,6 +39,10 @@ def make_recurrent(
     """
     if isinstance(spec, MambaSpec):
         return make_mamba(
+            spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.mamba", dtype=dtype
+        )
+    if isinstance(spec, Mamba1Spec):
+        return make_mamba1(
             spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.mamba", dtype=dtype
         )
     if isinstance(spec, ConvolutionSpec):

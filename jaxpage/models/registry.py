@@ -68,6 +68,8 @@ FAMILIES = {
     "BambaForCausalLM": "bamba",
     "NemotronHForCausalLM": "nemotron_h",
     "Mamba2ForCausalLM": "mamba2",
+    "Zamba2ForCausalLM": "zamba2",
+    "JambaForCausalLM": "jamba",
     "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",

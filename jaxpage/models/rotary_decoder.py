@@ -90,8 +90,8 @@ class RotaryDecoderSpec:
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers."""
-        return self.kv.num_layers
+        """Returns the number of layers of the decoder."""
+        return self.kv.num_decoder_layers
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""

@@ -101,6 +101,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, 0.4], [0.2, 1.5]),
     "mamba_n_heads": (2, 4, 8),
     "mamba_n_groups": (1, 2),
+    **{"n_mamba_heads": (2, 4, 8), "mamba_ngroups": (1, 2), "mamba_dt_rank": ("auto", 3, 6)},
     "mamba_d_ssm": (None, 32, 96),
     "mlp_multipliers": (None, [0.5, 1.5]),
     "ssm_multipliers": (None, [0.9, 1.1, 0.8, 1.3, 0.7]),
@@ -260,6 +261,8 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
         return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
     if name == "layer_types" and "attention_chunk_size" in config:
         return [chance.choice(("full_attention", "chunked_attention")) for _ in range(num_layers)]
+    if name == "layers_block_type" and "n_mamba_heads" in config:
+        return [chance.choice(("linear_attention", "mamba", "hybrid")) for _ in range(num_layers)]
     if name in _KINDS:
         return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":
@@ -287,8 +290,10 @@ def _other_name(model_type: str, name: str) -> str:
     kind = CONFIG_MAPPING[model_type]
     kind = getattr(kind, "sub_configs", {}).get("text_config", kind)
     both = {**kind.attribute_map, **{value: key for key, value in kind.attribute_map.items()}}
-    # A GLM config may say the width of its heads, which is no other name of a size.
-    return name if name == "head_dim" else both.get(name, name)
+    # A GLM config may say the width of its heads, which is no other name of a size. Zamba 2's class
+    # counts the layers that have a block without the other name.
+    kept = name == "head_dim" or (model_type, name) == ("zamba2", "layers_block_type")
+    return name if kept else both.get(name, name)
 
 
 def random_rope(chance: random.Random, config: Config, default: Config) -> Config:

@@ -71,6 +71,11 @@ LFM2 = {
     **{"num_hidden_layers": 3, "full_attn_idxs": [2], "conv_L_cache": 4},
 }
 
+JAMBA = {
+    **{**LLAMA, "architectures": ["JambaForCausalLM"], "model_type": "jamba"},
+    **{"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 4},
+}
+
 # The geometries of the tests. Engines of a model share what is compiled for one, also those with
 # fewer blocks (see `make_llm`) or with 16 tokens, whose shapes are among those of 64. Other numbers
 # are shapes of their own: a test needs a reason for them.

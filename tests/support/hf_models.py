@@ -119,5 +119,9 @@ def randomise(
                 1.4 / math.sqrt(module.weight.shape[1]) if router else 0.3,
                 mean=1.0 - router,
             )  # or a norm
+    for name, parameter in model.named_parameters():
+        # Zamba 2's add to other products, and as much again would amplify the last bits of numbers.
+        if "_adapter_list" in name or name.endswith(".linear.weight"):
+            parameter.mul_(0.4)
     if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
         draw(model.get_input_embeddings().weight, embedding)

@@ -20,6 +20,10 @@ _GPTJ = {**_GPT, "rotary_dim": 8}
 SIZES: dict[str, Fields] = {
     **{"opt": _LAYERS, "gpt2": _GPT2, "falcon": _LAYERS},
     "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
+    "zamba2": {
+        **{**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8},
+        **{"n_mamba_heads": 8, "mamba_d_state": 12, "adapter_rank": 6},
+    },
     **{"gptj": _GPTJ, "codegen": _GPTJ, "gpt_bigcode": _GPT},
     "gpt_neo": {
         **{"vocab_size": 131, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
@@ -127,6 +131,34 @@ FORMS: dict[str, dict[str, Fields]] = {
     "mpt": {
         "scaled": {"attn_config": {"softmax_scale": 0.4, "clip_qkv": 1.5}},
         "six-heads": {"d_model": 96, "n_heads": 6, "tie_word_embeddings": False},
+    },
+    "zamba2": {
+        "turns": {
+            **{
+                "num_hidden_layers": 4,
+                "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
+            },
+            **{"num_mem_blocks": 2, "use_shared_attention_adapter": True, "rms_norm_eps": 1e-2},
+            **{"use_mem_rope": True, "rope_theta": 500.0},
+        },
+        "biases": {
+            **{"num_hidden_layers": 3, "hidden_act": "silu", "num_key_value_heads": 4},
+            "rms_norm_eps": 1e-2,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            **{"add_bias_linear": True, "time_step_min": 0.3, "mamba_ngroups": 2},
+        },
+    },
+    "jamba": {
+        "mixed": {
+            **{"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1},
+            **{"num_experts": 4, "mamba_d_state": 12},
+        },
+        "dense": {
+            **{"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 0},
+            **{"num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 5, "mamba_proj_bias": True},
+            **{"mamba_conv_bias": False, "mamba_d_conv": 2, "hidden_act": "gelu"},
+            "tie_word_embeddings": True,
+        },
     },
     "gpt_bigcode": {
         "multi-query": {},

@@ -181,6 +181,9 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
     "Others": (
         ("SmolLM3 3B", "3", "SmolLM3ForCausalLM", ""),
+        ("Zamba2", "1.2, 2.7, 7.4", "Zamba2ForCausalLM", _ONE_DEVICE),
+        ("Jamba v0.1, Jamba 1.5 to 1.7", "52, 398", "JambaForCausalLM", f"experts; {_ONE_DEVICE}"),
+        ("Jamba Reasoning 3B", "3", "JambaForCausalLM", _ONE_DEVICE),
         ("Command R, R+, Aya", "8, 32, 35, 104", "CohereForCausalLM", ""),
         ("Command R7B, Command A", "8, 111", "Cohere2ForCausalLM", ""),
         ("LFM2", "0.35, 0.7, 1.2, 2.6", "Lfm2ForCausalLM", "one device; no `kv_cache_dtype`"),

@@ -190,6 +190,24 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "falcon-h1-plain", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4}),
     (UnsupportedError, "nemotron-h-mixed", "moe", {"hybrid_override_pattern": "ME*"}),
     (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
+    (CheckpointError, "jamba-mixed", "attn_layer_offset", {"attn_layer_offset": 3}),
+    (CheckpointError, "jamba-mixed", "expert_layer_offset", {"expert_layer_offset": 2}),
+    (CheckpointError, "jamba-mixed", "mamba_dt_rank", {"mamba_dt_rank": "half"}),
+    (UnsupportedError, "jamba-mixed", "sliding_window", {"sliding_window": 7}),
+    *(
+        (kind, "zamba2-turns", field, {field: value})
+        for kind, field, value in (
+            *((CheckpointError, field, 3) for field in ("n_mamba_heads", "mamba_ngroups")),
+            *((CheckpointError, "num_attention_heads", 3), (CheckpointError, "adapter_rank", 0)),
+            *((CheckpointError, "num_key_value_heads", 2), (UnsupportedError, "head_dim", 12)),
+            *((UnsupportedError, "mamba_headdim", 8), (UnsupportedError, "hybrid_layer_ids", [1])),
+            *((UnsupportedError, "use_long_context", True),),
+            *((UnsupportedError, "use_shared_mlp_adapter", False),),
+            *((UnsupportedError, "tie_word_embeddings", False),),
+            *((UnsupportedError, "time_step_limit", [0.1, 0.2]),),
+            (UnsupportedError, "layers_block_type", ["mamba", "hybrid", "full_attention", "mamba"]),
+        )
+    ),
     (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
