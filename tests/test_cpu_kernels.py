@@ -604,12 +604,17 @@ PACKED_MISTAKES = {
         "p.scale, first_panel + i, group)",
         "p.scale, first_panel + i, 0)",
     ),
-    "a group without those before it": ("scale, raw_at<Vec>(sum))", "scale, Vec{})"),
-    "a group with the inputs of the first": (
-        "x + first, p.num_words, from",
-        "x, p.num_words, from",
+    "a group without those before it": ("scale, raw_at<Vec>(total + at))", "scale, Vec{})"),
+    "a group with the inputs of the first": ("x + first + i * size, p", "x + first, p"),
+    "a group with the codes of the first": (
+        "made - begin * kOutputsOfPanel + i * size * kOutputsOfPanel",
+        "made - begin * kOutputsOfPanel",
     ),
-    "sums of the first row's inputs": ("x_sum[t * p.num_groups + group]", "x_sum[group]"),
+    "the last group is left out": (
+        "group + i < p.num_groups; ++i)",
+        "group + i + 1 < p.num_groups; ++i)",
+    ),
+    "sums of the first row's inputs": ("x_sum[t * p.num_groups]", "x_sum[0]"),
     "codes of other inputs": ("first + begin, first + end, made", "begin, end, made"),
     "a row without its last number": (
         "std::memcpy(words, x, p.num_in * 2);",

@@ -132,16 +132,34 @@ constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
     _tile_dpbssd(sum, rows, weight); \
   }
 
+// The rows of the tiles of this thread. They are set when they change, and let go at the end of a unit: other code uses the registers, too.
+class TileRows {
+ public:
+  // For `amx_square`; for `amx_tile` next_count is 0.
+  JAXPAGE_AMX void set(int count, int next_count) {
+    if (count == count_ && next_count == next_count_) return;
+    count_ = count, next_count_ = next_count;
+    const int square[8] = {count, count, next_count, next_count, count, next_count, kWordsOfTile, kWordsOfTile};
+    alignas(64) uint8_t config[64] = {1};
+    for (int i = 0; i < 8; ++i) {
+      config[16 + 2 * i] = 64;  // bytes of a row
+      config[48 + i] = next_count ? square[i] : i < 5 ? count : kWordsOfTile;
+    }
+    _tile_loadconfig(config);
+  }
+  JAXPAGE_AMX ~TileRows() {
+    if (count_) _tile_release();
+  }
+
+ private:
+  int count_ = 0, next_count_ = 0;
+};
+
 // As `tile`, for whole tiles of words.
 template <typename Word, int kPanels>
-JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
-                          uint32_t* total) {
-  alignas(64) uint8_t config[64] = {1};
-  for (int i = 0; i < 8; ++i) {
-    config[16 + 2 * i] = 64;  // bytes of a row
-    config[48 + i] = i < 5 ? count : kWordsOfTile;
-  }
-  _tile_loadconfig(config);
+JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
+                          int64_t end, uint32_t* total) {
+  tile_rows.set(count, 0);
   constexpr int kStride = kMostColumns * 4;
   if (begin) {
     _tile_loadd(0, total, kStride);
@@ -178,20 +196,13 @@ JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const
     _tile_stored(2, total + 32, kStride);
     _tile_stored(3, total + 48, kStride);
   }
-  _tile_release();
 }
 
 // The same for two tiles of rows and two panels: with four tiles of sums, each tile that is loaded is used twice.
 template <typename Word>
-JAXPAGE_AMX void amx_square(int count, int next_count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
-                            int64_t end, uint32_t* total) {
-  alignas(64) uint8_t config[64] = {1};
-  const int lines[8] = {count, count, next_count, next_count, count, next_count, kWordsOfTile, kWordsOfTile};
-  for (int i = 0; i < 8; ++i) {
-    config[16 + 2 * i] = 64;  // bytes of a row
-    config[48 + i] = lines[i];
-  }
-  _tile_loadconfig(config);
+JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x, int64_t num_words, const uint32_t* w,
+                            int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
+  tile_rows.set(count, next_count);
   constexpr int kStride = kMostColumns * 4;
   uint32_t* next_total = total + count * kMostColumns;
   const uint32_t* next_x = x + count * num_words;
@@ -221,9 +232,10 @@ JAXPAGE_AMX void amx_square(int count, int next_count, const uint32_t* x, int64_
   _tile_stored(1, total + 16, kStride);
   _tile_stored(2, next_total, kStride);
   _tile_stored(3, next_total + 16, kStride);
-  _tile_release();
 }
 #undef JAXPAGE_ADD_TILES
+#else
+class TileRows {};
 #endif
 
 // Adds products with some words of some panels, of which one is `panel` words behind the other, to sums, which are in `total`.
@@ -304,7 +316,7 @@ void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const u
 
 // Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words that fill none are multiplied as others are.
 template <typename Word, int kPanels>
-JAXPAGE_DOT void words(int instructions, int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel,
+JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel,
                        int64_t begin, int64_t end, uint32_t* total) {
 #if defined(__AVX512F__)
   if constexpr (Word::kHasTiles)
@@ -317,9 +329,9 @@ JAXPAGE_DOT void words(int instructions, int64_t num_rows, const typename Word::
         if (kPanels == kMostPanels && i + 1 < count) {
           const int64_t next = (++i + 1) * num_rows / count;
           for (int p = 0; p < kPanels; p += 2)
-            amx_square<Word>(last - first, next - last, own, num_words, w + p * panel, panel, begin, whole, sums + p * kOutputsOfPanel);
+            amx_square<Word>(tile_rows, last - first, next - last, own, num_words, w + p * panel, panel, begin, whole, sums + p * kOutputsOfPanel);
         } else {
-          amx_tile<Word, kPanels>(last - first, own, num_words, w, panel, begin, whole, sums);
+          amx_tile<Word, kPanels>(tile_rows, last - first, own, num_words, w, panel, begin, whole, sums);
         }
       }
       if (whole == end) return;
@@ -335,10 +347,11 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   const int64_t panel = p.num_words * kOutputsOfPanel;
   const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * Word::kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
+  TileRows tile_rows;
   int64_t begin = 0;
   do {
     const int64_t end = std::min(begin + (p.instructions == kTiles ? kTileWordsOfBlock : kWordsOfBlock), p.num_words);
-    words<Word, kPanels>(p.instructions, end_row - row, x, p.num_words, w, panel, begin, end, total);
+    words<Word, kPanels>(tile_rows, p.instructions, end_row - row, x, p.num_words, w, panel, begin, end, total);
     begin = end;
   } while (begin < p.num_words);
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -429,20 +442,23 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
 }
 
 #if defined(__AVX512F__)
+// The numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the fifth bit of an index belongs to another code.
+__m512i numbers_of(const Packed& p) {
+  if (p.code != Code::kInt4 && p.code != Code::kFloat4) return __m512i{};
+  Int bits = {};
+  for (int i = 0; i < kLanes; ++i) bits[i] = i;
+  const Vec numbers = p.code == Code::kFloat4 ? number<Code::kFloat4>(bits)
+                                              : number<Code::kInt4>(bits) - splat(p.zero || p.minimum ? 0.0f : 8.0f);
+  uint16_t table[32];
+  for (int i = 0; i < 32; ++i) table[i] = static_cast<uint16_t>(as_bits(numbers)[i % kLanes] >> 16);
+  return raw_at<__m512i>(table);
+}
+
 // Makes words of two numbers of bfloat16 of the codes of a panel, for some words of inputs. They are exact: no code has more than eight bits.
 template <Code code>
-void pair(const Packed& p, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
+void pair(const Packed& p, __m512i numbers, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
   constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
   const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (kOfNibbles ? p.num_words : p.num_in) * kOutputsOfPanel;
-  const Vec offset = splat(code == Code::kInt4 && !p.zero && !p.minimum ? 8.0f : 0.0f);
-  alignas(64) uint16_t table[32];  // the same sixteen numbers twice: the fifth bit of an index belongs to another code
-  if constexpr (kOfNibbles) {
-    Int bits = {};
-    for (int i = 0; i < kLanes; ++i) bits[i] = i;
-    const Bits numbers = as_bits(number<code>(bits) - offset) >> 16;
-    for (int i = 0; i < 32; ++i) table[i] = numbers[i % 16];
-  }
-  const __m512i numbers = _mm512_load_si512(table);
   for (int64_t k = begin; k < end; ++k, to += kOutputsOfPanel) {
     Bits word;
     if constexpr (kOfNibbles) {
@@ -457,45 +473,60 @@ void pair(const Packed& p, int64_t panel, int64_t begin, int64_t end, uint32_t* 
   }
 }
 
-void pair(const Packed& p, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
+void pair(const Packed& p, __m512i numbers, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
   switch (p.code) {
-    case Code::kInt8: return pair<Code::kInt8>(p, panel, begin, end, to);
-    case Code::kInt4: return pair<Code::kInt4>(p, panel, begin, end, to);
-    case Code::kFloat8: return pair<Code::kFloat8>(p, panel, begin, end, to);
-    case Code::kFloat4: return pair<Code::kFloat4>(p, panel, begin, end, to);
+    case Code::kInt8: return pair<Code::kInt8>(p, numbers, panel, begin, end, to);
+    case Code::kInt4: return pair<Code::kInt4>(p, numbers, panel, begin, end, to);
+    case Code::kFloat8: return pair<Code::kFloat8>(p, numbers, panel, begin, end, to);
+    case Code::kFloat4: return pair<Code::kFloat4>(p, numbers, panel, begin, end, to);
   }
 }
 
-// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale.
+// Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its zeros or minima give.
+template <int kPanels>
+void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_panel, int64_t group, const uint32_t* part, uint32_t* total) {
+  const float* x_sum = static_cast<const float*>(p.words) + row * p.num_groups + group;
+  for (int i = 0; i < kPanels; ++i) {
+    const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
+    const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, first_panel + i, group)
+                       : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
+                                 : Vec{};
+    for (int64_t t = 0; t < num_rows; ++t) {
+      const int64_t at = t * kMostColumns + i * kOutputsOfPanel;
+      Vec value = multiply_add(raw_at<Vec>(part + at), scale, raw_at<Vec>(total + at));
+      if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups]), offset, value);
+      std::memcpy(total + at, &value, 64);
+    }
+  }
+}
+
+// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale. Some small groups take each step one
+// after the other, so that no step waits for the one before it.
 template <int kPanels>
 JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
-  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel;
-  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns], part[kRowsAtOnce * kMostColumns];
+  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel, kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
+  alignas(64) static thread_local uint32_t total[kSums], parts[kMostGroups * kSums];
   alignas(64) uint32_t made[kPanels * kPanel];
-  const int64_t num_rows = end_row - row;
+  const int64_t num_rows = end_row - row, size = p.group_size / 2;
+  const int64_t at_once = num_rows > kMostRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMostGroups);
   const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
-  const float* x_sum = static_cast<const float*>(p.words) + row * p.num_groups;
+  const __m512i numbers = numbers_of(p);
+  TileRows tile_rows;
   std::memset(total, 0, num_rows * kMostColumns * 4);
-  for (int64_t group = 0; group < p.num_groups; ++group) {
-    const int64_t first = group * p.group_size / 2, count = std::min(p.group_size / 2, p.num_words - first);
+  for (int64_t group = 0; group < p.num_groups; group += at_once) {
+    const int64_t first = group * size, count = std::min(at_once * size, p.num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
-      for (int i = 0; i < kPanels; ++i) pair(p, first_panel + i, first + begin, first + end, made + i * kPanel);
-      const uint32_t* from = made - begin * kOutputsOfPanel;  // where the group's word 0 would be
-      words<PairDot, kPanels>(p.instructions, num_rows, x + first, p.num_words, from, kPanel, begin, end, part);
-    }
-    for (int i = 0; i < kPanels; ++i) {
-      const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
-      const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, first_panel + i, group)
-                         : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
-                                   : Vec{};
-      for (int64_t t = 0; t < num_rows; ++t) {
-        uint32_t* sum = total + t * kMostColumns + i * kOutputsOfPanel;
-        Vec value = multiply_add(raw_at<Vec>(part + t * kMostColumns + i * kOutputsOfPanel), scale, raw_at<Vec>(sum));
-        if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups + group]), offset, value);
-        std::memcpy(sum, &value, 64);
+      for (int i = 0; i < kPanels; ++i) pair(p, numbers, first_panel + i, first + begin, first + end, made + i * kPanel);
+      // One group, perhaps in several blocks, or several in one block.
+      for (int64_t i = 0; i < at_once && i * size < end; ++i) {
+        const uint32_t* from = made - begin * kOutputsOfPanel + i * size * kOutputsOfPanel;  // where the group's word 0 would be
+        const int64_t stop = std::min(end - i * size, size);
+        words<PairDot, kPanels>(tile_rows, p.instructions, num_rows, x + first + i * size, p.num_words, from, kPanel, begin, stop, parts + i * kSums);
       }
     }
+    for (int64_t i = 0; i < at_once && group + i < p.num_groups; ++i)
+      add_group<kPanels>(p, row, num_rows, first_panel, group + i, parts + i * kSums, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
