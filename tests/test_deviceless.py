@@ -406,7 +406,7 @@ def test_a_norm_is_one_kernel() -> None:
 
     def norm(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(norms._mean(jnp.square(wide)) + 1e-5)).astype(x.dtype)
+        return (wide * jax.lax.rsqrt(norms.mean(jnp.square(wide)) + 1e-5)).astype(x.dtype)
 
     x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
     assert inspect(compile_for(jax.jit(norm), x)).num_launches == 1
