@@ -584,7 +584,7 @@ PACKED_MISTAKES = {
     "a scale without its least": ("if (scale < 0x1p-100f)", "if (false)"),
     "rounded down": ("(whole + magic) - magic", "whole"),
     "the scale of another output": ("(p.scale) + output", "(p.scale)"),
-    "a block of words too few": ("std::min(begin + kWordsOfBlock, p.num_words)", "p.num_words - 1"),
+    "the first block of words alone": ("} while (begin < p.num_words);", "} while (false);"),
     "sums begin anew in each block": (
         "begin ? raw_at<typename Word::Sum>",
         "false ? raw_at<typename Word::Sum>",
