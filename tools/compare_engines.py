@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench import make_workload
-from tools.peers.cases import CASES, MODES, ONE_MODE, PACKAGES
+from tools.peers.cases import CASES, PACKAGES, modes_of
 from tools.peers.other_programs import OtherPrograms
 from tools.peers.report import Answers, best, draw, replaced, report
 from tools.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
@@ -74,10 +74,8 @@ def main() -> None:
     def run(name: str, letters: str, numbers: Sequence[str]) -> Answer | None:
         peer, dtype = CASES[name]
         sizes = (arguments.batches, arguments.context, arguments.steps, arguments.prompt)
-        mode = MODES.get(peer, ONE_MODE)[letters]
-        task = Task(
-            str(model.absolute()), dtype, trace, *sizes, os.cpu_count() or 1, list(numbers), mode
-        )
+        threads, mode = os.cpu_count() or 1, modes_of(name)[letters]
+        task = Task(str(model.absolute()), dtype, trace, *sizes, threads, list(numbers), mode)
         others = OtherPrograms()
         answer = _run(name, task, pythons.get(peer, sys.executable))
         if (share := others.share() or 0.0) > BUSY:
@@ -123,7 +121,7 @@ def measure(
     """
     answers: Answers = {}
     for name in names:
-        for letters in MODES.get(CASES[name][0], ONE_MODE):
+        for letters in modes_of(name):
             _say(1, repeats, name, letters)
             if (answer := run(name, letters, numbers)) is not None:
                 answers.setdefault(name, {})[letters] = [answer]

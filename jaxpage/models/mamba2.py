@@ -12,7 +12,7 @@ from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models import nemotron_h
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import read_time_steps
+from jaxpage.models.mamba_config import read_groups, read_time_steps
 from jaxpage.models.nemotron_h import LINEAR, Model
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec
 
@@ -56,16 +56,11 @@ def _read_mamba(fields: Fields) -> MambaSpec:
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
         fields.note(WrongField(text), num_heads=heads, head_dim=head)
-    groups = fields.integer("n_groups", 8)
-    if heads % groups:
-        text = f"n_groups = {groups} must divide num_heads = {heads}"
-        fields.note(WrongField(text), n_groups=1, num_heads=heads)
-        groups = 1
     bias = fields.flag("use_bias", False)
     return MambaSpec(
         heads=heads,
         head=head,
-        groups=groups,
+        groups=read_groups(fields, ("n_groups", 8), num_heads=heads),
         vector=fields.integer("state_size", 128),
         kernel=fields.integer("conv_kernel", 4),
         activation=fields.activation("hidden_act", "silu"),

@@ -37,16 +37,11 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
     if width not in ("auto", head):
         text = f'mamba_d_head must be "auto" or {inner} / mamba_n_heads = {head}, not {width!r}'
         fields.note(WrongField(text), mamba_d_head="auto")
-    groups = fields.integer("mamba_n_groups", 1)
-    if heads % groups:
-        text = f"mamba_n_groups = {groups} must divide mamba_n_heads = {heads}"
-        fields.note(WrongField(text), mamba_n_groups=1, mamba_n_heads=heads)
-        groups = 1
     more.setdefault("output_bias", fields.flag("mamba_proj_bias", False))
     return MambaSpec(
         heads=heads,
         head=head,
-        groups=groups,
+        groups=read_groups(fields, ("mamba_n_groups", 1), mamba_n_heads=heads),
         vector=fields.integer("mamba_d_state", 256),
         kernel=fields.integer("mamba_d_conv", 4),
         activation=fields.activation("hidden_act", "silu"),
@@ -55,6 +50,23 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
         input_bias=fields.flag("mamba_proj_bias", False),
         **more,
     )
+
+
+def read_groups(fields: Fields, name: tuple[str, int], **heads: int) -> int:
+    """Reads the number of groups of heads, which must divide that of heads.
+
+    Args:
+        fields: The fields of the config.
+        name: The name of the field, and its default.
+        heads: The number of heads, by the name of its field.
+    """
+    ((heads_name, count),) = heads.items()
+    groups = fields.integer(*name)
+    if count % groups:
+        text = f"{name[0]} = {groups} must divide {heads_name} = {count}"
+        fields.note(WrongField(text), **{name[0]: 1}, **heads)
+        return 1
+    return groups
 
 
 def read_time_steps(fields: Fields) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba
+from jaxpage.models.mamba_config import make_mamba, read_groups
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_attention, make_mlp
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -108,16 +108,11 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
 
 def _read_mamba(fields: Fields) -> MambaSpec:
     heads = fields.integer("mamba_num_heads", 128)
-    groups = fields.integer("n_groups", 8)
-    if heads % groups:
-        text = f"n_groups = {groups} must divide mamba_num_heads = {heads}"
-        fields.note(WrongField(text), n_groups=1, mamba_num_heads=heads)
-        groups = 1
     bias = fields.flag("use_bias", False)
     return MambaSpec(
         heads=heads,
         head=fields.integer("mamba_head_dim", 64),
-        groups=groups,
+        groups=read_groups(fields, ("n_groups", 8), mamba_num_heads=heads),
         vector=fields.integer("ssm_state_size", 128),
         kernel=fields.integer("conv_kernel", 4),
         activation=fields.activation("mamba_hidden_act", "silu"),

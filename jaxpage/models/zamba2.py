@@ -30,7 +30,7 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba
+from jaxpage.models.mamba_config import make_mamba, read_groups
 from jaxpage.models.mlp import MLPNames, make_gated_mlp
 from jaxpage.models.replacing import Path, replace_modules
 from jaxpage.models.rotary_decoder import (
@@ -146,17 +146,12 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
         text = f"n_mamba_heads = {heads} does not divide mamba_expand * hidden_size = {inner}"
         fields.note(WrongField(text), n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
         heads = 1
-    groups = fields.integer("mamba_ngroups", 1)
-    if heads % groups:
-        text = f"mamba_ngroups = {groups} must divide n_mamba_heads = {heads}"
-        fields.note(WrongField(text), mamba_ngroups=1, n_mamba_heads=heads)
-        groups = 1
     _same(fields, mamba_headdim=inner // heads)
     bias = fields.flag("add_bias_linear", False)
     return MambaSpec(
         heads=heads,
         head=inner // heads,
-        groups=groups,
+        groups=read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
         vector=fields.integer("mamba_d_state", 64),
         kernel=fields.integer("mamba_d_conv", 4),
         # transformers reads no other limit, and has this one in prompts alone.

@@ -38,8 +38,12 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "vllm": {"c": {"enforce_eager": False}, "e": {"enforce_eager": True}},
 }
-ONE_MODE: dict[str, dict[str, Any]] = {"": {}}
 LEGEND = {
     "llama_cpp": "llama.cpp with unified (u) or separate (s) K/V, and flash attention (f)",
     "vllm": "vLLM compiled (c) or eager (e)",
 }
+
+
+def modes_of(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the modes of a case by their letters; one without letters where there is one."""
+    return MODES.get(CASES[name][0], {"": {}})

@@ -65,7 +65,7 @@ def report(
         sum(each) for each in zip(*((len(prompt), length) for prompt, length in trace), strict=True)
     )
     where, day = environment(), datetime.datetime.now(datetime.UTC).date()
-    first = next(iter(next(iter(answers.values())).values()))[0]
+    first = _first(answers)
     columns = [each for each in first.seconds if each != TRACE]
     titles = [f"{each}, ms" for each in columns]
     rows = [["engine", "output tokens/s", "ratio", "equal outputs", *titles, "version"]]
@@ -111,6 +111,12 @@ def report(
     )
 
 
+def _first(answers: Answers) -> Answer:
+    """Returns the first answer of the first case, which has all numbers."""
+    first_modes = next(iter(answers.values()))
+    return next(iter(first_modes.values()))[0]
+
+
 def replaced(text: str, section: str) -> str:
     """Returns the text with this section between the marks."""
     before, found, rest = text.partition(BEGIN)
@@ -125,7 +131,7 @@ def draw(answers: Answers, path: str) -> None:
     from matplotlib.figure import Figure
 
     names = list(answers)[::-1]
-    first = next(iter(next(iter(answers.values())).values()))[0]
+    first = _first(answers)
     panels = [rows for rows in (1, 16) if rows_name(rows) in first.seconds]
     figure = Figure(figsize=(9, 0.8 + 0.35 * len(names)), layout="constrained")
     for axes, rows in zip(

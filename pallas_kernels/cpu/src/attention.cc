@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -248,24 +249,35 @@ Steps steps_of_width(const Attention& a) {
   return {score<Page, kHeads, 0>, add<Page, kHeads, 0>};
 }
 
-template <typename Page>
-Steps steps_of_pages(const Attention& a, int64_t num_heads) {
-  switch (num_heads) {
-    case 1: return steps_of_width<Page, 1>(a);
-    case 2: return steps_of_width<Page, 2>(a);
-    case 3: return steps_of_width<Page, 3>(a);
-    default: return steps_of_width<Page, kMostHeads>(a);
+// Calls run(page) with the type of the pages.
+template <typename Run>
+void for_page(Type type, const Run& run) {
+  switch (type) {
+    case Type::kF32: return run(F32());
+    case Type::kBF16: return run(BF16());
+    case Type::kF16: return run(F16());
+    case Type::kI8: return run(I8());
+    default: return run(F8());
+  }
+}
+
+// Calls run(count) with the number of query heads, at most kMostHeads, as a constant.
+template <typename Run>
+void for_heads(int64_t count, const Run& run) {
+  switch (count) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    default: return run(std::integral_constant<int, kMostHeads>());
   }
 }
 
 Steps steps_of(const Attention& a, int64_t num_heads) {
-  switch (a.page_type) {
-    case Type::kF32: return steps_of_pages<F32>(a, num_heads);
-    case Type::kBF16: return steps_of_pages<BF16>(a, num_heads);
-    case Type::kF16: return steps_of_pages<F16>(a, num_heads);
-    case Type::kI8: return steps_of_pages<I8>(a, num_heads);
-    default: return steps_of_pages<F8>(a, num_heads);
-  }
+  Steps found;
+  for_page(a.page_type, [&](auto page) {
+    for_heads(num_heads, [&](auto heads) { found = steps_of_width<decltype(page), decltype(heads)::value>(a); });
+  });
+  return found;
 }
 
 // `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What the key/value heads hold of a vector of positions lies
@@ -328,16 +340,6 @@ void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const 
     for (int64_t i = 0; i < value_vecs; ++i) values[j * value_vecs + i] = Load<Page>::at(at(v_pages, j) + i * kLanes);
 }
 
-void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages, Vec* keys, Vec* values) {
-  switch (a.page_type) {
-    case Type::kF32: return read_tile<F32>(a, tile, k_pages, v_pages, keys, values);
-    case Type::kBF16: return read_tile<BF16>(a, tile, k_pages, v_pages, keys, values);
-    case Type::kF16: return read_tile<F16>(a, tile, k_pages, v_pages, keys, values);
-    case Type::kI8: return read_tile<I8>(a, tile, k_pages, v_pages, keys, values);
-    default: return read_tile<F8>(a, tile, k_pages, v_pages, keys, values);
-  }
-}
-
 // The products of some queries with a tile's positions, as far as they belong to the numbers lane, lane + kStep, ... : added as `sums` adds lanes, so
 // that a score has the bits of `score`.
 template <int kStep, int kHeads>
@@ -394,24 +396,6 @@ void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int
   for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
 }
 
-void score_some(const Attention& a, Head* heads, int count, const Vec* keys) {
-  switch (count) {
-    case 1: return score_tile<1>(a, heads, keys);
-    case 2: return score_tile<2>(a, heads, keys);
-    case 3: return score_tile<3>(a, heads, keys);
-    default: return score_tile<kMostHeads>(a, heads, keys);
-  }
-}
-
-void add_some(const Attention& a, Head* heads, int count, const Vec* values, int begin, int end) {
-  switch (count) {
-    case 1: return add_tile<1>(a, heads, values, begin, end);
-    case 2: return add_tile<2>(a, heads, values, begin, end);
-    case 3: return add_tile<3>(a, heads, values, begin, end);
-    default: return add_tile<kMostHeads>(a, heads, values, begin, end);
-  }
-}
-
 // Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kHeadsOfChunk query heads in all. A tile is read and
 // made float32 once for all of them. Each head has the operations of `attend_heads` in the same order.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {
@@ -430,8 +414,9 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   Tile tile, own;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
-    read_tile(a, tile, k_pages, v_pages, keys, values);
-    for (int i = 0; i < num_heads; i += kMostHeads) score_some(a, heads + i, std::min(kMostHeads, num_heads - i), keys);
+    for_page(a.page_type, [&](auto page) { read_tile<decltype(page)>(a, tile, k_pages, v_pages, keys, values); });
+    for (int i = 0; i < num_heads; i += kMostHeads)
+      for_heads(std::min(kMostHeads, num_heads - i), [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
     own = tile;
     for (int t = 0; t < num_tokens; ++t) {
       own.see(units[t]);
@@ -445,7 +430,7 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
         own.see(units[(i + count) / group_size]);
         if (own.begin != begin || own.end != end) break;
       }
-      if (begin < end) add_some(a, heads + i, count, values, begin, end);
+      if (begin < end) for_heads(count, [&](auto some) { add_tile<decltype(some)::value>(a, heads + i, values, begin, end); });
     }
   }
   for (int i = 0; i < num_heads; ++i) heads[i].finish(a, units[i / group_size].token, kv_head * group_size + i % group_size);

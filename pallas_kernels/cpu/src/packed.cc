@@ -155,25 +155,43 @@ class TileRows {
   int count_ = 0, next_count_ = 0;
 };
 
+// The first kCount tiles get the sums so far, or zero at the beginning.
+template <int kCount>
+JAXPAGE_AMX inline void load_sums(bool are_some, uint32_t* const (&sums)[4]) {
+  constexpr int kStride = kMostColumns * 4;
+  if (!are_some) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, sums[0], kStride);
+  if constexpr (kCount == 4) {
+    _tile_loadd(1, sums[1], kStride);
+    _tile_loadd(2, sums[2], kStride);
+    _tile_loadd(3, sums[3], kStride);
+  }
+}
+
+template <int kCount>
+JAXPAGE_AMX inline void store_sums(uint32_t* const (&sums)[4]) {
+  constexpr int kStride = kMostColumns * 4;
+  _tile_stored(0, sums[0], kStride);
+  if constexpr (kCount == 4) {
+    _tile_stored(1, sums[1], kStride);
+    _tile_stored(2, sums[2], kStride);
+    _tile_stored(3, sums[3], kStride);
+  }
+}
+
 // As `tile`, for whole tiles of words.
 template <typename Word, int kPanels>
 JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
                           int64_t end, uint32_t* total) {
   tile_rows.set(count, 0);
-  constexpr int kStride = kMostColumns * 4;
-  if (begin) {
-    _tile_loadd(0, total, kStride);
-    if constexpr (kPanels == 4) {
-      _tile_loadd(1, total + 16, kStride);
-      _tile_loadd(2, total + 32, kStride);
-      _tile_loadd(3, total + 48, kStride);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  uint32_t* const sums[4] = {total, total + kOutputsOfPanel, total + 2 * kOutputsOfPanel, total + 3 * kOutputsOfPanel};
+  load_sums<kPanels>(begin, sums);
   for (int64_t k = begin; k < end; k += kWordsOfTile) {
     const uint32_t* from = w + k * kOutputsOfPanel;
     for (int p = 0; p < kPanels; ++p)
@@ -190,12 +208,7 @@ JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int
       JAXPAGE_ADD_TILES(3, 4, 5)
     }
   }
-  _tile_stored(0, total, kStride);
-  if constexpr (kPanels == 4) {
-    _tile_stored(1, total + 16, kStride);
-    _tile_stored(2, total + 32, kStride);
-    _tile_stored(3, total + 48, kStride);
-  }
+  store_sums<kPanels>(sums);
 }
 
 // The same for two tiles of rows and two panels: with four tiles of sums, each tile that is loaded is used twice.
@@ -203,20 +216,10 @@ template <typename Word>
 JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x, int64_t num_words, const uint32_t* w,
                             int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
   tile_rows.set(count, next_count);
-  constexpr int kStride = kMostColumns * 4;
-  uint32_t* next_total = total + count * kMostColumns;
   const uint32_t* next_x = x + count * num_words;
-  if (begin) {
-    _tile_loadd(0, total, kStride);
-    _tile_loadd(1, total + 16, kStride);
-    _tile_loadd(2, next_total, kStride);
-    _tile_loadd(3, next_total + 16, kStride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  uint32_t* next = total + count * kMostColumns;
+  uint32_t* const sums[4] = {total, total + kOutputsOfPanel, next, next + kOutputsOfPanel};
+  load_sums<4>(begin, sums);
   for (int64_t k = begin; k < end; k += kWordsOfTile) {
     const uint32_t* from = w + k * kOutputsOfPanel;
     _tile_loadd(6, from, 64);
@@ -228,10 +231,7 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
     JAXPAGE_ADD_TILES(2, 5, 6)
     JAXPAGE_ADD_TILES(3, 5, 7)
   }
-  _tile_stored(0, total, kStride);
-  _tile_stored(1, total + 16, kStride);
-  _tile_stored(2, next_total, kStride);
-  _tile_stored(3, next_total + 16, kStride);
+  store_sums<4>(sums);
 }
 #undef JAXPAGE_ADD_TILES
 #else
@@ -414,12 +414,14 @@ void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* t
   }
 }
 
-void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
-  switch (p.code) {
-    case Code::kInt8: return decode<Code::kInt8>(p, panel, begin, end, to);
-    case Code::kInt4: return decode<Code::kInt4>(p, panel, begin, end, to);
-    case Code::kFloat8: return decode<Code::kFloat8>(p, panel, begin, end, to);
-    case Code::kFloat4: return decode<Code::kFloat4>(p, panel, begin, end, to);
+// Calls run(code) with the code as a constant.
+template <typename Run>
+void for_code(Code code, const Run& run) {
+  switch (code) {
+    case Code::kInt8: return run(std::integral_constant<Code, Code::kInt8>());
+    case Code::kInt4: return run(std::integral_constant<Code, Code::kInt4>());
+    case Code::kFloat8: return run(std::integral_constant<Code, Code::kFloat8>());
+    case Code::kFloat4: return run(std::integral_constant<Code, Code::kFloat4>());
   }
 }
 
@@ -433,7 +435,9 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
   int64_t begin = 0;
   do {
     const int64_t end = std::min(begin + kInputs, p.num_in);
-    for (int i = 0; i < kPanels; ++i) decode(p, first_panel + i, begin, end, words + i * kPanel);
+    for_code(p.code, [&](auto code) {
+      for (int i = 0; i < kPanels; ++i) decode<decltype(code)::value>(p, first_panel + i, begin, end, words + i * kPanel);
+    });
     const auto* from = reinterpret_cast<const uint32_t*>(words) - begin * kOutputsOfPanel;  // where word 0 would be
     all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, from, kPanel, begin, end, total);
     begin = end;
@@ -473,15 +477,6 @@ void pair(const Packed& p, __m512i numbers, int64_t panel, int64_t begin, int64_
   }
 }
 
-void pair(const Packed& p, __m512i numbers, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
-  switch (p.code) {
-    case Code::kInt8: return pair<Code::kInt8>(p, numbers, panel, begin, end, to);
-    case Code::kInt4: return pair<Code::kInt4>(p, numbers, panel, begin, end, to);
-    case Code::kFloat8: return pair<Code::kFloat8>(p, numbers, panel, begin, end, to);
-    case Code::kFloat4: return pair<Code::kFloat4>(p, numbers, panel, begin, end, to);
-  }
-}
-
 // Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its zeros or minima give.
 template <int kPanels>
 void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_panel, int64_t group, const uint32_t* part, uint32_t* total) {
@@ -517,7 +512,10 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
     const int64_t first = group * size, count = std::min(at_once * size, p.num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
-      for (int i = 0; i < kPanels; ++i) pair(p, numbers, first_panel + i, first + begin, first + end, made + i * kPanel);
+      for_code(p.code, [&](auto code) {
+        for (int i = 0; i < kPanels; ++i)
+          pair<decltype(code)::value>(p, numbers, first_panel + i, first + begin, first + end, made + i * kPanel);
+      });
       // One group, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
         const uint32_t* from = made - begin * kOutputsOfPanel + i * size * kOutputsOfPanel;  // where the group's word 0 would be
