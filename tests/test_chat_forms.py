@@ -264,6 +264,30 @@ def test_a_template_without_a_form_says_so() -> None:
     assert form.tool_form is None and not form.has_tools and problem is None
 
 
+def test_a_template_that_cannot_show_some_schemas_has_a_form() -> None:
+    """Hermes' own macro for types fails where a tool has an array."""
+    fails = "{% for t in tools or [] %}{% if 'array' in t | tojson %}{{ raise_exception('no arrays') }}{% endif %}{% endfor %}"
+    form, problem = derived(fails + TEMPLATES["object in tags"])
+    assert problem is None and form == derived(TEMPLATES["object in tags"]).form
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("answer in tags", "<response>\nSo it is.\n</response>\n<|im_end|>\n"),
+        ("answer in tags", "<response>\nSo it is.\n</response>\n"),
+        ("keys and values", "\nSo it is."),
+    ],
+)
+def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, text: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    asked = [{"role": "user", "content": "Hi"}]
+    prompt = render(TEMPLATES[name], asked, generates=True, enable_thinking=False)
+    message = read(form, text, prompt)
+    assert message == {"content": "So it is.", "reasoning_content": "", "tool_calls": []}
+    assert read(form, [text], prompt) == message
+
+
 def test_the_schema_decides_what_a_bare_value_is() -> None:
     form = derived(TEMPLATES["parameters on lines"]).form
     given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip

@@ -159,6 +159,9 @@ def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentF
         shared = follows
     opening = shared[len(close) :] if close and shared.startswith(close) else shared
     junk = follows[: len(follows) - len(opening)]
+    before = said[: said.index(CONTENT)].removeprefix(text.header).removeprefix(text.before)
+    if before.strip() and (text.reasoning is None or text.reasoning.open.strip() not in before):
+        content = replace(content, opens=tuple(dict.fromkeys((*content.opens, before))))
     return opening, replace(content, closes=(junk,) if junk.strip() else ())
 
 

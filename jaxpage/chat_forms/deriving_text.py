@@ -65,7 +65,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
             header = header[: opened.rindex(reasoning.open.strip())]
     rest = before.removeprefix(header)
     if reasoning is not None and reasoning.open.strip() in rest:
-        opened_content = ""
+        opened_content = _after_mirror(reasoning)
     else:
         opened_content = rest
     prompted = prompt[begin + len(header) :]
@@ -76,7 +76,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         if opened_content.strip():
             close = without_suffix(close, opened_content) or close
         reasoning = replace(reasoning, close=close, header=header)
-    return TextForms(header, rest, reasoning, ContentForm(opened_content, (), (after,)))
+    return TextForms(header, rest, reasoning, ContentForm((opened_content,) if opened_content else (), (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:
@@ -129,6 +129,15 @@ def _is_between(text: str, reasoning: str, after: str) -> bool:
         return False
     place = text.index(reasoning)
     return place < text.index(after) and text[place - 1 : place] not in ("'", '"')
+
+
+def _after_mirror(form: ReasoningForm) -> str:
+    """Returns the mark before the content, where the mark after reasoning is found to have it."""
+    for tag in _TAG.finditer(form.close):
+        if _mirrors(form.open, tag[0]):
+            rest = form.close[tag.end() :]
+            return rest if rest.strip() else ""
+    return ""
 
 
 def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:

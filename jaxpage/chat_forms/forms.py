@@ -161,12 +161,12 @@ class ContentForm:
     """Describes what stands around the content and after an answer.
 
     Attributes:
-        open: The mark before the content.
+        opens: The marks before the content, of which an answer has one or none.
         closes: The marks between the content and calls.
         tails: The marks after the whole answer.
     """
 
-    open: str = ""
+    opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     tails: tuple[str, ...] = ()
 
