@@ -16,7 +16,7 @@ from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
-from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
+from tests.support.chat_templates import NO_TOOLS, TEMPLATES, THOUGHT, UNCLEAR
 from tests.support.wire import tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -286,6 +286,24 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, tex
     message = read(form, text, prompt)
     assert message == {"content": "So it is.", "reasoning_content": "", "tool_calls": []}
     assert read(form, [text], prompt) == message
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
+def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, bool]) -> None:
+    """As in templates that render an earlier answer as it is, and have no mark after reasoning."""
+    opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
+    source = TEMPLATES["object in tags"].replace(THOUGHT, "")
+    source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
+    form, asked = derived(source).form, [{"role": "user", "content": "Hi"}]
+    message = read(form, "Hm.\n</think>\n\nYes.", render(source, asked, generates=True, **variables))
+    assert (message["reasoning_content"].strip(), message["content"].strip()) == ("Hm.", "Yes.")
+    assert read(form, "Yes.", render(source, asked))["content"] == "Yes."
+
+
+def test_a_plan_before_calls_is_reasoning() -> None:
+    source = TEMPLATES["array, channels and an open end"]
+    plans = source.replace("reasoning_content", "tool_plan")
+    assert derived(plans).form == derived(source).form
 
 
 def test_the_schema_decides_what_a_bare_value_is() -> None:

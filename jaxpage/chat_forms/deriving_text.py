@@ -188,8 +188,11 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
         rendered = [prober.answer(content=text), prober.answer(content=text, is_last=False)]
         if any(one is not None and REASONING not in one and CONTENT in one for one in rendered):
             return ReasoningForm(opened, close)
+    prompts = [prompt for prompt in _prompts(prober) if prompt is not None]
     for opened, close in _candidates(prober, source, header, by_prompt=True):
-        if close in source or any(close in (one or "") for one in _prompts(prober)):
+        is_written = close in source or any(close in prompt for prompt in prompts)
+        begun = header + opened
+        if is_written or (header and any(prompt.rstrip().endswith(begun) for prompt in prompts)):
             return ReasoningForm(opened, close)
     return None
 
