@@ -134,6 +134,9 @@ TEMPLATES = {
         said="",
         end="<|END|>",
     ),
+    "array on lines": _template(
+        _each('    {\n        "tool_name": "{{ f.name }}",\n        "parameters": {{ f.arguments | tojson }}\n    }', before="\nAction: ```json\n[\n", between=",\n", after="\n]\n```")
+    ),
     # the name, then JSON
     "name, mark, JSON": _template(
         _each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
@@ -151,6 +154,7 @@ TEMPLATES = {
         header="",
         end="</s>",
     ),
+    "an id before the name": _template(_each("<tool id={{ c.id[:9] }} name={{ f.name }}>{{ f.arguments | tojson }}</tool>")),
     "function tag around JSON": _template(_each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
     "a recipient and a line": _template(
         _each(">>>{{ f.name }}\n{{ f.arguments | tojson }}").replace(
