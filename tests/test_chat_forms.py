@@ -296,9 +296,21 @@ def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, bool]) 
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
     source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
     form, asked = derived(source).form, [{"role": "user", "content": "Hi"}]
-    message = read(form, "Hm.\n</think>\n\nYes.", render(source, asked, generates=True, **variables))
+    message = read(
+        form, "Hm.\n</think>\n\nYes.", render(source, asked, generates=True, **variables)
+    )
     assert (message["reasoning_content"].strip(), message["content"].strip()) == ("Hm.", "Yes.")
     assert read(form, "Yes.", render(source, asked))["content"] == "Yes."
+
+
+def test_a_form_shows_one_call() -> None:
+    lines = "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
+    shown = {
+        "parameters on lines": lines,
+        "name, id, JSON": "[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}",
+    }
+    for name, example in shown.items():
+        assert derived(TEMPLATES[name]).form.tools.example.strip() == example  # type: ignore[union-attr]
 
 
 def test_a_plan_before_calls_is_reasoning() -> None:

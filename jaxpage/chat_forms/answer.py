@@ -69,7 +69,7 @@ class AnswerReader:
         """Yields the remaining pieces."""
         self._text.has_ended = True
         self._go_on()
-        # White space before the mark after an answer belongs to the mark, which may be an end token.
+        # White space before the last mark belongs to the mark, which may be an end token.
         leads = [tail[: len(tail) - len(tail.lstrip())] for tail in self._content.tails]
         space = "".join(self._space).removesuffix(max(leads, key=len, default=""))
         if space and not self._has_called:

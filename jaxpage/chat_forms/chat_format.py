@@ -110,7 +110,7 @@ class ChatFormat:
         return begin >= 0 and begin > max(others)
 
     def _space_after(self, prompt: str) -> str:
-        """Returns the white space of the mark after reasoning that a prompt leaves to the answer."""
+        """Returns the white space after the reasoning that a prompt leaves to the answer."""
         close = "" if self.reasoning is None else self.reasoning.close
         written = prompt.rstrip()
         if not close.strip() or not written.endswith(close.strip()):

@@ -76,7 +76,8 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         if opened_content.strip():
             close = without_suffix(close, opened_content) or close
         reasoning = replace(reasoning, close=close, header=header)
-    return TextForms(header, rest, reasoning, ContentForm((opened_content,) if opened_content else (), (), (after,)))
+    opens = (opened_content,) if opened_content else ()
+    return TextForms(header, rest, reasoning, ContentForm(opens, (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:

@@ -121,6 +121,20 @@ class ToolForm:
         return first_chunk(self.begin + self.open)
 
     @property
+    def example(self) -> str:
+        """Returns one call as the form writes it, with words in capitals for what differs."""
+        body = self.shape
+        if self.payload == "json":
+            body = SAME_NAME + self.mid + ARGUMENTS
+        elif self.arguments is not None:
+            value = self.arguments.values[0]
+            item = self.arguments.open + SAME_KEY + value.open + "VALUE" + value.close
+            body = SAME_NAME + self.arguments.begin + item
+        words = {ANY_ID: "ID", SAME_NAME: "NAME", INDEX: "1", SAME_KEY: "KEY", ARGUMENTS: "{...}"}
+        text = self.begin + self.open + body + self.close + self.end
+        return text.translate(str.maketrans(words))
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Returns every mark of the form that has text."""
         lists = [one for one in (self.arguments, self.array, self.object) if one is not None]
