@@ -290,7 +290,7 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, tex
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
-def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, bool]) -> None:
+def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -> None:
     """As in templates that render an earlier answer as it is, and have no mark after reasoning."""
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")

@@ -132,7 +132,7 @@ class ToolForm:
             body = SAME_NAME + self.arguments.begin + item
         words = {ANY_ID: "ID", SAME_NAME: "NAME", INDEX: "1", SAME_KEY: "KEY", ARGUMENTS: "{...}"}
         text = self.begin + self.open + body + self.close + self.end
-        return text.translate(str.maketrans(words))
+        return text.translate({ord(hole): word for hole, word in words.items()})
 
     @property
     def marks(self) -> tuple[str, ...]:
