@@ -2,7 +2,7 @@
 
 The parts of an answer, and the fields that hold the marks between them:
 
-    reasoning.open ... reasoning.close  content.open ... content.close  calls  tail
+    reasoning.open ... reasoning.close  content.opens ... content.closes  calls  tail
 
     calls:      begin  CALL  between  CALL  ...  end
     CALL:       open  {JSON with name and arguments}  close         payload "object"
