@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,6 +249,8 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
         ("quotes of its own", "<|tool_call>call:look-up2{a:", "["),
         ("name, mark, JSON", '[TOOL_CALLS]look-up2[ARGS]{"a":', "["),
         ("code", "", '<|tool_call_start|>[look-up2(a="'),
+        ("channels", "x", '<|end|><|start|>assistant to=functions.look-up2<|message|>{"a": ['),
+        ("channels", "x", "<|end|><|start|>assistant<|channel|>"),
     ],
 )
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
@@ -356,6 +359,76 @@ def test_a_mistake_in_the_reader_is_found_by_the_proof(monkeypatch: pytest.Monke
     finally:
         derived.cache_clear()
     assert form.tool_form is None and problem
+
+
+THINKS = "<|channel|>analysis<|message|>Hm, {}.<|end|><|start|>assistant"
+SAYS = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+GIVEN = '<|message|>{"city": "Oslo"}'
+SEARCH = '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}'
+CALLED = [("look-up2", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        # The recipient in the channel's part or the role's; with the type of the arguments or not.
+        (f"{THINKS}<|channel|>commentary to=functions.look-up2 <|constrain|>json{GIVEN}<|call|>", "Hm, {}.", "", CALLED),
+        (f"{THINKS}<|channel|>commentary to=functions.look-up2{GIVEN}<|call|>", "Hm, {}.", "", CALLED),
+        (f" to=functions.look-up2<|channel|>commentary <|constrain|>json{GIVEN}<|call|>", "", "", CALLED),
+        (f"{THINKS} to=functions.look-up2<|channel|>analysis code{GIVEN}", "Hm, {}.", "", CALLED),
+        # A word to the user before a call, reasoning around it, and calls one after the other.
+        (f"{THINKS}{SAYS}<|channel|>commentary to=functions.look-up2 json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
+        (f"{SAYS}{THINKS} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
+        (f"{THINKS}{SAYS}{THINKS}<|channel|>final<|message|>So.\n<|return|>", "Hm, {}.\nHm, {}.", "I look.\nSo.\n", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN}<|call|><|start|>assistant to=functions.look-up2<|channel|>commentary{GIVEN}<|call|>", "", "", CALLED * 2),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "", "{}", []),
+        # Messages for others than the request's tools, and calls that are none.
+        (f"{THINKS}{SEARCH}<|call|>", "Hm, {}.", SEARCH, []),
+        (f"{THINKS}<|channel|>analysis to=python code<|message|>print(1)<|call|>", "Hm, {}.", "<|channel|>analysis to=python code<|message|>print(1)", []),
+        (f" to=functions.other<|channel|>commentary json{GIVEN}<|call|>", "", f"to=functions.other<|channel|>commentary json{GIVEN}", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", "", f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", "", f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", []),
+        # Cut off, quoted and missing headers.
+        (f"{THINKS}<|channel|>fin", "Hm, {}.", "", []),
+        (f"{THINKS}<|channel|>commentary to=functions.lo", "Hm, {}.", "<|start|>assistant<|channel|>commentary to=functions.lo", []),
+        ("<|channel|>final<|message|>It ends with <|end|> or <|start|>assistant, <|channel|>x.", "", "It ends with <|end|> or <|start|>assistant, <|channel|>x.", []),
+        ("Hello to=you.", "", "Hello to=you.", []),
+    ],
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_headers_are_read_in_the_order_of_the_model(
+    text: str,
+    reasoning: str,
+    content: str,
+    calls: list[tuple[str, dict[str, Any]]],
+    data: st.DataObject,
+) -> None:
+    """As in the published description of harmony, which the template renders in one way only."""
+    form = derived(TEMPLATES["channels"]).form
+    prompt = render(TEMPLATES["channels"], [{"role": "user", "content": "Hi"}], generates=True)
+    message = read(form, [text], prompt)
+    assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+    assert calls_of(message) == calls
+    assert read(form, text, prompt) == read(form, cut(text, data), prompt) == message
+
+
+def test_a_prompt_may_begin_a_message() -> None:
+    form = derived(TEMPLATES["channels"]).form
+    for begun, field in (("<|channel|>analysis<|message|>Hm", "reasoning_content"), ("<|channel|>final<|message|>", "content")):  # fmt: skip
+        message = read(form, ["So.", "<|end|>"], "<|start|>user<|message|>Hi<|end|><|start|>assistant" + begun)  # fmt: skip
+        assert message[field] == "So." and sum(map(len, message.values())) == 3
+
+
+def test_parts_of_an_answer_that_are_not_read_are_content() -> None:
+    form = derived(TEMPLATES["channels"]).form
+    call = f" to=functions.look-up2<|channel|>commentary json{GIVEN}"
+    pieces = [*(reader := form.parser(None, "")).push(THINKS + call), *reader.finish()]
+    assert [tuple(piece)[:2] for piece in pieces][-1][0] == "content"
+    assert "".join(piece.text for piece in pieces if piece.kind == "content") == call.strip()
+    silent = replace(form, reasoning=None)
+    assert read(silent, THINKS + call, "")["content"] == THINKS.partition("<|end|>")[0]
+    assert calls_of(read(silent, THINKS + call, "")) == CALLED
 
 
 RESPONSE_TEMPLATE = {

@@ -12,7 +12,7 @@ from jaxpage.chat_forms.pieces import Piece
 
 # Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
 # a million opening marks without an end, has no calls from there on.
-_MOST_IN_VAIN = 1 << 23
+MOST_IN_VAIN = 1 << 23
 
 
 class AnswerReader:
@@ -112,7 +112,7 @@ class AnswerReader:
     def _at_mark(self, mark: str) -> Wait[None]:
         """Reads what the mark begins; if that is nothing of the form, the mark is content."""
         text, begin = self._text, self._text.place
-        form = self._form if self._in_vain < _MOST_IN_VAIN else None
+        form = self._form if self._in_vain < MOST_IN_VAIN else None
         if form is not None and form.trigger.startswith(mark):
             if (yield from self._group(form, form.begin + form.open)):
                 return
@@ -203,7 +203,7 @@ class AnswerReader:
                 self._say(text.text[text.place : found.start()])
                 text.place = found.start()
                 return found[0]
-            certain = len(text.text) if text.has_ended else _certain(text.text, text.place, marks)
+            certain = len(text.text) if text.has_ended else held_from(text.text, text.place, marks)
             self._say(text.text[text.place : certain])
             text.place = certain
             if text.has_ended:
@@ -246,7 +246,7 @@ class AnswerReader:
             is_there = place >= 0
             if not is_there:
                 place = (
-                    len(text.text) if text.has_ended else _certain(text.text, text.place, {chunk})
+                    len(text.text) if text.has_ended else held_from(text.text, text.place, {chunk})
                 )
             said = held + text.text[text.place : place]
             text.place = place
@@ -275,7 +275,7 @@ class AnswerReader:
 _DONE = object()
 
 
-def _certain(text: str, begin: int, marks: set[str]) -> int:
+def held_from(text: str, begin: int, marks: set[str]) -> int:
     """Returns the place from which on the text could be the beginning of a mark."""
     longest = max(map(len, marks)) - 1
     for place in range(max(begin, len(text) - longest), len(text)):

@@ -75,15 +75,12 @@ class CallReader:
             name = yield from self._name()
             if form.payload == "json":
                 yield from text.literal(form.mid, name)
-                yield from text.skip_space()
-                arguments = _read((yield from self._nested()))
-                is_complete = True
+                piece, is_complete = (yield from self.json_call(name)), True
             else:
                 assert form.arguments is not None
                 schema = self._tools.schema(name)
                 arguments = yield from self._members(form.arguments, form.close, schema, schema)
-                is_complete = False
-            piece = Piece("call", _written(arguments), name)
+                piece, is_complete = Piece("call", _written(arguments), name), False
         begin = text.place
         try:
             yield from text.literal(form.close, piece.name)
@@ -92,6 +89,18 @@ class CallReader:
                 raise
             text.place = len(text.text)
         return piece
+
+    def json_call(self, name: str) -> Wait[Piece]:
+        """Reads the JSON arguments of a call whose name was read.
+
+        Raises:
+            MismatchError: They are no object.
+        """
+        yield from self._text.skip_space()
+        arguments = _read((yield from self._nested()))
+        if not isinstance(arguments, dict):
+            raise MismatchError
+        return Piece("call", _written(arguments), name)
 
     def _nested(self) -> Wait[str]:
         return (yield from nested_literal(self._text, is_python=self._form.is_code))

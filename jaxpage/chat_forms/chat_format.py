@@ -9,7 +9,14 @@ from typing import Any
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
-from jaxpage.chat_forms.forms import NO_MARKS, ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.forms import (
+    NO_MARKS,
+    ContentForm,
+    HeaderForm,
+    ReasoningForm,
+    ToolForm,
+)
+from jaxpage.chat_forms.headed import HeadedReader
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 
 
@@ -24,6 +31,7 @@ class ChatFormat:
         has_tools: True if the chat template renders tool calls, in whatever form.
         declared: Makes transformers' parser, where the tokenizer declares a response template and
             no form of calls is derived.
+        headers: The form of headers, where answers are messages with headers; or None.
     """
 
     tools: ToolForm | None = None
@@ -31,6 +39,7 @@ class ChatFormat:
     content: ContentForm = NO_MARKS
     has_tools: bool = False
     declared: NewResponseParser | None = None
+    headers: HeaderForm | None = None
 
     @property
     def tool_form(self) -> str | None:
@@ -73,6 +82,9 @@ class ChatFormat:
                 for name, schema in (tools.schemas or {}).items()
             ]
             return DeclaredReader(self.declared(functions, prompt))
+        if self.headers is not None:
+            reads = self.reasoning is not None
+            return HeadedReader(self.headers, form, tools, reads_reasoning=reads, prompt=prompt)
         if form is None and self.reasoning is None and not self.content.opens:
             return Plain()
         return AnswerReader(
@@ -94,6 +106,8 @@ class ChatFormat:
         if self.reasoning is not None:
             marks += [self.reasoning.open, self.reasoning.close]
         marks += [*self.content.opens, *self.content.closes]
+        if self.headers is not None:
+            marks += [self.headers.start, self.headers.channel, self.headers.body]
         return tuple(marks)
 
     def is_open(self, prompt: str) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
+from jaxpage.chat_forms.deriving_headers import derive_headers
 from jaxpage.chat_forms.deriving_text import derive_text
 from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Render, probers
 from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
@@ -45,6 +46,7 @@ def derive(render: Render, source: str) -> Derived:
             problem = problem or "the marks around the name and the arguments of a call are unclear"
             continue
         form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
+        form = replace(form, headers=derive_headers(form))
         proving = replace(prober, tools=PROVING_TOOLS)
         # Some templates cannot show a tool that has an array.
         unproven = problem_of(form, prober if proving.prompt() is None else proving)

@@ -185,6 +185,47 @@ class ContentForm:
     tails: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class HeaderForm:
+    """Describes answers that are messages, each with a header of several parts.
+
+    start channel WORD recipient NAME ... body  TEXT  end
+
+    The parts of a header come in any order, and not all of them.
+
+    Attributes:
+        start: The mark before each message but the first, which the prompt has.
+        channel: The mark before the word that names the channel.
+        body: The mark between a header and the text.
+        ends: The marks after a text.
+        recipient: The mark before the name of the tool that a message calls.
+        reasoning: The channel of reasoning.
+        commentary: The channel of calls.
+    """
+
+    start: str
+    channel: str
+    body: str
+    ends: tuple[str, ...]
+    recipient: str
+    reasoning: str
+    commentary: str
+
+    @property
+    def key(self) -> str:
+        """Returns what every recipient begins with, also one that is no tool of a request."""
+        word, is_key, _ = self.recipient.partition("=")
+        return word + is_key
+
+    def begun(self, prompt: str) -> str:
+        """Returns what a prompt has of the answer's header, without any text after it."""
+        _, is_there, rest = prompt.rpartition(self.start)
+        if not is_there or any(end in rest for end in self.ends):
+            return ""
+        header, mark, _ = rest.partition(self.body)
+        return header + mark
+
+
 NO_MARKS = ContentForm()
 
 

@@ -114,10 +114,12 @@ def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> Chat
     tools = TOOL_FORMS.get(tool_parser)
     reasoning = REASONING_FORMS.get(reasoning_parser)
     is_derived = "auto" in (tool_parser, reasoning_parser)
+    is_fixed = tools is not None or reasoning is not None
     return ChatFormat(
         derived.tools if tool_parser == "auto" else tools,
         derived.reasoning if reasoning_parser == "auto" else reasoning,
         derived.content if is_derived else ChatFormat().content,
         has_tools=derived.has_tools,
         declared=derived.declared if tool_parser == "auto" else None,
+        headers=derived.headers if is_derived and not is_fixed else None,
     )
