@@ -249,8 +249,6 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
         ("quotes of its own", "<|tool_call>call:look-up2{a:", "["),
         ("name, mark, JSON", '[TOOL_CALLS]look-up2[ARGS]{"a":', "["),
         ("code", "", '<|tool_call_start|>[look-up2(a="'),
-        ("channels", "x", '<|end|><|start|>assistant to=functions.look-up2<|message|>{"a": ['),
-        ("channels", "x", "<|end|><|start|>assistant<|channel|>"),
     ],
 )
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
@@ -413,6 +411,15 @@ def test_headers_are_read_in_the_order_of_the_model(
     assert read(form, text, prompt) == read(form, cut(text, data), prompt) == message
 
 
+@pytest.mark.timeout(60)  # a reader that is not linear takes longer
+def test_many_headers_without_calls_are_read_in_little_time() -> None:
+    form = derived(TEMPLATES["channels"]).form
+    for rest in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
+        text = ("<|end|><|start|>assistant" + rest) * (120_000 // (25 + len(rest)))
+        message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
+        assert read(form, [text], "") == message and message["tool_calls"] == []
+
+
 def test_a_prompt_may_begin_a_message() -> None:
     form = derived(TEMPLATES["channels"]).form
     for begun, field in (("<|channel|>analysis<|message|>Hm", "reasoning_content"), ("<|channel|>final<|message|>", "content")):  # fmt: skip
@@ -512,6 +519,31 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
     assert not may_write(("look-up2", {"city": "x", "days": "no"}))
     assert not may_write(("look-up2", {"days": 1}))
     assert not may_write(("another", {"city": "x"}))
+
+
+def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_does() -> None:
+    form = derived(TEMPLATES["channels"]).form
+    known, _ = tokenizer_of(tokenizer().backend_tokenizer.to_str())
+    rules = {"several": True, "is_open": False, "special_tokens": {}}
+    grammar = grammar_of(
+        form, {"look-up2": HELD}, lambda schema: json_rule(json.dumps(schema)), **rules
+    )
+    source = source_of("grammar", json.dumps(grammar))
+
+    def may_write(text: str) -> bool:
+        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    opened = "<|channel|>commentary to=functions.look-up2"
+    for before in ("", THINKS, THINKS * 2):
+        for kind in ("", " json", " <|constrain|>json"):
+            text = f"{before}{opened}{kind}{GIVEN}<|call|>"
+            assert may_write(text)
+            assert calls_of(read(form, [text], "")) == CALLED
+        assert may_write(f"{before} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>")
+    assert not may_write(f"{SAYS}{opened}{GIVEN}<|call|>")
+    assert not may_write(opened.replace("look", "other") + f"{GIVEN}<|call|>")
+    assert not may_write(f"{opened}<|message|>{{}}<|call|>")
 
 
 def test_a_form_that_no_grammar_can_hold_is_refused() -> None:

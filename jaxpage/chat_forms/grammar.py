@@ -24,9 +24,11 @@ from jaxpage.chat_forms.forms import (
     JSON_TYPES,
     SAME_KEY,
     SAME_NAME,
+    HeaderForm,
     ListForm,
     ToolForm,
     ValueForm,
+    chunks,
     first_chunk,
 )
 from jaxpage.chat_forms.values import property_of, types_of
@@ -34,6 +36,7 @@ from jaxpage.chat_forms.values import property_of, types_of
 _HOLE = re.compile(f"([{HOLES}])")
 _PATTERNS = {INDEX: "/[0-9]+/", ANY_ID: "/[a-zA-Z0-9]{9}/"}
 _ANY_TEXT = r"/(.|\n)*/"
+_CONSTRAINT = "<|constrain|>"
 _MAX_DEPTH = 6  # of lists within lists that are not written as JSON
 
 
@@ -64,6 +67,11 @@ def grammar_of(
     thought = ""
     if is_open and form.reasoning is not None:
         thought = writer.until(form.reasoning.close) + " "
+    if form.headers is not None and form.reasoning is not None:
+        # The model begins its reasoning itself, and it may go on with more of it.
+        opened = writer.literal(form.reasoning.open)
+        thought += f"({opened} {writer.until(form.reasoning.close)})* "
+        return writer.headed(form.headers, schemas, before=thought)
     return writer.grammar(schemas, several=several, before=thought)
 
 
@@ -92,6 +100,26 @@ class _Writer:
             start += f" ({self.literal(form.between + form.open)} call)*"
         start += f" {self.literal(form.end)}"
         return "\n".join([start, *self._rules]) + "\n"
+
+    def headed(
+        self, form: HeaderForm, schemas: Mapping[str, dict[str, Any]], *, before: str
+    ) -> str:
+        """Returns the whole grammar where a call is a message with a header, of which one comes.
+
+        The header is the template's, or it has the recipient after the channel, in which case the
+        type of the arguments may be missing or have the mark that harmony has for it.
+        """
+        tools, calls = self._form, []
+        words = chunks(tools.mid.removesuffix(form.body))
+        kind = [word for word in words[-1:] if word.isalnum() and word != form.commentary]
+        types = ["", *(f" {mark}{word}" for word in kind for mark in ("", _CONSTRAINT))]
+        for name, schema in schemas.items():
+            opened = f"{form.channel}{form.commentary} {form.recipient}{name}"
+            headers = [tools.open + name + tools.mid, *(opened + one + form.body for one in types)]
+            header = " | ".join(dict.fromkeys(map(self.literal, headers)))
+            close = self.literal(tools.close)
+            calls.append(self._rule(f"({header}) {self._json(schema)} {close}"))
+        return "\n".join([f"start: {before}({' | '.join(calls)})", *self._rules]) + "\n"
 
     def literal(self, mark: str, name: str = "", key: str = "") -> str:
         """Returns an expression for a mark."""
