@@ -378,18 +378,18 @@ CALLED = [("look-up2", {"city": "Oslo"})]
         (f"{THINKS}{SAYS}<|channel|>commentary to=functions.look-up2 json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
         (f"{SAYS}{THINKS} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
         (f"{THINKS}{SAYS}{THINKS}<|channel|>final<|message|>So.\n<|return|>", "Hm, {}.\nHm, {}.", "I look.\nSo.\n", []),
-        (f"<|channel|>commentary to=functions.look-up2{GIVEN}<|call|><|start|>assistant to=functions.look-up2<|channel|>commentary{GIVEN}<|call|>", "", "", CALLED * 2),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN}<|call|><|start|>assistant to=functions.look-up2<|channel|>commentary{GIVEN}<|call|>", "", "", CALLED * 2),  # noqa: E501
         ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "", "{}", []),
         # Messages for others than the request's tools, and calls that are none.
         (f"{THINKS}{SEARCH}<|call|>", "Hm, {}.", SEARCH, []),
-        (f"{THINKS}<|channel|>analysis to=python code<|message|>print(1)<|call|>", "Hm, {}.", "<|channel|>analysis to=python code<|message|>print(1)", []),
+        (f"{THINKS}<|channel|>analysis to=python code<|message|>print(1)<|call|>", "Hm, {}.", "<|channel|>analysis to=python code<|message|>print(1)", []),  # noqa: E501
         (f" to=functions.other<|channel|>commentary json{GIVEN}<|call|>", "", f"to=functions.other<|channel|>commentary json{GIVEN}", []),
         (f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", "", f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", []),
-        (f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", "", f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", "", f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", []),  # noqa: E501
         # Cut off, quoted and missing headers.
         (f"{THINKS}<|channel|>fin", "Hm, {}.", "", []),
         (f"{THINKS}<|channel|>commentary to=functions.lo", "Hm, {}.", "<|start|>assistant<|channel|>commentary to=functions.lo", []),
-        ("<|channel|>final<|message|>It ends with <|end|> or <|start|>assistant, <|channel|>x.", "", "It ends with <|end|> or <|start|>assistant, <|channel|>x.", []),
+        ("<|channel|>final<|message|>It ends with <|end|> or <|start|>assistant, <|channel|>x.", "", "It ends with <|end|> or <|start|>assistant, <|channel|>x.", []),  # noqa: E501
         ("Hello to=you.", "", "Hello to=you.", []),
     ],
 )  # fmt: skip
@@ -422,8 +422,13 @@ def test_many_headers_without_calls_are_read_in_little_time() -> None:
 
 def test_a_prompt_may_begin_a_message() -> None:
     form = derived(TEMPLATES["channels"]).form
-    for begun, field in (("<|channel|>analysis<|message|>Hm", "reasoning_content"), ("<|channel|>final<|message|>", "content")):  # fmt: skip
-        message = read(form, ["So.", "<|end|>"], "<|start|>user<|message|>Hi<|end|><|start|>assistant" + begun)  # fmt: skip
+    prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>Hm"
+    for begun, field in (
+        (thought, "reasoning_content"),
+        ("<|channel|>final<|message|>", "content"),
+    ):
+        message = read(form, ["So.", "<|end|>"], prompt + begun)
         assert message[field] == "So." and sum(map(len, message.values())) == 3
 
 
