@@ -152,9 +152,9 @@ class HeadedReader:
         piece = yield from calls.json_call(name)
         yield from self._text.skip_space()
         is_last = (yield from self._text.next_character()) == ""
-        if not (yield from self._end()) and not is_last:
-            if not (yield from self._text.comes(self._form.start)):
-                raise MismatchError
+        has_ended = (yield from self._end()) or is_last
+        if not has_ended and not (yield from self._text.comes(self._form.start)):
+            raise MismatchError
         return piece
 
     def _end(self) -> Wait[bool]:
