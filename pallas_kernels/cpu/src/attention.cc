@@ -254,11 +254,11 @@ void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int
 
 // Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kHeadsOfChunk query heads in all. A tile is read and
 // made float32 once for all of them. Each head has the operations of `attend_heads` in the same order.
-void attend_together(const Attention& a, const Unit* units, int num_tokens, int64_t kv_head) {
+void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   static thread_local std::vector<Head> of_thread(kHeadsOfChunk);
   static thread_local std::vector<Vec> numbers;
   const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
-  const int64_t width = bytes_of_head(a);
+  const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
   numbers.resize(kVecsOfTile * (a.head_width + a.value_width));
@@ -335,16 +335,13 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
 void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
   int32_t branch[kMostDrafts];
   const Unit unit = unit_of(a, row, token, kv_begin, kv_end, branch);
-  if (a.with_tiles)
-    for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) attend_tiles(a, &unit, 1, kv_head);
-  else
-    attend_unit(a, unit);
+  a.with_tiles ? attend_tiles(a, &unit, 1) : attend_unit(a, unit);
 }
 
 void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head) {
   Unit units[kHeadsOfChunk];
   for (int64_t t = 0; t < num_tokens; ++t) units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
-  (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens), kv_head);
+  (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens));
 }
 
 }  // namespace

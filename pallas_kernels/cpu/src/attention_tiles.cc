@@ -77,12 +77,12 @@ const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int 
   return reinterpret_cast<const char*>(copy);
 }
 
-// Has the values of a tile as words of two positions, with zeros for those that are not seen. Returns whether all are finite.
+// Reads the values of a tile as words of two positions, with zeros for those that are not seen. Returns whether all are finite.
 bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_t page_stride, Vec* values) {
   const int64_t vecs = a.value_width / kLanes;
   const auto at = [&](int j) { return j >= tile.begin && j < tile.end ? pages + tile.slots[j] * page_stride : nullptr; };
   const int end = (tile.end + 2 * kRowsOfTile - 1) / (2 * kRowsOfTile) * 2 * kRowsOfTile;
-  Int is_special = {};
+  Bits exponents = {};
   for (int j = tile.begin / (2 * kRowsOfTile) * 2 * kRowsOfTile; j < end; j += 2) {
     const char *low = at(j), *high = at(j + 1);
     Vec* to = values + j / 2 * vecs;
@@ -90,13 +90,13 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
       Bits word = {};
       if (low) word |= widened(raw_at<Half>(low + i * 32));
       if (high) word |= widened(raw_at<Half>(high + i * 32)) << 16;
-      is_special |= (Int)((word & 0x7f80u) == 0x7f80u) | (Int)((word & 0x7f800000u) == 0x7f800000u);
+      exponents |= (word & 0x7f807f80u) + 0x00800080u;  // where all bits of one are set, the sum reaches the next
       to[i] = as_float(word);
     }
   }
-  for (int i = 0; i < kLanes; ++i)
-    if (is_special[i]) return false;
-  return true;
+  uint32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= exponents[i];
+  return (all & 0x80008000u) == 0;
 }
 
 // The scores of 16 query heads with the positions of a tile.
@@ -154,68 +154,75 @@ JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, cons
   }
 }
 
-// `per_token` query heads of each token, from the `offset`-th of the key/value head's on. Returns false, and has computed nothing, if a value is not
-// finite: it would reach, times a weight of zero, queries that do not see it.
-JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t kv_head, int64_t offset, int per_token) {
+// `per_token` query heads of each token and each key/value head of the units, from its `offset`-th on. Key/value heads, which lie side by side in
+// memory, take turns. Returns false, and has computed nothing, if a value is not finite: it would reach, times a weight of zero, tokens that do not see it.
+JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset, int per_token) {
   static thread_local Scratch scratch;
-  const int num_heads = num_tokens * per_token, num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
-  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_width / 2, width = bytes_of_head(a), stride = a.num_kv_heads * width;
-  scratch.heads.resize(kHeadsOfChunk);
-  scratch.queries.resize(num_blocks * words);
-  scratch.values.resize(kWordsOfTile * (a.value_width / kLanes));
-  scratch.keys.resize(kTile * words / kLanes);
-  TileHead* const heads = scratch.heads.data();
-  const auto head_of = [&](int i) { return kv_head * group_size + offset + i % per_token; };
-  for (int i = 0; i < num_heads; ++i) {
-    const Unit& unit = units[i / per_token];
-    heads[i].start(a, unit, head_of(i));
-    const char* from = static_cast<const char*>(a.q) + (unit.token * a.num_heads + head_of(i)) * width;
-    uint32_t* to = reinterpret_cast<uint32_t*>(scratch.queries.data() + i / kRowsOfTile * words) + i % kRowsOfTile;
-    for (int64_t k = 0; k < words; ++k) std::memcpy(to + k * kRowsOfTile, from + k * 4, 4);
-  }
-  const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
-  const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
   Unit all = units[num_tokens - 1];
   all.first = units->first;
+  const int num_heads = num_tokens * per_token, num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
+  const int num_kv_heads = static_cast<int>(all.kv_end - all.kv_begin);
+  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_width / 2, width = bytes_of_head(a), stride = a.num_kv_heads * width;
+  scratch.heads.resize(std::max<size_t>(scratch.heads.size(), num_kv_heads * num_blocks * kRowsOfTile));
+  scratch.queries.resize(num_kv_heads * num_blocks * words);
+  scratch.values.resize(kWordsOfTile * (a.value_width / kLanes));
+  scratch.keys.resize(kTile * words / kLanes);
+  // Calls run(place, unit, head) for each query head, which has that place among the blocks of 16.
+  const auto for_each_head = [&](const auto& run) {
+    for (int kv = 0; kv < num_kv_heads; ++kv)
+      for (int i = 0; i < num_heads; ++i)
+        run(kv * num_blocks * kRowsOfTile + i, units[i / per_token], (all.kv_begin + kv) * group_size + offset + i % per_token);
+  };
+  for_each_head([&](int place, const Unit& unit, int64_t head) {
+    scratch.heads[place].start(a, unit, head);
+    const char* from = static_cast<const char*>(a.q) + (unit.token * a.num_heads + head) * width;
+    uint32_t* to = reinterpret_cast<uint32_t*>(scratch.queries.data() + place / kRowsOfTile * words) + place % kRowsOfTile;
+    for (int64_t k = 0; k < words; ++k) std::memcpy(to + k * kRowsOfTile, from + k * 4, 4);
+  });
   const Configured configured(std::min(num_heads, kRowsOfTile));
   Tile tile, own;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
-    if (!read_values(a, tile, v_pages, stride, scratch.values.data()) && num_tokens > 1) return false;
-    const char* keys[kVecsOfTile];
-    int64_t strides[kVecsOfTile];
-    for (int group = tile.from; group < tile.end; group += kRowsOfTile) {
-      const int i = group / kRowsOfTile;
-      keys[i] = keys_of(a, all, tile, group, k_pages, stride, scratch.keys.data() + i * words, strides + i);
-    }
-    for (int block = 0; block < num_blocks; ++block) {
-      const int first = block * kRowsOfTile, end = std::min(first + kRowsOfTile, num_heads);
-      score(a, heads + first, end - first, tile, keys, strides, scratch.queries.data() + block * words, scratch.products);
-      own = tile;
-      for (int i = first; i < end; ++i) {
-        if (i == first || i % per_token == 0) own.see(units[i / per_token]);
-        if (own.begin < own.end) heads[i].weigh(a, own, kv_head);
-        heads[i].round_weights(own);
+    for (int kv = 0; kv < num_kv_heads; ++kv) {
+      const char* const k_pages = static_cast<const char*>(a.k_pages) + (all.kv_begin + kv) * width;
+      const char* const v_pages = static_cast<const char*>(a.v_pages) + (all.kv_begin + kv) * width;
+      if (!read_values(a, tile, v_pages, stride, scratch.values.data()) && num_tokens > 1) return false;
+      const char* keys[kVecsOfTile];
+      int64_t strides[kVecsOfTile];
+      for (int group = tile.from; group < tile.end; group += kRowsOfTile) {
+        const int i = group / kRowsOfTile;
+        keys[i] = keys_of(a, all, tile, group, k_pages, stride, scratch.keys.data() + i * words, strides + i);
       }
-      add(a, heads + first, tile, scratch.values.data());
+      for (int first = 0; first < num_heads; first += kRowsOfTile) {
+        const int count = std::min(kRowsOfTile, num_heads - first), place = kv * num_blocks * kRowsOfTile + first;
+        TileHead* const heads = scratch.heads.data() + place;
+        score(a, heads, count, tile, keys, strides, scratch.queries.data() + place / kRowsOfTile * words, scratch.products);
+        own = tile;
+        for (int i = 0; i < count; ++i) {
+          own.see(units[(first + i) / per_token]);
+          if (own.begin < own.end) heads[i].weigh(a, own, all.kv_begin + kv);
+          heads[i].round_weights(own);
+        }
+        add(a, heads, tile, scratch.values.data());
+      }
     }
   }
-  for (int i = 0; i < num_heads; ++i) heads[i].finish(a, units[i / per_token].token, head_of(i));
+  for_each_head([&](int place, const Unit& unit, int64_t head) { scratch.heads[place].finish(a, unit.token, head); });
   return true;
 }
 
 }  // namespace
 
-void attend_tiles(const Attention& a, const Unit* units, int num_tokens, int64_t kv_head) {
+void attend_tiles(const Attention& a, const Unit* units, int num_tokens) {
   const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads);
   for (int offset = 0; offset < group_size; offset += kHeadsOfChunk) {
     const int per_token = std::min(group_size - offset, kHeadsOfChunk);
-    if (attend_heads(a, units, num_tokens, kv_head, offset, per_token)) continue;
-    for (int t = 0; t < num_tokens; ++t) attend_heads(a, units + t, 1, kv_head, offset, per_token);
+    if (attend_heads(a, units, num_tokens, offset, per_token)) continue;
+    for (int t = 0; t < num_tokens; ++t) attend_heads(a, units + t, 1, offset, per_token);
   }
 }
 #else
-void attend_tiles(const Attention&, const Unit*, int, int64_t) {}  // nobody calls it: `with_tiles` is never true
+void attend_tiles(const Attention&, const Unit*, int) {}  // nobody calls it: `with_tiles` is never true
 #endif
 
 }  // namespace JAXPAGE_ISA

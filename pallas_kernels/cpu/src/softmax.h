@@ -106,7 +106,14 @@ struct Head {
 
   // Makes weights of the scores of a tile.
   void weigh(const Attention& a, const Tile& tile, int64_t kv_head) {
-    const int begin = tile.begin, end = tile.end, from = tile.from;
+    if (tile.begin == 0 && tile.end == kTile) return weigh<true>(a, tile, kv_head);
+    weigh<false>(a, tile, kv_head);
+  }
+
+  // kWhole: all positions are seen, which the compiler can unroll.
+  template <bool kWhole>
+  void weigh(const Attention& a, const Tile& tile, int64_t kv_head) {
+    const int begin = kWhole ? 0 : tile.begin, end = kWhole ? kTile : tile.end, from = kWhole ? 0 : tile.from;
     if (a.k_scale)
       for (int j = begin; j < end; ++j) scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
     if (a.softcap > 0.0f)
@@ -156,8 +163,9 @@ struct Head {
   }
 };
 
-// With AMX: query tokens of a row, one behind the other, and one key/value head. Of several tokens at most kHeadsOfChunk query heads in all.
-void attend_tiles(const Attention& a, const Unit* units, int num_tokens, int64_t kv_head);
+// With AMX: query tokens of a row, one after the other, with the key/value heads of the units. Of several tokens it is one key/value head, with at most
+// kHeadsOfChunk query heads in all.
+void attend_tiles(const Attention& a, const Unit* units, int num_tokens);
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage
