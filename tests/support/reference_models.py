@@ -82,8 +82,8 @@ each format of [quantised weights](../guides/quantization.md) (`tests/test_quant
 difference of a logit in these cases: float32 on a CPU, 40 tokens, small random weights whose logits have a deviation of more than 0.5,
 against transformers {version}. Tests allow {tolerance}. `pytest -n 0 tests/test_models.py --write-errors` measures anew.
 `refused` are fields of config.json of which some values are refused with an error; for all families these are also encoders, cross
-attention and code of the model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear layers. `KV cache` has the
-values of `kv_cache_dtype`; `auto` is the model's dtype."""
+attention and code of the model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear
+layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dtype."""
 
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
