@@ -200,6 +200,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
     "Others": (
         ("SmolLM3 3B", "3", "SmolLM3ForCausalLM", ""),
+        ("Mamba", "0.13, 0.37, 0.79, 1.4, 2.8", "MambaForCausalLM", _ONE_DEVICE),
         ("Zamba2", "1.2, 2.7, 7.4", "Zamba2ForCausalLM", _ONE_DEVICE),
         ("Jamba v0.1, Jamba 1.5 to 1.7", "52, 398", "JambaForCausalLM", f"experts; {_ONE_DEVICE}"),
         ("Jamba Reasoning 3B", "3", "JambaForCausalLM", _ONE_DEVICE),
