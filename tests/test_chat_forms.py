@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
+from jaxpage.chat_forms.forms import before_hole
 from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
-from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
+from tests.support.chat_templates import NO_TOOLS, TEMPLATES, THOUGHT, UNCLEAR
 from tests.support.wire import tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -264,6 +265,60 @@ def test_a_template_without_a_form_says_so() -> None:
     assert form.tool_form is None and not form.has_tools and problem is None
 
 
+def test_a_template_that_cannot_show_some_schemas_has_a_form() -> None:
+    """Hermes' own macro for types fails where a tool has an array."""
+    fails = "{% for t in tools or [] %}{% if 'array' in t | tojson %}{{ raise_exception('no arrays') }}{% endif %}{% endfor %}"
+    form, problem = derived(fails + TEMPLATES["object in tags"])
+    assert problem is None and form == derived(TEMPLATES["object in tags"]).form
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("answer in tags", "<response>\nSo it is.\n</response>\n<|im_end|>\n"),
+        ("answer in tags", "<response>\nSo it is.\n</response>\n"),
+        ("keys and values", "\nSo it is."),
+    ],
+)
+def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, text: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    asked = [{"role": "user", "content": "Hi"}]
+    prompt = render(TEMPLATES[name], asked, generates=True, enable_thinking=False)
+    message = read(form, text, prompt)
+    assert message == {"content": "So it is.", "reasoning_content": "", "tool_calls": []}
+    assert read(form, [text], prompt) == message
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
+def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -> None:
+    """As in templates that render an earlier answer as it is, and have no mark after reasoning."""
+    opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
+    source = TEMPLATES["object in tags"].replace(THOUGHT, "")
+    source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
+    form, asked = derived(source).form, [{"role": "user", "content": "Hi"}]
+    message = read(
+        form, "Hm.\n</think>\n\nYes.", render(source, asked, generates=True, **variables)
+    )
+    assert (message["reasoning_content"].strip(), message["content"].strip()) == ("Hm.", "Yes.")
+    assert read(form, "Yes.", render(source, asked))["content"] == "Yes."
+
+
+def test_a_form_shows_one_call() -> None:
+    lines = "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
+    shown = {
+        "parameters on lines": lines,
+        "name, id, JSON": "[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}",
+    }
+    for name, example in shown.items():
+        assert derived(TEMPLATES[name]).form.tools.example.strip() == example  # type: ignore[union-attr]
+
+
+def test_a_plan_before_calls_is_reasoning() -> None:
+    source = TEMPLATES["array, channels and an open end"]
+    plans = source.replace("reasoning_content", "tool_plan")
+    assert derived(plans).form == derived(source).form
+
+
 def test_the_schema_decides_what_a_bare_value_is() -> None:
     form = derived(TEMPLATES["parameters on lines"]).form
     given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
@@ -371,7 +426,7 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
         for tail in form.content.tails:
             text = text.removesuffix(tail)
         opened = tools.begin + tools.open if tools.first is None else tools.first
-        text = text[text.index(opened.strip()) :]
+        text = text[text.index(before_hole(opened).strip()) :]
         text = opened[: len(opened) - len(opened.lstrip())] + text.lstrip()
         tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())

@@ -30,6 +30,7 @@ class AnswerReader:
         content: ContentForm | None = None,
         *,
         is_open: bool = False,
+        space: str = "",
     ) -> None:
         """Makes the reader of an answer.
 
@@ -39,11 +40,13 @@ class AnswerReader:
             reasoning: The form of reasoning; None if it is content.
             content: The marks around the content.
             is_open: True if the prompt ends within the reasoning.
+            space: White space that an answer begins with and that is no content.
         """
         self._form = tool_form
         self._reasoning = reasoning
         self._content = content or ContentForm()
         self._is_open = is_open
+        self._unread = space
         self._text = Growing()
         self._calls = (
             None if tool_form is None else CallReader(tool_form, tools or Tools(), self._text)
@@ -66,7 +69,9 @@ class AnswerReader:
         """Yields the remaining pieces."""
         self._text.has_ended = True
         self._go_on()
-        space = "".join(self._space)
+        # White space before the last mark belongs to the mark, which may be an end token.
+        leads = [tail[: len(tail) - len(tail.lstrip())] for tail in self._content.tails]
+        space = "".join(self._space).removesuffix(max(leads, key=len, default=""))
         if space and not self._has_called:
             self._pieces.append(Piece("content", space))
         yield from self._taken()
@@ -81,10 +86,12 @@ class AnswerReader:
 
     def _answer(self) -> Wait[None]:
         text = self._text
+        yield from text.own_space(self._unread)
         if self._reasoning is not None:
             yield from self._reason(self._reasoning)
-        if self._content.open:
-            yield from attempt(text, _true(text.literal(self._content.open, before_value=True)))
+        for opened in self._content.opens:
+            if (yield from attempt(text, _true(text.literal(opened, before_value=True)))):
+                break
         if self._form is not None and (not self._form.trigger or self._form.first is not None):
             yield from self._calls_at_start(self._form)
         marks = self._marks()

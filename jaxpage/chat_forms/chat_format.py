@@ -73,7 +73,7 @@ class ChatFormat:
                 for name, schema in (tools.schemas or {}).items()
             ]
             return DeclaredReader(self.declared(functions, prompt))
-        if form is None and self.reasoning is None and not self.content.open:
+        if form is None and self.reasoning is None and not self.content.opens:
             return Plain()
         return AnswerReader(
             form,
@@ -81,6 +81,7 @@ class ChatFormat:
             self.reasoning,
             self.content,
             is_open=self.is_open(prompt),
+            space=self._space_after(prompt),
         )
 
     def marks(self, *, with_tools: bool) -> tuple[str, ...]:
@@ -92,8 +93,7 @@ class ChatFormat:
         marks = [*self.tools.marks] if with_tools and self.tools is not None else []
         if self.reasoning is not None:
             marks += [self.reasoning.open, self.reasoning.close]
-        if self.content.open.strip() or self.content.closes:
-            marks += [self.content.open, *self.content.closes]
+        marks += [*self.content.opens, *self.content.closes]
         return tuple(marks)
 
     def is_open(self, prompt: str) -> bool:
@@ -108,6 +108,14 @@ class ChatFormat:
         others = (prompt.rfind(form.close.strip()), prompt.rfind(form.header))
         # The header may end with what the opening mark begins with, so it counts where it begins.
         return begin >= 0 and begin > max(others)
+
+    def _space_after(self, prompt: str) -> str:
+        """Returns the white space after the reasoning that a prompt leaves to the answer."""
+        close = "" if self.reasoning is None else self.reasoning.close
+        written = prompt.rstrip()
+        if not close.strip() or not written.endswith(close.strip()):
+            return ""
+        return close[len(close.rstrip()) :].removeprefix(prompt[len(written) :])
 
 
 class MessageReader:

@@ -45,7 +45,9 @@ def derive(render: Render, source: str) -> Derived:
             problem = problem or "the marks around the name and the arguments of a call are unclear"
             continue
         form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
-        unproven = problem_of(form, replace(prober, tools=PROVING_TOOLS))
+        proving = replace(prober, tools=PROVING_TOOLS)
+        # Some templates cannot show a tool that has an array.
+        unproven = problem_of(form, prober if proving.prompt() is None else proving)
         if unproven is None:
             return Derived(form, None)
         problem = problem or unproven

@@ -111,11 +111,15 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     else:
         path = first.arguments_path
         form = replace(form, name_path=first.name_path, arguments_path=path)
-        form = replace(form, arguments_as_text=first.as_text, shape=_shape(first.value))
+        source = two if two is not None and second is not None else one
+        written = source[first.begin : first.end]
+        if first.is_code:
+            written = json.dumps(first.value, ensure_ascii=False)
+        form = replace(form, arguments_as_text=first.as_text, shape=_shape(written))
     after = _same(after, 1 if is_two else 0)
     opening = _same(opening, 0)
     if two is not None and second is not None:
-        between = _same(two[first.end : second.begin], 0)
+        between = _same(two[first.end : second.begin], 0).replace(IDS[1], ANY_ID)
         if not first.is_json and items is not None:
             between = without_prefix(between, items.close)
         opening, between = numbered(opening, between)
@@ -159,6 +163,9 @@ def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentF
         shared = follows
     opening = shared[len(close) :] if close and shared.startswith(close) else shared
     junk = follows[: len(follows) - len(opening)]
+    before = said[: said.index(CONTENT)].removeprefix(text.header).removeprefix(text.before)
+    if before.strip() and (text.reasoning is None or text.reasoning.open.strip() not in before):
+        content = replace(content, opens=tuple(dict.fromkeys((*content.opens, before))))
     return opening, replace(content, closes=(junk,) if junk.strip() else ())
 
 
@@ -262,15 +269,16 @@ def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
     return None
 
 
-def _shape(value: Any) -> str:
+def _shape(text: str) -> str:
     """Returns the JSON text of a call with holes for what differs from call to call."""
     call = CALLS[0]
-    written = [json.dumps(call.arguments), json.dumps(json.dumps(call.arguments))]
-    text = json.dumps(value, ensure_ascii=False)
-    for arguments in written:
-        text = text.replace(arguments, ARGUMENTS)
+    for begin in _braces(text, 1, len(text)):
+        read = _read_at(text, begin)
+        if read is not None and read[1] == call.arguments:
+            text = text[:begin] + ARGUMENTS + text[begin + len(read[0]) :]
+            break
     # Numbers that are left are those of the call, in quotes or not.
-    text = re.sub(r'(?<=: )("?)\d+\1(?=[,}])', rf"\g<1>{INDEX}\g<1>", text)
+    text = re.sub(r'(?<=:)(\s*)("?)\d+\2(?=\s*[,}])', rf"\g<1>\g<2>{INDEX}\g<2>", text)
     return text.replace(IDS[0], ANY_ID).replace(call.name, SAME_NAME)
 
 

@@ -65,7 +65,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
             header = header[: opened.rindex(reasoning.open.strip())]
     rest = before.removeprefix(header)
     if reasoning is not None and reasoning.open.strip() in rest:
-        opened_content = ""
+        opened_content = _after_mirror(reasoning)
     else:
         opened_content = rest
     prompted = prompt[begin + len(header) :]
@@ -76,7 +76,8 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         if opened_content.strip():
             close = without_suffix(close, opened_content) or close
         reasoning = replace(reasoning, close=close, header=header)
-    return TextForms(header, rest, reasoning, ContentForm(opened_content, (), (after,)))
+    opens = (opened_content,) if opened_content else ()
+    return TextForms(header, rest, reasoning, ContentForm(opens, (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:
@@ -131,6 +132,15 @@ def _is_between(text: str, reasoning: str, after: str) -> bool:
     return place < text.index(after) and text[place - 1 : place] not in ("'", '"')
 
 
+def _after_mirror(form: ReasoningForm) -> str:
+    """Returns the mark before the content, where the mark after reasoning is found to have it."""
+    for tag in _TAG.finditer(form.close):
+        if _mirrors(form.open, tag[0]):
+            rest = form.close[tag.end() :]
+            return rest if rest.strip() else ""
+    return ""
+
+
 def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:
     """Returns the marks of reasoning that a template renders with calls only, or None."""
     text = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]})], reasoning=REASONING)
@@ -179,8 +189,11 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
         rendered = [prober.answer(content=text), prober.answer(content=text, is_last=False)]
         if any(one is not None and REASONING not in one and CONTENT in one for one in rendered):
             return ReasoningForm(opened, close)
+    prompts = [prompt for prompt in _prompts(prober) if prompt is not None]
     for opened, close in _candidates(prober, source, header, by_prompt=True):
-        if close in source or any(close in (one or "") for one in _prompts(prober)):
+        is_written = close in source or any(close in prompt for prompt in prompts)
+        begun = header + opened
+        if is_written or (header and any(prompt.rstrip().endswith(begun) for prompt in prompts)):
             return ReasoningForm(opened, close)
     return None
 

@@ -2,7 +2,7 @@
 
 The parts of an answer, and the fields that hold the marks between them:
 
-    reasoning.open ... reasoning.close  content.open ... content.close  calls  tail
+    reasoning.open ... reasoning.close  content.opens ... content.closes  calls  tail
 
     calls:      begin  CALL  between  CALL  ...  end
     CALL:       open  {JSON with name and arguments}  close         payload "object"
@@ -121,6 +121,20 @@ class ToolForm:
         return first_chunk(self.begin + self.open)
 
     @property
+    def example(self) -> str:
+        """Returns one call as the form writes it, with words in capitals for what differs."""
+        body = self.shape
+        if self.payload == "json":
+            body = SAME_NAME + self.mid + ARGUMENTS
+        elif self.arguments is not None:
+            value = self.arguments.values[0]
+            item = self.arguments.open + SAME_KEY + value.open + "VALUE" + value.close
+            body = SAME_NAME + self.arguments.begin + item
+        words = {ANY_ID: "ID", SAME_NAME: "NAME", INDEX: "1", SAME_KEY: "KEY", ARGUMENTS: "{...}"}
+        text = self.begin + self.open + body + self.close + self.end
+        return text.translate({ord(hole): word for hole, word in words.items()})
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Returns every mark of the form that has text."""
         lists = [one for one in (self.arguments, self.array, self.object) if one is not None]
@@ -161,12 +175,12 @@ class ContentForm:
     """Describes what stands around the content and after an answer.
 
     Attributes:
-        open: The mark before the content.
+        opens: The marks before the content, of which an answer has one or none.
         closes: The marks between the content and calls.
         tails: The marks after the whole answer.
     """
 
-    open: str = ""
+    opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     tails: tuple[str, ...] = ()
 

@@ -20,7 +20,7 @@ KEYS = ("zqKeyA", "zqKeyB", "zqKeyC")
 TEXTS = ("zqTextA", "zqTextB", "zqTextC")
 IDS = ("zqId0000A", "zqId0000B")  # of nine letters and digits, as some templates demand
 # Templates name what a model thought in these ways.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
 VARIABLES: tuple[dict[str, Any], ...] = (
     {},
     {"enable_thinking": True, "thinking": True},

@@ -228,8 +228,7 @@ def _chat_form(model: str) -> Iterator[str]:
 
     form, problem = derived_form(load_tokenizer(resolve_model(model)))
     if form.tools is not None:
-        marks = form.tools.begin + form.tools.open
-        yield f"tool calls: {form.tool_form}, which begin with {marks!r}"
+        yield f"tool calls: {form.tool_form}, such as {form.tools.example!r}"
     elif form.declared is not None:
         yield "tool calls: as the tokenizer's response_template says"
     elif form.has_tools:

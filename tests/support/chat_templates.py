@@ -89,6 +89,11 @@ TEMPLATES = {
     "object in tags, always thought": _template(
         _each("\n<call>" + _JSON + "</call>"), said=EMPTY_THOUGHT + "{{ m.content }}", opened="<think>\n"
     ),
+    "answer in tags": _template(
+        _each("\n<tool_call>\n" + _JSON + "\n</tool_call>\n"),
+        said=EMPTY_THOUGHT + "{% if m.content %}<response>\n{{ m.content }}\n</response>\n{% endif %}",
+        opened="<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}",
+    ),
     "objects in one tag": _template(_each(_JSON, before="<|calls|>", between="\n", after="<|/calls|>")),
     "object with other keys": _template(
         _each('<act>{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}</act>')
@@ -129,6 +134,9 @@ TEMPLATES = {
         said="",
         end="<|END|>",
     ),
+    "array on lines": _template(
+        _each('    {\n        "tool_name": "{{ f.name }}",\n        "parameters": {{ f.arguments | tojson }}\n    }', before="\nAction: ```json\n[\n", between=",\n", after="\n]\n```")
+    ),
     # the name, then JSON
     "name, mark, JSON": _template(
         _each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
@@ -146,6 +154,7 @@ TEMPLATES = {
         header="",
         end="</s>",
     ),
+    "an id before the name": _template(_each("<tool id={{ c.id[:9] }} name={{ f.name }}>{{ f.arguments | tojson }}</tool>")),
     "function tag around JSON": _template(_each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
     "a recipient and a line": _template(
         _each(">>>{{ f.name }}\n{{ f.arguments | tojson }}").replace(
@@ -196,8 +205,9 @@ TEMPLATES = {
         _each("\n<tool_call>{{ f.name }}\n" + _items("<arg_key>{{ k }}</arg_key>\n<arg_value>" + BARE + "</arg_value>\n") + "</tool_call>"),
         user="<|user|>\n{{ m.content }}",
         header="<|assistant|>",
-        said="{% if m.reasoning_content %}\n<think>{{ m.reasoning_content }}</think>{% else %}\n<think></think>{% endif %}{% if m.content %}\n{{ m.content }}{% endif %}",
+        said="{% if m.reasoning_content %}\n<think>{{ m.reasoning_content }}</think>{% else %}\n<think></think>{% endif %}{% if m.content %}{{ '\\n' + m.content }}{% endif %}",
         end="",
+        opened="{% if enable_thinking is defined and not enable_thinking %}\n<think></think>{% endif %}",
     ),
     "invoke": _template(
         _each('<invoke name="{{ f.name }}">\n' + _items('<parameter name="{{ k }}">' + BARE + "</parameter>\n") + "</invoke>\n", before="\n<mm:tool_call>\n", after="</mm:tool_call>"),
@@ -244,6 +254,10 @@ TEMPLATES = {
     ),
     "code without a mark": _template(
         _each("{{ f.name }}(" + _items("{{ k }}={{ lit(v) }}", between=", ") + ")", before="[", between=", ", after="]"), macros=_CODE
+    ),
+    "code after text in tags": _template(
+        _each("{{ f.name }}(" + _items("{{ k }}={{ v | tojson }}", between=", ") + ")", before="<|python_end|>[", between=", ", after="]"),
+        said="{% if m.tool_calls %}<|python_start|>{% endif %}{{ m.content }}",
     ),
     "quotes of its own": _template(
         _each("<|tool_call>call:{{ f.name }}{{ '{' }}" + _items("{{ k }}:{{ val(v) }}", between=",") + "{{ '}' }}<tool_call|>"), macros=_QUOTED
