@@ -227,8 +227,10 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
   const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);
-  const auto heads_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? side_by_side : 1; };
-  const auto queries_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? 1 : of_chunk; };
+  // Tiles share already what two queries read.
+  const int64_t few = a.with_tiles && !a.tree_mask ? 2 : kQueriesOfChunk;
+  const auto heads_of_unit = [&](int64_t queries) { return queries < few ? side_by_side : 1; };
+  const auto queries_of_unit = [&](int64_t queries) { return queries < few ? 1 : of_chunk; };
   const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
   std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
   for (int64_t row = 0; row < a.num_rows; ++row) {
