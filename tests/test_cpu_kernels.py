@@ -205,7 +205,7 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str, options: dict[str,
 
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_token_has_its_bits_in_a_chunk_and_alone(dtype: str, block_size: int) -> None:
+def test_one_call_gives_a_token_its_bits_in_a_chunk_and_alone(dtype: str, block_size: int) -> None:
     """A value that is not finite reaches only the tokens that see it."""
     before, bad = 130, 20
     case = make_case(
