@@ -171,6 +171,11 @@ def pytest_addoption(parser):
         help="write tests/durations.json anew, for the files that run",
     )
     parser.addoption(
+        "--write-errors",
+        action="store_true",
+        help="write tests/measured_errors.json anew, for the models that are compared",
+    )
+    parser.addoption(
         "--write-support-matrix",
         action="store_true",
         help="write docs/reference/support-matrix.md and jaxpage/support_matrix.json anew",

@@ -110,6 +110,8 @@ INDIVISIBLE = (
     *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
     *(
         "nemotron-h-mixed",
+        "mamba-tied",
+        "mamba-biases",
         "mamba2-tied",
         "jamba-mixed",
         "jamba-dense",

@@ -62,6 +62,7 @@ def step(
     *,
     heads: tuple[int, int] = (6, 2),
     width: int = 32,
+    block_size: int = BLOCK_SIZE,
     tree: bool = False,
     num_rows: int = 4,
     only: int | None = None,
@@ -72,7 +73,7 @@ def step(
     contexts = [
         before + new for before, new in zip([5, 70, 0, 130] * (num_rows // 4), queries, strict=True)
     ]
-    case = make_case(7, contexts, queries, heads=heads, width=width, block_size=BLOCK_SIZE)
+    case = make_case(7, contexts, queries, heads=heads, width=width, block_size=block_size)
     rng, dtype = np.random.default_rng(3), PAGES[page_dtype]
     num_tokens = len(case.q_TNH)
     k, v = (
@@ -82,7 +83,7 @@ def step(
     places = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, queries, strict=True)])
     slots = np.zeros(num_tokens, np.int32)
     slots[: len(rows)] = (
-        case.block_table_BM[rows, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        case.block_table_BM[rows, places // block_size] * block_size + places % block_size
     )
     pages = [jnp.asarray(case.k_pages), jnp.asarray(case.v_pages)]
     scales: dict[str, jax.Array] = {}
@@ -154,7 +155,14 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }
 SLOPES = {"alibi_slopes": np.array([0.5, 0.1, 0.0, 0.02, 0.004, 0.25], np.float32)}
 ALIBI: dict[str, dict[str, Any]] = {"alibi": SLOPES, "alibi in a tree": {**SLOPES, "tree": True}}
-ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI}
+# Tiles of AMX have 16 rows: more query heads than that, more than are computed at once, and blocks whose keys are read where they are.
+TILES: dict[str, dict[str, Any]] = {
+    "long blocks": {"width": 64, "block_size": 16},
+    "long blocks, window": {"width": 64, "block_size": 16, "sliding_window": 20},
+    "many heads": {"heads": (20, 1)},
+    "more heads": {"heads": (50, 1)},
+}
+ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI, **TILES}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +173,7 @@ ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI}
             *itertools.product(PAGES, OPTIONS),
             *zip(("float32", "bfloat16", "int8"), WIDTHS, strict=True),
             *(("float32", name) for name in ALIBI),
+            *(("bfloat16", name) for name in TILES),
         ],
     ),
 )
@@ -192,6 +201,38 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str, options: dict[str,
             alone, _ = step("cpu", page_dtype, **shape, only=row)
             np.testing.assert_array_equal(alone, together[start : start + count])
         start += count
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_gives_a_token_its_bits_in_a_chunk_and_alone(dtype: str, block_size: int) -> None:
+    """A value that is not finite reaches only the tokens that see it."""
+    before, bad = 130, 20
+    case = make_case(
+        7,
+        [before + LONGEST],
+        [LONGEST],
+        heads=(6, 2),
+        width=64,
+        block_size=block_size,
+        padding=0,
+        dtype=dtype,
+        page_dtype=dtype,
+    )
+    block, place = divmod(before + bad, block_size)
+    case.v_pages[case.block_table_BM[0, block], place, 1, 3] = np.inf
+
+    def attend(q_TNH: np.ndarray, context: int) -> np.ndarray:
+        arguments = (q_TNH, *case.arrays[1:4], np.array([context]), np.array([0, len(q_TNH)]))
+        return np.asarray(
+            paged_attention(*arguments, backend="cpu", max_query_len=LONGEST, scale=0.125), float
+        )
+
+    together = attend(case.q_TNH, before + LONGEST)
+    assert np.isfinite(together[:bad]).all() and not np.isfinite(together[bad:, 3:, 3]).any()
+    for token in (0, 7, bad - 1, bad, LONGEST - 1):
+        alone = attend(case.q_TNH[token : token + 1], before + token + 1)
+        np.testing.assert_array_equal(alone[0], together[token])
 
 
 def quantized(
@@ -660,22 +701,40 @@ MISTAKES = {
 }
 
 
+# These are of attention with AMX.
+TILE_MISTAKES = {
+    "values of the first pair": ("values + j / 2 * vecs", "values"),
+    "the first positions' values again": (
+        "_tile_loadd(2, values + lower + i, stride)",
+        "_tile_loadd(2, values + i, stride)",
+    ),
+    "scores without their scale": ("products[part][h] * splat(a.scale)", "products[part][h]"),
+    "queries of the first block": (
+        "queries.data() + place / kRowsOfTile * words, scratch",
+        "queries.data(), scratch",
+    ),
+    "a value that is not finite reaches all": ("&& num_tokens > 1) return", "&& false) return"),
+    "keys of another key/value head": (
+        "(a.k_pages) + (all.kv_begin + kv) * width",
+        "(a.k_pages) + all.kv_begin * width",
+    ),
+    "one row of weights": ("configured(std::min(num_heads, kRowsOfTile))", "configured(1)"),
+    "keys of the positions before": ("keys[i + 1] + k * 4", "keys[i] + k * 4"),
+    "heads of the first 48": ("+ offset + i % per_token", "+ i % per_token"),
+}
+ALL_MISTAKES = {**MISTAKES, **PACKED_MISTAKES, **ROW_MISTAKES, **TILE_MISTAKES}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", [*MISTAKES, *PACKED_MISTAKES, *ROW_MISTAKES])
+@pytest.mark.parametrize("mistake", ALL_MISTAKES)
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
-    sources = tmp_path / "src"
-    sources.mkdir()
-    for source in library.SOURCES.iterdir():
-        text = source.read_text()
-        mistakes = {
-            "attention.cc": MISTAKES,
-            "packed.cc": PACKED_MISTAKES,
-            "rows.cc": ROW_MISTAKES,
-        }.get(source.name, {})
-        if mistake in mistakes:
-            assert text.count(mistakes[mistake][0]) == 1
-            text = text.replace(*mistakes[mistake])
-        (sources / source.name).write_text(text)
+    if mistake in TILE_MISTAKES and library.load().instructions["bfloat16"] != library.TILES:
+        pytest.skip("no AMX")
+    sources, (line, wrong) = tmp_path / "src", ALL_MISTAKES[mistake]
+    shutil.copytree(library.SOURCES, sources)
+    (source,) = (each for each in sources.iterdir() if line in each.read_text())
+    assert source.read_text().count(line) == 1
+    source.write_text(source.read_text().replace(line, wrong))
     done = _in_process(f"library.SOURCES = Path({str(sources)!r})", tmp_path)
     assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr
 

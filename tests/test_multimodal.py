@@ -14,12 +14,16 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxpage.checkpoints.opening import open_model
+from jaxpage.checkpoints.opening import describe_config, open_model
+from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import UnsupportedError
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 from tests.support.engines import make_llm
-from tests.support.hf_models import config_json, save_model
+from tests.support.hf_models import config_json, make_model, save_model
 from tests.test_models import fill, oracle, read_spec
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 State = dict[str, np.ndarray]
 
@@ -161,3 +165,50 @@ def test_tensors_for_images_are_counted_in_one_line(
         f"this is the text model alone: {what} are not supported, and the "
         f"checkpoint's {count} tensors for them are not loaded"
     ]
+
+
+@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize(
+    ("name", "older"), [("mistral3-images", as_llava), ("qwen2-vl", as_qwen), ("qwen3-vl", str)]
+)
+def test_names_in_a_quantisation_are_matched_as_by_the_library(
+    name: str, older: Callable[[str], str], rest: bool
+) -> None:
+    """Exact names of linear modules, in today's words or in older ones; a name of what contains them is of none."""
+    library = pytest.importorskip("compressed_tensors.quantization")
+    layers = "model.language_model.layers"
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    named = [f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn.o_proj", f"{layers}.1.mlp"]
+    kept = ["lm_head", f"{layers}.0.self_attn.q_proj", f"{layers}.0.self_attn", "q_proj"]
+
+    def stated(rename: Callable[[str], str]) -> dict[str, Any]:
+        targets = list(map(rename, named))
+        groups = {"a": {"targets": targets, "weights": weights, "input_activations": inputs}}
+        if rest:
+            groups["b"] = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        config = {"config_groups": groups, "format": "int-quantized"}
+        ignored = [*map(rename, kept), "re:.*vision.*", "re:.*down_proj"]
+        return {"quant_method": "compressed-tensors", **config, "ignore": ignored}
+
+    model = make_model(name)
+    library.apply_quantization_config(model, library.QuantizationConfig(**stated(str)))
+    schemes = {
+        module_name: getattr(module, "quantization_scheme", None)
+        for module_name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and (module_name == "lm_head" or module_name.startswith(f"{layers}."))
+    }
+    expected = {
+        module_name: scheme and scheme.input_activations is not None
+        for module_name, scheme in schemes.items()
+    }
+    assert list(expected.values()).count(True) == 2
+    for rename in (str, older):
+        config = {**config_json(name), "quantization_config": stated(rename)}
+        scheme = describe_config(
+            config, lambda config=config: quantization_of(config, None), Problems(Path())
+        ).quantization
+        forms = {module_name: scheme.form_of(module_name) for module_name in expected}
+        found = {module_name: form and form.int8_inputs for module_name, form in forms.items()}
+        assert found == expected

@@ -35,6 +35,7 @@ from jaxpage.step.plan import Row, StepPlan
 from pallas_kernels.cpu import library
 from tests.support.engines import LLAMA, make_llm
 from tests.support.model_configs import MODELS, config_json
+from tests.support.planned_models import MODELS as PLANNED
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
@@ -180,6 +181,25 @@ def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plan["bytes_per_token"] == 70_272
     assert run(model, "--memory", "2000GiB") == 0
     assert "61 layers, a latent of 576 for all heads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", few(PLANNED, ["Qwen3.5 27B", "gpt-oss-20b", "Gemma 4 E4B", "GLM-4.5-Air"])
+)
+def test_published_models_have_the_sizes_that_follow_from_their_description(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of docs/guides/memory.md."""
+    model = PLANNED[name]
+    plan = planned(capsys, write(tmp_path, model.config), "--memory", "1000GB")
+    assert plan["num_parameters"] == model.num_parameters
+    assert model.num_parameters / 1e9 == pytest.approx(model.published, rel=0.01)
+    assert plan["dtype"] == "bfloat16"
+    plain = 2 * (model.num_parameters - model.num_quantized)
+    assert plan["weights_bytes"] == pytest.approx(
+        plain + model.num_quantized * model.bits / 8, rel=1e-3
+    )
+    assert plan["bytes_per_token"] == model.bytes_per_token
 
 
 def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(

@@ -455,4 +455,4 @@ def test_a_pool_that_states_keep_small_says_so(
     for chunk, said in (("128", 1), ("16", 0)):
         caplog.clear()
         planned(capsys, str(qwen), *words, "--max-num-batched-tokens", chunk)
-        assert caplog.text.count("a lower max_num_batched_tokens leaves room for more") == said
+        assert caplog.text.count("a larger block_size, leaves room for more") == said

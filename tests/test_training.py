@@ -41,8 +41,11 @@ def loaded(directory: Path, oracle: Any) -> tuple[TrainableModel, Any]:
     return TrainableModel.load(config, tensors)
 
 
-# latent attention without experts, which cannot be trained
-ALL_DENSE = {"first_k_dense_replace": 3}
+# Latent attention, and attention in chunks, without experts, which cannot be trained.
+ALL_DENSE = {
+    "deepseek-v3-halves": {"first_k_dense_replace": 3},
+    "llama4-chunks": {"moe_layers": []},
+}
 
 
 @pytest.mark.parametrize(
@@ -54,12 +57,13 @@ ALL_DENSE = {"first_k_dense_replace": 3}
         "opt-350m-form",
         "deepseek-v3-halves",
         "qwen3-5-mixed",
+        "llama4-chunks",
     ],
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
-    oracle = save_model(name, tmp_path, **(ALL_DENSE if "deepseek" in name else {}))
+    oracle = save_model(name, tmp_path, **ALL_DENSE.get(name, {}))
     model, weights = loaded(tmp_path, oracle)
     wanted = of_torch(oracle)
     wanted.mean().backward()
@@ -84,10 +88,13 @@ def test_log_probabilities_and_derivatives_are_those_of_transformers(
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("mistral-window", "sliding_window"), ("llama4-chunks", "attention_chunk")]
+)
 def test_a_window_that_is_one_too_wide_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oracle = save_model("mistral-window", tmp_path)
+    oracle = save_model(name, tmp_path, **ALL_DENSE.get(name, {}))
     model, weights = loaded(tmp_path, oracle)
     wanted = of_torch(oracle).detach().numpy()
     np.testing.assert_allclose(model.log_probabilities(weights, ROWS.tolist()), wanted, atol=2e-5)
@@ -112,9 +119,9 @@ def test_a_window_that_is_one_too_wide_is_seen(
         def attend(
             index: int, q: Any, k: Any, v: Any, pages: Any, options: AttentionOptions, /
         ) -> Any:
-            assert options.sliding_window is not None
-            wider = dataclasses.replace(options, sliding_window=options.sliding_window + 1)
-            return dense(num_rows)(index, q, k, v, pages, wider)
+            if (size := getattr(options, option)) is not None:
+                options = dataclasses.replace(options, **{option: size + 1})
+            return dense(num_rows)(index, q, k, v, pages, options)
 
         return attend
 

@@ -187,7 +187,8 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
         if states.is_state and count <= states.most_blocks:
             found.append(
                 f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
-                f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower max_num_batched_tokens leaves room for more"
+                f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower "
+                "max_num_batched_tokens or max_num_seqs, or a larger block_size, leaves room for more"
             )
     return found
 

@@ -143,12 +143,14 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
 def stated_dtype(config: dict[str, Any]) -> str:
     """Returns the dtype that config.json says the weights have.
 
-    It is float32 where config.json says nothing, as in transformers.
+    Where config.json says nothing, it is float32, and bfloat16 next to quantised weights, as in the
+    files of gpt-oss.
 
     Raises:
         CheckpointError: Weights cannot have this dtype here.
     """
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    unstated = "bfloat16" if config.get("quantization_config") else "float32"
+    dtype = config.get("dtype") or config.get("torch_dtype") or unstated
     if dtype not in DTYPES:
         raise CheckpointError(
             f"config.json: dtype {quoted(dtype)} is not one of {', '.join(DTYPES)}"

@@ -256,16 +256,18 @@ def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
 
 
 def _bytes_per_token(plan: MemoryPlan) -> int:
-    return plan.block_bytes // plan.block_size
+    """Returns the bytes of a token's keys and values; states are not those of a token."""
+    states = sum(group.block_bytes for group in plan.windows if group.is_state)
+    return (plan.block_bytes - states) // plan.block_size
 
 
 def _bytes_per_token_text(plan: MemoryPlan) -> str:
-    older = (
-        f"; {plan.first_block_bytes // plan.block_size:,} outside the windows"
-        if plan.windows
-        else ""
-    )
-    return f"{_bytes_per_token(plan):,}{older}"
+    text = f"{_bytes_per_token(plan):,}"
+    if not all(group.is_state for group in plan.windows):
+        text += f"; {plan.first_block_bytes // plan.block_size:,} outside the windows"
+    if any(group.is_state for group in plan.windows):
+        text += "; and state blocks, a few for each sequence"
+    return text
 
 
 def _kept_text(kv: KVSpec) -> str:

@@ -45,6 +45,7 @@ class Mamba1Spec:
         activation: The name of the function after the convolution.
         convolution_bias: True if the convolution has a bias.
         bias: True if the products for the input and for the output have biases.
+        normed: True if the ranks of time steps, B and C have norms.
     """
 
     inner: int
@@ -54,6 +55,7 @@ class Mamba1Spec:
     activation: str = "silu"
     convolution_bias: bool = True
     bias: bool = False
+    normed: bool = True
 
     @property
     def state(self) -> StateSpec:
@@ -75,7 +77,7 @@ class Mamba1(nnx.Module):
         spec: The description of the layer.
         input: The product for what is convolved, then for gates.
         vectors: The product for the ranks of time steps, for B and for C.
-        norms: The norms of these three.
+        norms: The norms of these three, or None.
         time_steps: The product for the time steps.
         output: The product for the output.
         convolution: The kernel of the convolution.
@@ -92,7 +94,7 @@ class Mamba1(nnx.Module):
         *,
         input: Linear,
         vectors: Linear,
-        norms: tuple[RMSNorm, RMSNorm, RMSNorm],
+        norms: tuple[RMSNorm, RMSNorm, RMSNorm] | None,
         time_steps: Linear,
         output: Linear,
         name: str,
@@ -103,7 +105,7 @@ class Mamba1(nnx.Module):
         self.spec = spec
         self.input = input
         self.vectors = vectors
-        self.norms = nnx.List(norms)
+        self.norms = None if norms is None else nnx.List(norms)
         self.time_steps = time_steps
         self.output = output
 
@@ -135,7 +137,9 @@ class Mamba1(nnx.Module):
         )
         x_TE = x_TE.astype(x_TD.dtype)
         parts = jnp.split(self.vectors(x_TE), [spec.rank, spec.rank + spec.vector], axis=1)
-        ranks_TR, *vectors = (norm(part) for norm, part in zip(self.norms, parts, strict=True))
+        if self.norms is not None:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        ranks_TR, *vectors = parts
         inputs = jnp.concatenate([x_TE, self.time_steps(ranks_TR), *vectors], axis=1)
         rate_VE = -jnp.exp(self.rate[...].astype(jnp.float32)).T
         prepare = functools.partial(self._prepare, rate_VE)

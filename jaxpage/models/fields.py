@@ -311,6 +311,9 @@ class Fields(ConfigFields):
             parameters.setdefault("rope_theta", default if older is None else older)
             parameters.setdefault("rope_type", "default")
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
+            if parameters["rope_type"] == "yarn" and not parameters.get("truncate", True):
+                text = "rope truncate = false of a layer type is not supported: transformers reads"
+                self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
             ropes[kind], reach = self._rope_of(
                 parameters, head_width, max_position_embeddings, None, {}
             )

@@ -22,6 +22,7 @@ from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.mamba_config import read_rank
 from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
     DecoderLayer,
@@ -111,12 +112,10 @@ def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int)
 
 
 def _read_mamba(fields: Fields) -> Mamba1Spec:
-    width = fields.integer("hidden_size")
-    rank = fields.get("mamba_dt_rank", "auto")
     return Mamba1Spec(
-        inner=fields.integer("mamba_expand", 2) * width,
+        inner=fields.integer("mamba_expand", 2) * fields.integer("hidden_size"),
         vector=fields.integer("mamba_d_state", 16),
-        rank=-(-width // 16) if rank == "auto" else fields.integer("mamba_dt_rank", 1),
+        rank=read_rank(fields, "mamba_dt_rank"),
         kernel=fields.integer("mamba_d_conv", 4),
         activation=fields.activation("hidden_act", "silu"),
         convolution_bias=fields.flag("mamba_conv_bias", True),

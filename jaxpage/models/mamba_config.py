@@ -82,9 +82,22 @@ def read_time_steps(fields: Fields) -> tuple[float, float]:
     return 0.0, math.inf
 
 
+def read_rank(fields: Fields, name: str) -> int:
+    """Reads the rank of the product for Mamba's time steps."""
+    if fields.get(name, "auto") == "auto":
+        return -(-fields.integer("hidden_size") // 16)
+    return fields.integer(name, 1)
+
+
 def make_mamba(
-    spec: MambaSpec, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
-) -> Mamba2:
+    spec: MambaSpec | Mamba1Spec,
+    layer_index: int,
+    *,
+    width: int,
+    epsilon: float,
+    name: str,
+    dtype: DTypeLike,
+) -> Mamba2 | Mamba1:
     """Returns the module, with the names of its checkpoint.
 
     Args:
@@ -95,6 +108,8 @@ def make_mamba(
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
+    if isinstance(spec, Mamba1Spec):
+        return _make_mamba1(spec, layer_index, width=width, epsilon=epsilon, name=name, dtype=dtype)
     part = Part(sum(spec.parts), "heads", f"{name}.in_proj")
     input = linear(width, part, input_axis="embed", bias=spec.input_bias, dtype=dtype)
     part = Part(width, "embed", f"{name}.out_proj")
@@ -112,10 +127,10 @@ def make_mamba(
     return Mamba2(layer_index, spec, input, norm, output, name=name, dtype=dtype)
 
 
-def make_mamba1(
+def _make_mamba1(
     spec: Mamba1Spec, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
 ) -> Mamba1:
-    """Returns Jamba's module, with the names of its checkpoint; see `make_mamba`."""
+    """Returns the module of Mamba, with the names of its checkpoint; see `make_mamba`."""
     inner = spec.inner
     part = Part(2 * inner, "heads", f"{name}.in_proj", each=(inner, inner))
     input = linear(width, part, input_axis="embed", bias=spec.bias, dtype=dtype)
@@ -130,12 +145,15 @@ def make_mamba1(
         module = f"{name}.{part}_layernorm"
         return RMSNorm(width, name=module, epsilon=epsilon, axis=None, dtype=dtype)
 
+    norms = None
+    if spec.normed:
+        norms = norm("dt", spec.rank), norm("b", spec.vector), norm("c", spec.vector)
     return Mamba1(
         layer_index,
         spec,
         input=input,
         vectors=vectors,
-        norms=(norm("dt", spec.rank), norm("b", spec.vector), norm("c", spec.vector)),
+        norms=norms,
         time_steps=time_steps,
         output=output,
         name=name,

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.mamba import MambaSpec
+from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
@@ -150,7 +151,7 @@ class Layer(nnx.Module):
         self.keeps = kind != MLP
         name = f"{name}.mixer"
         if kind == LINEAR:
-            assert isinstance(spec.recurrent, MambaSpec)
+            assert isinstance(spec.recurrent, MambaSpec | Mamba1Spec)
             self.mixer: nnx.Module = make_mamba(
                 spec.recurrent, place, width=width, epsilon=epsilon, name=name, dtype=dtype
             )

@@ -12,7 +12,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mamba import Mamba2, MambaSpec
 from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
 from jaxpage.models.delta_config import make_delta_net
-from jaxpage.models.mamba_config import make_mamba, make_mamba1
+from jaxpage.models.mamba_config import make_mamba
 
 RecurrentSpec: TypeAlias = DeltaWidths | MambaSpec | Mamba1Spec | ConvolutionSpec
 RecurrentLayer: TypeAlias = GatedDeltaNet | Mamba2 | Mamba1 | GatedConvolution
@@ -37,12 +37,8 @@ def make_recurrent(
         layer: The name of the decoder layer in the checkpoint.
         dtype: The type of the parameters.
     """
-    if isinstance(spec, MambaSpec):
+    if isinstance(spec, MambaSpec | Mamba1Spec):
         return make_mamba(
-            spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.mamba", dtype=dtype
-        )
-    if isinstance(spec, Mamba1Spec):
-        return make_mamba1(
             spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.mamba", dtype=dtype
         )
     if isinstance(spec, ConvolutionSpec):

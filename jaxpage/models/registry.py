@@ -67,6 +67,7 @@ FAMILIES = {
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
     "NemotronHForCausalLM": "nemotron_h",
+    "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
     "Zamba2ForCausalLM": "zamba2",
     "JambaForCausalLM": "jamba",

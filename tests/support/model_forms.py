@@ -17,9 +17,10 @@ _LAYERS = {"vocab_size": 131, "num_hidden_layers": 2, "max_position_embeddings":
 _GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
 _GPT = {**_GPT2, "n_embd": 64, "n_head": 4}
 _GPTJ = {**_GPT, "rotary_dim": 8}
+_MAMBA = {"vocab_size": 131, "num_hidden_layers": 2}
 SIZES: dict[str, Fields] = {
     **{"opt": _LAYERS, "gpt2": _GPT2, "falcon": _LAYERS},
-    "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
+    **{"mamba": _MAMBA, "mamba2": _MAMBA},
     "zamba2": {
         **{**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8},
         **{"n_mamba_heads": 8, "mamba_d_state": 12, "adapter_rank": 6},
@@ -158,6 +159,14 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 5, "mamba_proj_bias": True},
             **{"mamba_conv_bias": False, "mamba_d_conv": 2, "hidden_act": "gelu"},
             "tie_word_embeddings": True,
+        },
+    },
+    "mamba": {
+        "tied": {"hidden_size": 64, "state_size": 12},
+        "biases": {
+            **{"hidden_size": 48, "state_size": 8, "use_bias": True, "use_conv_bias": False},
+            **{"conv_kernel": 3, "time_step_rank": 5, "hidden_act": "gelu", "expand": 3},
+            **{"layer_norm_epsilon": 1e-2, "tie_word_embeddings": False},
         },
     },
     "gpt_bigcode": {

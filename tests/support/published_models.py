@@ -2,7 +2,7 @@
 
 An entry has the name, how many billions of parameters each size has, the architecture that its
 config.json names, and what is to be known. Tests find each architecture in the registry, and each
-family of the registry in an entry.
+architecture of the registry in an entry.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "Llama4ForConditionalGeneration",
             f'{_TEXT}; experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
         ),
+        (
+            "Llama 4, the text model alone",
+            "109, 402",
+            "Llama4ForCausalLM",
+            'experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
+        ),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),
         ("TinyLlama 1.1B Chat", "1.1", "LlamaForCausalLM", ""),
@@ -54,17 +60,19 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Qwen3-Coder-30B-A3B, Qwen3-Coder-480B-A35B", "30, 480", "Qwen3MoeForCausalLM", "experts"),
         ("Qwen3-Next-80B-A3B", "80", "Qwen3NextForCausalLM", _STATES),
         (
-            "Qwen3.5 27B, Qwen3.6 27B",
-            "27",
+            "Qwen3.5 9B, Qwen3.5 27B, Qwen3.6 27B",
+            "9, 27",
             "Qwen3_5ForConditionalGeneration",
             f"{_TEXT}; {_STATES}",
         ),
         (
-            "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
-            "35",
+            "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, Qwen3.5-397B-A17B",
+            "35, 397",
             "Qwen3_5MoeForConditionalGeneration",
             f"{_TEXT}; {_STATES}",
         ),
+        ("Qwen3.5, dense, the text model alone", "9, 27", "Qwen3_5ForCausalLM", _STATES),
+        ("Qwen3.5, experts, the text model alone", "35", "Qwen3_5MoeForCausalLM", _STATES),
         ("Qwen2-VL", "2, 7, 72", "Qwen2VLForConditionalGeneration", _TEXT),
         ("Qwen2.5-VL", "3, 7, 32, 72", "Qwen2_5_VLForConditionalGeneration", _TEXT),
         ("Qwen3-VL", "2, 4, 8, 32", "Qwen3VLForConditionalGeneration", _TEXT),
@@ -80,6 +88,9 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Gemma 2", "2.6, 9, 27", "Gemma2ForCausalLM", ""),
         ("Gemma 3 270M, Gemma 3 1B", "0.27, 1", "Gemma3ForCausalLM", ""),
         ("Gemma 3 4B, 12B, 27B", "4, 12, 27", "Gemma3ForConditionalGeneration", _TEXT),
+        ("MedGemma 4B, 27B (files with images)", "4, 27", "Gemma3ForConditionalGeneration", _TEXT),
+        ("Gemma 3n, the text model alone", "5, 7", "Gemma3nForCausalLM", ""),
+        ("Gemma 4, the text model alone", "5, 8", "Gemma4ForCausalLM", ""),
         ("Gemma 3n E2B, E4B", "5, 7", "Gemma3nForConditionalGeneration", _TEXT),
         ("Gemma 4 E2B, E4B", "5, 8", "Gemma4ForConditionalGeneration", _TEXT),
         (
@@ -107,17 +118,25 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Mistral 7B, Mistral 7B Instruct v0.1 to v0.3", "7.2", "MistralForCausalLM", ""),
         ("Mistral Nemo 12B, Mistral Small 24B (2501)", "12, 24", "MistralForCausalLM", ""),
         ("Codestral 22B, Mistral Large 123B", "22, 123", "MistralForCausalLM", ""),
+        ("Devstral Small 1.0, 1.1, Magistral Small 1.0, 1.1", "24", "MistralForCausalLM", ""),
         ("Zephyr 7B", "7.2", "MistralForCausalLM", ""),
         ("Mixtral 8x7B, 8x22B", "47, 141", "MixtralForCausalLM", "experts"),
         ("Mistral Small 3.1, 3.2", "24", "Mistral3ForConditionalGeneration", _TEXT),
+        (
+            "Devstral Small 2 24B",
+            "24",
+            "Mistral3ForConditionalGeneration",
+            f"{_TEXT}; published in fp8: half of this",
+        ),
         ("Ministral 3 3B, 8B, 14B", "4, 9, 14", "Mistral3ForConditionalGeneration", _TEXT),
+        ("Devstral 2 123B", "123", "Ministral3ForCausalLM", "published in fp8: half of this"),
         ("Ministral 3, the text model alone", "3, 8, 14", "Ministral3ForCausalLM", ""),
         ("Mamba-Codestral-7B", "7.3", "Mamba2ForCausalLM", _ONE_DEVICE),
     ),
     "DeepSeek": (
         ("DeepSeek-V2, V2.5, Coder-V2", "16, 236", "DeepseekV2ForCausalLM", _LATENT),
         (
-            "DeepSeek-V3, V3.1, R1",
+            "DeepSeek-V3, DeepSeek-V3.1, DeepSeek-R1",
             "671",
             "DeepseekV3ForCausalLM",
             f"{_LATENT}; published in fp8: half of this",
@@ -160,7 +179,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     "Ai2": (
         ("OLMo 1B, 7B (files with -hf)", "1.2, 6.9", "OlmoForCausalLM", ""),
         ("OLMo 2", "1.5, 7, 13, 32", "Olmo2ForCausalLM", ""),
-        ("OLMo 3 7B, 32B", "7, 32", "Olmo3ForCausalLM", ""),
+        ("OLMo 3 7B, OLMo 3 32B, OLMo 3.1 32B", "7, 32", "Olmo3ForCausalLM", ""),
         ("OLMoE 1B-7B", "6.9", "OlmoeForCausalLM", "experts"),
     ),
     "TII": (
@@ -181,6 +200,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
     "Others": (
         ("SmolLM3 3B", "3", "SmolLM3ForCausalLM", ""),
+        ("Mamba", "0.13, 0.37, 0.79, 1.4, 2.8", "MambaForCausalLM", _ONE_DEVICE),
         ("Zamba2", "1.2, 2.7, 7.4", "Zamba2ForCausalLM", _ONE_DEVICE),
         ("Jamba v0.1, Jamba 1.5 to 1.7", "52, 398", "JambaForCausalLM", f"experts; {_ONE_DEVICE}"),
         ("Jamba Reasoning 3B", "3", "JambaForCausalLM", _ONE_DEVICE),

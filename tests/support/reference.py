@@ -19,7 +19,7 @@ from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import PREFIX
 from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sources import PREFIX as PREFIX_OF_VARIABLES
-from tests.support import published_models
+from tests.support import measured_errors, published_models
 from tests.support.reference_models import INTRODUCTION, TESTS, models
 from tests.support.settings_files import told
 
@@ -77,7 +77,8 @@ def _published_models() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    yield INTRODUCTION
+    version = measured_errors.read()["transformers"]
+    yield INTRODUCTION.format(version=version, tolerance=measured_errors.TOLERANCE)
     yield ""
     for header, rows in models():
         yield from _table(header, rows)

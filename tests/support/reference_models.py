@@ -24,6 +24,7 @@ from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
 from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from tests.support import measured_errors
 from tests.support.model_configs import MODELS, config_json
 from tests.support.refused_configs import REFUSED
 from tests.test_gguf import MODELS as GGUF_MODELS
@@ -37,6 +38,10 @@ TESTS = {
         "test_models.py::test_logits_are_those_of_transformers",
         "test_engine_models.py::test_tokens_and_logits_are_those_of_transformers",
         "test_engine_models.py::test_no_bit_depends_on_the_engine",
+    ],
+    "error": [
+        "test_models.py::test_logits_are_those_of_transformers",
+        "test_models.py::test_the_page_of_models_has_an_error_of_each_architecture",
     ],
     "refused": ["test_models.py::test_what_cannot_be_honoured_is_refused_by_name"],
     "GGUF": ["test_gguf.py::test_logits_are_those_of_transformers"],
@@ -73,10 +78,12 @@ each format of [quantised weights](../guides/quantization.md) (`tests/test_quant
 [speculation](../guides/speculation.md) with chains of drafts by each method (`tests/test_speculation.py`, `tests/test_eagle.py`,
 `tests/test_medusa.py`). More: [models and formats](../guides/models.md), [adapters](../guides/lora.md), [training](../guides/weights.md).
 
-`cases` are the configs that tests compare with transformers, and the values of the parameter of the tests. `refused` are fields of
-config.json of which some values are refused with an error; for all families these are also encoders, cross attention and code of the
-model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear layers. `KV cache` has the
-values of `kv_cache_dtype`; `auto` is the model's dtype."""
+`cases` are the configs that tests compare with transformers, and the values of the parameter of the tests. `error` is the greatest
+difference of a logit in these cases: float32 on a CPU, 40 tokens, small random weights whose logits have a deviation of more than 0.5,
+against transformers {version}. Tests allow {tolerance}. `pytest -n 0 tests/test_models.py --write-errors` measures anew.
+`refused` are fields of config.json of which some values are refused with an error; for all families these are also encoders, cross
+attention and code of the model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear
+layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dtype."""
 
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
@@ -85,6 +92,7 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()
     }
     described, used = [], []
+    errors = measured_errors.read()["errors"]
     for architecture, name in FAMILIES.items():
         what = (families[name].__doc__ or "").strip().splitlines()[0]
         family = load_family({"architectures": [architecture]})
@@ -93,7 +101,8 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
             family = load_family(config_json(cases[0]))
         configs = [config_json(case) for case in cases]
         specs = [load_family(config).Spec.from_config(config) for config in configs]
-        described.append((f"`{architecture}`", what, ", ".join(cases), _refused(cases)))
+        error = measured_errors.greatest(errors, architecture)
+        described.append((f"`{architecture}`", what, ", ".join(cases), error, _refused(cases)))
         used.append(
             (
                 f"`{architecture}`",
@@ -110,7 +119,7 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
                 "" if _has(family, specs, Experts) else "yes",
             )
         )
-    yield ("architecture", "what it is", "cases", "refused"), described
+    yield ("architecture", "what it is", "cases", "error", "refused"), described
     yield (
         (
             "architecture",

@@ -96,6 +96,12 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     ),
     (
         UnsupportedError,
+        "gemma3n-two-states",
+        "truncate = false of a layer type",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+    ),
+    (
+        UnsupportedError,
         "qwen3-grouped",
         "by layer type",
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
@@ -209,6 +215,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         )
     ),
     (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
+    (CheckpointError, "mamba-tied", "time_step_rank", {"time_step_rank": "half"}),
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),

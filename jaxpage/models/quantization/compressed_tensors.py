@@ -5,6 +5,8 @@ It has int8 with inputs in int8 or not, int4 and int8 in groups, fp8, MXFP4 and 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,6 @@ from jaxpage.models.quantization.scheme import (
     Check,
     Scheme,
     check_order,
-    matches,
     read_kv_cache,
 )
 
@@ -59,24 +60,16 @@ def read(config: QuantizationFields) -> Scheme:
     ]
     by_target = {target: form for targets, form in forms for target in targets}
 
-    def form_of(name: str) -> WeightFormat | None:
+    def form_of(*names: str) -> WeightFormat | None:
         """Returns the format of the most specific target that names the module.
 
         In the library too, a name is more specific than a regular expression, and that more than
         the class.
         """
-        if matches(name, ignore):
+        if any(_is_named(names, entry) for entry in ignore):
             return None
-        found = [target for target in by_target if target == "Linear" or matches(name, (target,))]
-        found.sort(
-            key=lambda target: (
-                target == "Linear",
-                target != name,
-                not target.startswith("re:"),
-                target,
-            )
-        )
-        return by_target[found[0]] if found else None
+        found = [target for target in by_target if _is_named(names, target)] or ["Linear"]
+        return by_target.get(min(found, key=lambda target: (target not in names, target)))
 
     described = ", ".join(
         sorted(
@@ -90,6 +83,13 @@ def read(config: QuantizationFields) -> Scheme:
         ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx", *KV_SCALES),
         read_kv_cache(config),
         (Check(".weight_g_idx", check_order(form_of)),),
+    )
+
+
+def _is_named(names: Sequence[str], entry: str) -> bool:
+    """Returns whether an entry of a list is a name of the module, or a pattern of one."""
+    return entry in names or (
+        entry.startswith("re:") and any(re.match(entry[3:], name) for name in names)
     )
 
 

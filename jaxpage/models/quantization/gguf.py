@@ -73,7 +73,7 @@ def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None])
     return GGUFScheme(
         NAME,
         f"GGUF: matrices as they are stored: {', '.join(kept)}{rest}",
-        lambda name: FORMATS.get(kind_of(name) or ""),
+        lambda *names: FORMATS.get(kind_of(names[0]) or ""),
     )
 
 

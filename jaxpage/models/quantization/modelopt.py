@@ -48,11 +48,11 @@ def read(config: QuantizationFields) -> Scheme:
     form, described = _FORMS[config.one_of("quant_algo", tuple(_FORMS))]
     kept = config.names(KEPT_FIELD, "exclude_modules")
 
-    def form_of(name: str) -> WeightFormat | None:
-        return (
-            None
-            if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept)
-            else form
+    def form_of(*names: str) -> WeightFormat | None:
+        is_kept = any(
+            matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept)
+            for name in names
         )
+        return None if is_kept else form
 
     return Scheme(NAME, described, form_of, ("*.input_scale", *KV_SCALES), read_kv_cache(config))

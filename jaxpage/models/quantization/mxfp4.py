@@ -45,4 +45,4 @@ class ExpertScheme(Scheme):
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
     kept = config.names(KEPT_FIELD)
-    return ExpertScheme(NAME, "experts in MXFP4", lambda name: None, kept=kept)
+    return ExpertScheme(NAME, "experts in MXFP4", lambda *names: None, kept=kept)

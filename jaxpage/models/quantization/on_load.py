@@ -55,6 +55,6 @@ INT8 = WeightFormat("int8", _weight(int8_codes), _weight(int8_scale), int8_input
 INT4 = WeightFormat("int4", _weight(int4_codes), _weight(int4_scale), group_size=GROUP_SIZE)
 
 SCHEMES = {
-    "int8": Scheme("int8", "int8 weights and inputs, rounded at load", lambda name: INT8),
-    "int4": Scheme("int4", "int4 weights in groups of 32, rounded at load", lambda name: INT4),
+    "int8": Scheme("int8", "int8 weights and inputs, rounded at load", lambda *names: INT8),
+    "int4": Scheme("int4", "int4 weights in groups of 32, rounded at load", lambda *names: INT4),
 }

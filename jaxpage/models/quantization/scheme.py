@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -22,6 +22,14 @@ from jaxpage.models.replacing import Path, Rule
 # This can be used in place of any other checkpoint.
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"
 KV_SCALES = ("*.k_scale", "*.v_scale")
+
+
+@runtime_checkable
+class FormOf(Protocol):
+    """Gives the format of a linear module; None if it is not quantised."""
+
+    def __call__(self, *names: str) -> WeightFormat | None:
+        """Returns the format of the module with these names, any of which a config may use."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,7 @@ class Scheme:
     Attributes:
         name: The name in the setting `quantization`.
         described: The text for people.
-        form_of: Gives the format of the linear module with this name in the checkpoint; None if it
-            is not quantised.
+        form_of: Gives the format of the linear module with this name in the checkpoint.
         ignored: Globs over names of tensors that say nothing that is not known already.
         kv_cache_dtype: The meaning of the setting "auto" for this checkpoint.
         checks: The checks of ignored tensors.
@@ -56,7 +63,7 @@ class Scheme:
 
     name: str
     described: str
-    form_of: Callable[[str], WeightFormat | None]
+    form_of: FormOf
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     checks: tuple[Check, ...] = ()
@@ -68,26 +75,24 @@ class Scheme:
             codes: The names of the tensors that hold codes.
         """
 
-        def form_of(name: str) -> WeightFormat | None:
-            form = self.form_of(name)
-            if form is None or form.is_rounded or f"{name}.{form.values.name}" in codes:
+        def form_of(*names: str) -> WeightFormat | None:
+            form = self.form_of(*names)
+            if form is None or form.is_rounded:
                 return form
-            return None
+            is_stored = any(f"{name}.{form.values.name}" in codes for name in names)
+            return form if is_stored else None
 
         return replace(self, form_of=form_of)
 
     def under_names(self, others: Callable[[str], Sequence[str]]) -> Scheme:
-        """Returns this scheme for modules that files may know by other names.
-
-        A module is not quantised if that is said of any of its names.
+        """Returns this scheme for modules that a config may know by other names.
 
         Args:
             others: Gives the other names of a module.
         """
 
-        def form_of(name: str) -> WeightFormat | None:
-            forms = [self.form_of(each) for each in (name, *others(name))]
-            return None if None in forms else forms[0]
+        def form_of(*names: str) -> WeightFormat | None:
+            return self.form_of(*names, *(other for name in names for other in others(name)))
 
         return replace(self, form_of=form_of)
 
@@ -134,13 +139,21 @@ class Scheme:
         return form
 
 
-def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
-    """Returns `Scheme.form_of` for one format of all modules but the head and the kept ones."""
-    return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
+def everywhere_but(kept: Sequence[str], form: WeightFormat) -> FormOf:
+    """Returns `Scheme.form_of` for one format of all modules but the head and the kept ones.
+
+    A module is kept if any of its names is.
+    """
+
+    @functools.cache
+    def form_of(*names: str) -> WeightFormat | None:
+        return None if any(matches(name, ("lm_head", *kept)) for name in names) else form
+
+    return form_of
 
 
 def check_zeros(
-    form_of: Callable[[str], WeightFormat | None],
+    form_of: FormOf,
 ) -> Callable[[str, np.ndarray], str | None]:
     """Returns the check of a bias that the layer does not have.
 
@@ -156,7 +169,7 @@ def check_zeros(
 
 
 def check_order(
-    form_of: Callable[[str], WeightFormat | None],
+    form_of: FormOf,
 ) -> Callable[[str, np.ndarray], str | None]:
     """Returns the check of the group that each input belongs to.
 

@@ -5,47 +5,15 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "vec.h"
+#include "softmax.h"
 
 namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
-
-constexpr int kTile = 64;       // positions
-constexpr int kMostVecs = kMostHeadWidth / kLanes;
-constexpr int kVecsOfTile = kTile / kLanes;
-
-// Where the pages hold a position of a row, as a slot.
-inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
-  int64_t block = a.block_table[row * a.table_width + position / a.block_size];
-  return block * a.block_size + position % a.block_size;
-}
-
-// What the pages hold of one key/value head of a position.
-inline int64_t bytes_of_head(const Attention& a) { return a.head_width * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2); }
-
-// A vector of an array of this type, from or to its `index`-th number on. Pages of eight bits are written by `write_quantized`.
-Vec load(Type type, const void* array, int64_t index) {
-  switch (type) {
-    case Type::kF32: return Load<F32>::at(static_cast<const float*>(array) + index);
-    case Type::kBF16: return Load<BF16>::at(static_cast<const uint16_t*>(array) + index);
-    default: return Load<F16>::at(static_cast<const uint16_t*>(array) + index);
-  }
-}
-
-void store(Type type, void* array, int64_t index, Vec value) {
-  switch (type) {
-    case Type::kF32: return Store<F32>::at(static_cast<float*>(array) + index, value);
-    case Type::kBF16: return Store<BF16>::at(static_cast<uint16_t*>(array) + index, value);
-    default: return Store<F16>::at(static_cast<uint16_t*>(array) + index, value);
-  }
-}
 
 // As `pallas_kernels.quantized_pages.quantize`.
 void write_quantized(const Attention& a, const void* from, int64_t token, void* pages, float* scales, int64_t slot) {
@@ -75,118 +43,6 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
     }
   }
 }
-
-// A query token, what it sees (positions `first` to `last` of its row), and key/value heads. In a tree of drafts the positions from `num_before`
-// on are the tokens of its branch, one behind the other, as they will stand when they are accepted.
-struct Unit {
-  int64_t row, token, kv_begin, kv_end, first, last, num_before;
-  const int32_t* branch;  // places in the row, or null: every position is where it says
-
-  int64_t slot(const Attention& a, int64_t position) const {
-    if (branch && position >= num_before) position = num_before + branch[position - num_before];
-    return slot_of(a, row, position);
-  }
-};
-
-// Of 64 positions those that a unit sees: `begin` to `end`. from: where the vector of the first one begins.
-struct Tile {
-  int64_t slots[kTile];
-  int begin, end, from;
-  int64_t position;  // of the first of the 64
-
-  // Sets what a unit sees of the positions.
-  void see(const Unit& unit) {
-    begin = static_cast<int>(unit.first > position ? unit.first - position : 0);
-    end = static_cast<int>(unit.last - position < kTile ? unit.last - position + 1 : kTile);
-    from = begin / kLanes * kLanes;
-  }
-
-  void find(const Attention& a, const Unit& unit, int64_t start) {
-    position = start;
-    see(unit);
-    for (int j = begin; j < end;) {  // none where the unit sees nothing here
-      slots[j] = unit.slot(a, position + j);
-      // Without a division for each: those behind it, as far as its block goes.
-      int64_t left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
-      for (++j; left > 0 && j < end; --left, ++j) slots[j] = slots[j - 1] + 1;
-    }
-  }
-
-  // Has memory bring what the positions of a vector hold: `width` bytes each, of `stride` bytes in all.
-  void fetch(const char* pages, int64_t stride, int64_t width, int group) const {
-    for (int j = group > begin ? group : begin; j < group + kLanes && j < end; ++j)
-      for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(pages + slots[j] * stride + i, 0, 2);
-  }
-};
-
-// A query head: its softmax, as it goes from tile to tile.
-struct Head {
-  Vec q[kMostVecs], acc[kMostVecs];
-  float scores[kTile] __attribute__((aligned(64)));
-  float most, total, slope;
-  int64_t own;  // the query token's position
-
-  void start(const Attention& a, const Unit& unit, int64_t head) {
-    const int64_t token = unit.token;
-    for (int64_t i = 0; i < a.head_width; i += kLanes)
-      q[i / kLanes] = load(a.query_type, a.q, (token * a.num_heads + head) * a.head_width + i) * splat(a.scale);
-    for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] = splat(0.0f);
-    most = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
-    total = a.sinks ? 1.0f : 0.0f;
-    slope = a.slopes ? a.slopes[head] : 0.0f;
-    own = unit.last;
-  }
-
-  // Makes weights of the scores of a tile.
-  void weigh(const Attention& a, const Tile& tile, int64_t kv_head) {
-    const int begin = tile.begin, end = tile.end, from = tile.from;
-    if (a.k_scale)
-      for (int j = begin; j < end; ++j) scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
-    if (a.softcap > 0.0f)
-      for (int group = from; group < end; group += kLanes) {
-        Vec score;
-        std::memcpy(&score, scores + group, sizeof(score));
-        score = tanh(score / splat(a.softcap)) * splat(a.softcap);
-        std::memcpy(scores + group, &score, sizeof(score));
-      }
-    if (slope != 0.0f)
-      for (int group = from; group < end; group += kLanes) {
-        Vec score;
-        std::memcpy(&score, scores + group, sizeof(score));
-        score = multiply_add(splat(slope), splat(static_cast<float>(tile.position + group - own)) + ascending(), score);
-        std::memcpy(scores + group, &score, sizeof(score));
-      }
-    for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-    for (int j = end; j % kLanes; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-    Vec most_of = splat(most);
-    for (int group = from; group < end; group += kLanes) {
-      Vec score;
-      std::memcpy(&score, scores + group, sizeof(score));
-      most_of = max(score, most_of);
-    }
-    const float largest = jaxpage::JAXPAGE_ISA::largest(most_of);
-    // The first tile finds nothing to correct.
-    const float correction = total == 0.0f ? 0.0f : exp(splat(most - largest))[0];
-    Vec added = splat(0.0f);
-    for (int group = from; group < end; group += kLanes) {
-      Vec score;
-      std::memcpy(&score, scores + group, sizeof(score));
-      const Vec weight = exp(score - splat(largest));
-      std::memcpy(scores + group, &weight, sizeof(weight));
-      added += weight;
-    }
-    most = largest;
-    total = total * correction + sum(added);
-    for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] *= splat(correction);
-    if (a.v_scale)
-      for (int j = begin; j < end; ++j) scores[j] *= a.v_scale[tile.slots[j] * a.num_kv_heads + kv_head];
-  }
-
-  void finish(const Attention& a, int64_t token, int64_t head) const {
-    for (int64_t i = 0; i < a.value_width; i += kLanes)
-      store(a.query_type, a.out, (token * a.num_heads + head) * a.value_width + i, acc[i / kLanes] / splat(total));
-  }
-};
 
 // What reads the pages of one key/value head, from its first number on, for a vector of positions and some query heads. kVecs: of a head; 0: as
 // the call says.
@@ -288,7 +144,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   if (static_cast<int64_t>(of_thread.size()) < count * num_heads) of_thread.resize(count * num_heads);
   Head* const heads = of_thread.data();
   const auto head_of = [&](int64_t i) { return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads; };
-  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit, head_of(i));
+  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit, head_of(i)), heads[i].take(a, unit, head_of(i));
 
   const Steps steps = steps_of(a, num_heads);
   const int64_t width = bytes_of_head(a), stride = a.num_kv_heads * width;
@@ -408,7 +264,11 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   numbers.resize(kVecsOfTile * (a.head_width + a.value_width));
   Head* const heads = of_thread.data();
   Vec *const keys = numbers.data(), *const values = keys + kVecsOfTile * a.head_width;
-  for (int i = 0; i < num_heads; ++i) heads[i].start(a, units[i / group_size], kv_head * group_size + i % group_size);
+  for (int i = 0; i < num_heads; ++i) {
+    const Unit& unit = units[i / group_size];
+    const int64_t head = kv_head * group_size + i % group_size;
+    heads[i].start(a, unit, head), heads[i].take(a, unit, head);
+  }
   Unit all = units[num_tokens - 1];
   all.first = units->first;
   Tile tile, own;
@@ -474,13 +334,14 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
 
 void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
   int32_t branch[kMostDrafts];
-  attend_unit(a, unit_of(a, row, token, kv_begin, kv_end, branch));
+  const Unit unit = unit_of(a, row, token, kv_begin, kv_end, branch);
+  a.with_tiles ? attend_tiles(a, &unit, 1) : attend_unit(a, unit);
 }
 
 void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head) {
   Unit units[kHeadsOfChunk];
   for (int64_t t = 0; t < num_tokens; ++t) units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
-  attend_together(a, units, static_cast<int>(num_tokens));
+  (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens));
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ struct Attention {
   int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, value_width, num_slots, block_size, table_width, mask_width;
   float scale, softcap;  // softcap 0: none
   int64_t window, chunk; // 0: none
+  bool with_tiles;       // queries and pages of bfloat16 are multiplied by AMX, weights are rounded for it
 };
 
 // The units of work: every token's key and value, then every token's queries of the key/value heads from `kv_begin` to `kv_end`.

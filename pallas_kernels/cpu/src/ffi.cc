@@ -169,6 +169,22 @@ constexpr int64_t kQueriesOfChunk = 32;
 using Pages = ffi::Result<ffi::AnyBuffer>;
 using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
 
+// The best instructions for words of this type that the processor has and the kernels are built for.
+Instructions best(Type type) {
+#if defined(__AVX512F__) && defined(__linux__)
+  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16") : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni")) return kNone;
+  static const bool has_tiles = [] {
+    unsigned a = 7, b = 0, c = 0, d = 0;
+    asm volatile("cpuid" : "+a"(a), "+b"(b), "+c"(c), "+d"(d));
+    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX's bfloat16, tiles, int8
+    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM: the process may use the registers
+  }();
+  return has_tiles ? kTiles : kDot;
+#else
+  return kNone;
+#endif
+}
+
 // Reads the pages, behind the writes of `slots` where there are any.
 ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
                ffi::Buffer<ffi::F32>& v_scale, int64_t num_written, ffi::Buffer<ffi::S32>& block_table,
@@ -198,6 +214,8 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
+  const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 && a.head_width % 32 == 0 && a.value_width % 32 == 0;
+  a.with_tiles = is_paired && best(Type::kBF16) == kTiles;
   const Kernels& k = JAXPAGE_ISA::kKernels;
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
@@ -209,8 +227,10 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
   const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);
-  const auto heads_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? side_by_side : 1; };
-  const auto queries_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? 1 : of_chunk; };
+  // Tiles share already what two queries read.
+  const int64_t few = a.with_tiles && !a.tree_mask ? 2 : kQueriesOfChunk;
+  const auto heads_of_unit = [&](int64_t queries) { return queries < few ? side_by_side : 1; };
+  const auto queries_of_unit = [&](int64_t queries) { return queries < few ? 1 : of_chunk; };
   const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
   std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
   for (int64_t row = 0; row < a.num_rows; ++row) {
@@ -260,22 +280,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
   a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk, a.value_width = value_width;
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, slopes, *out);
-}
-
-// The best instructions for words of this type that the processor has and the kernels are built for.
-Instructions best(Type type) {
-#if defined(__AVX512F__) && defined(__linux__)
-  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16") : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni")) return kNone;
-  static const bool has_tiles = [] {
-    unsigned a = 7, b = 0, c = 0, d = 0;
-    asm volatile("cpuid" : "+a"(a), "+b"(b), "+c"(c), "+d"(d));
-    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX's bfloat16, tiles, int8
-    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM: the process may use the registers
-  }();
-  return has_tiles ? kTiles : kDot;
-#else
-  return kNone;
-#endif
 }
 
 // Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie one group after the other; rows of none become zero.

