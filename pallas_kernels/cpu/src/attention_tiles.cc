@@ -186,6 +186,10 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
     for (int kv = 0; kv < num_kv_heads; ++kv) {
       const char* const k_pages = static_cast<const char*>(a.k_pages) + (all.kv_begin + kv) * width;
       const char* const v_pages = static_cast<const char*>(a.v_pages) + (all.kv_begin + kv) * width;
+      if (kv == 0 && num_kv_heads > 1) {  // memory brings what lies side by side at once, and not a few bytes for each key/value head
+        for (int group = tile.from; group < tile.end; group += kLanes) tile.fetch(v_pages, stride, num_kv_heads * width, group);
+        for (int group = tile.from; group < tile.end; group += kLanes) tile.fetch(k_pages, stride, num_kv_heads * width, group);
+      }
       if (!read_values(a, tile, v_pages, stride, scratch.values.data()) && num_tokens > 1) return false;
       const char* keys[kVecsOfTile];
       int64_t strides[kVecsOfTile];
