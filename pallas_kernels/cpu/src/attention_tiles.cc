@@ -1,7 +1,7 @@
 // Paged attention with AMX, for queries and pages of bfloat16.
 //
-// Scores are products of tiles of positions (rows) with tiles of queries (columns), values are added by products of tiles of weights, which are rounded
-// to bfloat16, with pairs of positions. A head has the same operations in the same order in a prompt's chunk, in decoding and in a tree of drafts.
+// Scores are products of tiles of positions (rows) with tiles of queries (columns). Values are added by products of tiles of weights, which are
+// rounded to bfloat16, with pairs of positions. A head has the same operations in the same order in a prompt's chunk, in decoding and in a tree of drafts.
 #include <algorithm>
 #include <vector>
 
@@ -60,7 +60,8 @@ struct Scratch {
 };
 
 // Where 16 positions of a tile have their keys, `stride` bytes apart: in the pages, or copied, with zeros for those that are not seen.
-const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int group, const char* pages, int64_t page_stride, Vec* copy, int64_t* stride) {
+const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int group, const char* pages, int64_t page_stride, Vec* copy,
+                    int64_t* stride) {
   const bool is_seen = group >= tile.begin && group + kRowsOfTile <= tile.end;
   if (is_seen && !unit.branch && a.block_size % kRowsOfTile == 0) {
     *stride = page_stride;
@@ -155,7 +156,8 @@ JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, cons
 }
 
 // `per_token` query heads of each token and each key/value head of the units, from its `offset`-th on. Key/value heads, which lie side by side in
-// memory, take turns. Returns false, and has computed nothing, if a value is not finite: it would reach, times a weight of zero, tokens that do not see it.
+// memory, take turns. Of several tokens it returns false, and has computed nothing, if a value is not finite: times a weight of zero it would reach
+// tokens that do not see it.
 JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset, int per_token) {
   static thread_local Scratch scratch;
   Unit all = units[num_tokens - 1];

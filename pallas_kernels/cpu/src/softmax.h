@@ -163,8 +163,8 @@ struct Head {
   }
 };
 
-// With AMX: query tokens of a row, one after the other, with the key/value heads of the units. Of several tokens it is one key/value head, with at most
-// kHeadsOfChunk query heads in all.
+// With AMX: query tokens of a row, one after the other, with the key/value heads of the units. With several tokens it is one key/value head, which has
+// at most kHeadsOfChunk query heads in all.
 void attend_tiles(const Attention& a, const Unit* units, int num_tokens);
 
 }  // namespace JAXPAGE_ISA
