@@ -113,6 +113,7 @@ def test_the_command_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     monkeypatch.setattr("jaxpage.bench.ceilings.WIDTH", 64)
+    monkeypatch.setattr("jaxpage.bench.ceilings.PRODUCT_WIDTHS", (32, 64))
     model, path = random_checkpoint(tmp_path / "llama", LLAMA), tmp_path / "result.json"
     words = [
         "bench",
