@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxpage.chat_forms.calls import CallReader, Tools
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm, first_chunk
-from jaxpage.chat_forms.growing import EndedError, Growing, MismatchError, Wait, attempt
+from jaxpage.chat_forms.growing import EndedError, Growing, MismatchError, Wait, attempt, fits
 from jaxpage.chat_forms.pieces import Piece
 
 # Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
@@ -90,7 +90,7 @@ class AnswerReader:
         if self._reasoning is not None:
             yield from self._reason(self._reasoning)
         for opened in self._content.opens:
-            if (yield from attempt(text, _true(text.literal(opened, before_value=True)))):
+            if (yield from fits(text, text.literal(opened, before_value=True))):
                 break
         if self._form is not None and (not self._form.trigger or self._form.first is not None):
             yield from self._calls_at_start(self._form)
@@ -130,7 +130,7 @@ class AnswerReader:
     def _closes(self, close: str) -> Wait[bool]:
         """Reads the mark after the content, if what follows it is no more content."""
         text, begin = self._text, self._text.place
-        if not (yield from attempt(text, _true(text.literal(close)))):
+        if not (yield from fits(text, text.literal(close))):
             return False
         yield from text.skip_space()
         if (yield from text.next_character()) == "":
@@ -234,7 +234,7 @@ class AnswerReader:
         text = self._text
         if not self._is_open:
             opened = text.literal(form.open, before_value=True)
-            if (yield from attempt(text, _true(opened))) is None:
+            if not (yield from fits(text, opened)):
                 return
         else:
             yield from text.own_space(form.open)
@@ -251,7 +251,7 @@ class AnswerReader:
             said = held + text.text[text.place : place]
             text.place = place
             closing = text.literal(form.close, before_value=True)
-            if is_there and (yield from attempt(text, _true(closing))):
+            if is_there and (yield from fits(text, closing)):
                 self._think(said.removesuffix(space) if space else said)
                 return
             if is_there:
@@ -282,8 +282,3 @@ def held_from(text: str, begin: int, marks: set[str]) -> int:
         if any(mark.startswith(text[place:]) for mark in marks):
             return place
     return len(text)
-
-
-def _true(parser: Wait[None]) -> Wait[bool]:
-    yield from parser
-    return True

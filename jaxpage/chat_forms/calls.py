@@ -13,6 +13,7 @@ from jaxpage.chat_forms.growing import (
     MismatchError,
     Wait,
     attempt,
+    fits,
 )
 from jaxpage.chat_forms.literals import bare_literal, nested_literal, string_literal
 from jaxpage.chat_forms.pieces import Piece
@@ -190,7 +191,7 @@ class CallReader:
     def _begin(self, form: ListForm, end: str) -> Wait[None]:
         """Reads the mark before the items, which may be missing where there are none."""
         begin = self._text.literal(form.begin)
-        if (yield from attempt(self._text, _true(begin))):
+        if (yield from fits(self._text, begin)):
             return
         if not end.strip() or not (yield from self._text.comes(end)):
             raise MismatchError
@@ -232,7 +233,7 @@ class CallReader:
                 values.sort(key=lambda value: not value.types & allowed)
             begin = self._text.place
             opened = self._text.literal(mark, key=key, before_value=True)
-            if (yield from attempt(self._text, _true(opened))) is None:
+            if not (yield from fits(self._text, opened)):
                 continue
             # A literal of a type that the schema does not allow is one if nothing else fits.
             for types in dict.fromkeys((allowed, None)):
@@ -300,18 +301,13 @@ class CallReader:
         while True:
             place, _ = yield from text.find((chunk,))
             text.place = place
-            if (yield from attempt(text, _true(text.literal(close, key=key)))) is not None:
+            if (yield from fits(text, text.literal(close, key=key))):
                 for mark in follow:
                     if (yield from text.comes(mark)):
                         written = text.text[begin:place]
                         space = close[: len(close) - len(close.lstrip())]
                         return written.removesuffix(space) if space else written
             text.place = place + 1
-
-
-def _true(parser: Wait[None]) -> Wait[bool]:
-    yield from parser
-    return True
 
 
 def _boxed(parser: Wait[Any]) -> Wait[tuple[Any]]:

@@ -192,3 +192,13 @@ def attempt(text: Growing, parser: Wait[T]) -> Wait[T | None]:
         text.reached = len(text.text) if text.has_ended else text.place
         text.place = begin
         return None
+
+
+def fits(text: Growing, parser: Wait[None]) -> Wait[bool]:
+    """Returns whether the text fits a parser; where it does not, reading goes back."""
+
+    def read() -> Wait[bool]:
+        yield from parser
+        return True
+
+    return (yield from attempt(text, read())) is not None

@@ -18,7 +18,7 @@ from typing import Literal
 from jaxpage.chat_forms.answer import MOST_IN_VAIN, held_from
 from jaxpage.chat_forms.calls import CallReader, Tools
 from jaxpage.chat_forms.forms import HeaderForm, ToolForm, first_chunk
-from jaxpage.chat_forms.growing import EndedError, Growing, MismatchError, Wait, attempt
+from jaxpage.chat_forms.growing import EndedError, Growing, MismatchError, Wait, attempt, fits
 from jaxpage.chat_forms.pieces import Piece
 
 _MAX_HEADER = 512  # characters
@@ -160,7 +160,7 @@ class HeadedReader:
     def _end(self) -> Wait[bool]:
         """Reads the mark after a message, if it comes."""
         for end in self._form.ends:
-            if (yield from attempt(self._text, _true(self._text.literal(end)))):
+            if (yield from fits(self._text, self._text.literal(end))):
                 return True
         return False
 
@@ -237,8 +237,3 @@ class HeadedReader:
         self._is_new = False
         self._said.add(kind)
         self._pieces.append(Piece(kind, said))
-
-
-def _true(parser: Wait[None]) -> Wait[bool]:
-    yield from parser
-    return True
