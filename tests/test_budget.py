@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import time
+
 import pytest
 
 from jaxpage.device import executables, steps
@@ -115,3 +118,25 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
         monkeypatch.setattr(steps, "copy_step", lambda *_, **__: None)
         with pytest.raises(RuntimeError, match="too late: .*copy_step"):
             late(1)
+
+
+def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
+    """Each one makes a quarter of the others forgotten, as in a process with many memory maps."""
+
+    class SlowlyCompared(int):
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, other):
+            time.sleep(0.0002)  # another thread runs
+            return int(self) == int(other)
+
+    monkeypatch.setattr(executables, "_compile_copy", lambda *arguments: arguments[1])
+    shared = SharedExecutables(most_maps=0)
+    with (
+        shared.in_use(optimized=False) as counts,
+        concurrent.futures.ThreadPoolExecutor(8) as threads,
+    ):
+        sizes = [SlowlyCompared(size) for size in range(100)]
+        found = threads.map(lambda size: executables._compile_copy("pages", size, "backend"), sizes)
+        assert list(found) == sizes and counts.compiled == len(counts.asked) == 100

@@ -34,8 +34,6 @@ UNOPTIMIZED_FLAGS = " ".join(
     f"--{name}={str(value).lower()}" for name, (value, _) in _OPTIONS.items()
 )
 _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
-# of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
-MOST_MAPS = 35_000
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {
     f"{executables.__name__}.{name}"
@@ -91,11 +89,16 @@ class Counts:
 
 
 class SharedExecutables:
-    """Compiles each executable once in a process: it holds neither weights nor pages, so engines of the same shapes may share it."""
+    """Compiles each executable once in a process: it holds neither weights nor pages, so engines of the same shapes may share it.
 
-    def __init__(self) -> None:
+    When the process has more memory maps than `most_maps`, those that were used least recently are forgotten.
+    """
+
+    def __init__(self, *, most_maps: int = sys.maxsize) -> None:
+        self._most_maps = most_maps
         self._kept: collections.OrderedDict[object, tuple[Any, object]] = collections.OrderedDict()
         self._first_seen: dict[str, dict[str, object]] = {}
+        self._lock = threading.Lock()  # an engine compiles its executables in several threads
 
     @contextlib.contextmanager
     def in_use(self, *, optimized: bool) -> Iterator[Counts]:
@@ -146,18 +149,20 @@ class SharedExecutables:
             raise RuntimeError(
                 f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed since the engine was made"
             )
-        counts.asked.add(key)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-        counts.compiled += 1
+        with self._lock:
+            counts.asked.add(key)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+            counts.compiled += 1
         executable = compile_one()
         dict(self._changed_code())  # modules that were imported on the way are as they should be
-        # so that no other object gets the id of one that was changed
-        self._kept[key] = executable, changed
-        if _num_maps() > MOST_MAPS:
-            for _ in range(len(self._kept) // 4):
-                self._kept.popitem(last=False)
+        with self._lock:
+            # so that no other object gets the id of one that was changed
+            self._kept[key] = executable, changed
+            if _num_maps() > self._most_maps:
+                for _ in range(len(self._kept) // 4):
+                    self._kept.popitem(last=False)
         return executable
 
     def _changed_code(self) -> Iterator[tuple[str, object]]:
