@@ -32,6 +32,7 @@ constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
+constexpr int kMostRowsOfCodes = 2 * kMostRows;  // that are multiplied by words as they are made: with more of them these are made once
 constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
 constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
 constexpr int64_t kTileWordsOfBlock = 256;  // with AMX, which reads faster than the second cache gives
@@ -238,10 +239,20 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
 class TileRows {};
 #endif
 
-// Adds products with some words of some panels, of which one is `panel` words behind the other, to sums, which are in `total`.
-template <typename Word, int kRows, int kPanels>
-JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
-                             uint32_t* total) {
+// The words of some panels, of which one is `panel` words behind the other.
+struct Stored {
+  const uint32_t* first;
+  int64_t panel;
+  Words at(int v, int64_t k) const {
+    const uint32_t* from = first + v / kVectorsOfPanel * panel + k * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
+    if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
+    return raw_at<Words>(from);
+  }
+};
+
+// Adds products with some words of some panels to sums, which are in `total`.
+template <typename Word, int kRows, int kPanels, typename Source>
+JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end, uint32_t* total) {
   constexpr int kVectors = kPanels * kVectorsOfPanel;
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
@@ -249,11 +260,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
       sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector) : typename Word::Sum{};
   for (int64_t k = begin; k < end; ++k) {
     Words word[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const uint32_t* from = w + v / kVectorsOfPanel * panel + k * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
-      word[v] = raw_at<Words>(from);
-      if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
-    }
+    for (int v = 0; v < kVectors; ++v) word[v] = w.at(v, k);
     for (int step = 0; step < Word::kSteps; ++step) {
       Words part[kVectors];
       for (int v = 0; v < kVectors; ++v) part[v] = Word::part(word[v], step);
@@ -267,16 +274,15 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
     for (int v = 0; v < kVectors; ++v) std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
 }
 
-template <typename Word, int kPanels>
-JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
-                      uint32_t* total) {
+template <typename Word, int kPanels, typename Source>
+JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end, uint32_t* total) {
   switch (count) {
-    case 1: return tile<Word, 1, kPanels>(x, num_words, w, panel, begin, end, total);
-    case 2: return tile<Word, 2, kPanels>(x, num_words, w, panel, begin, end, total);
-    case 3: return tile<Word, 3, kPanels>(x, num_words, w, panel, begin, end, total);
-    case 4: return tile<Word, 4, kPanels>(x, num_words, w, panel, begin, end, total);
-    case 5: return tile<Word, 5, kPanels>(x, num_words, w, panel, begin, end, total);
-    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 1: return tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
+    case 2: return tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
+    case 3: return tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
+    case 4: return tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
+    case 5: return tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
+    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, begin, end, total);
   }
 }
 
@@ -298,13 +304,13 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
 }
 
 // The same for all rows of a unit, in tiles of nearly equal numbers of rows. x begins with the first of them.
-template <typename Word, int kPanels>
-JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
-                          int64_t end, uint32_t* total) {
+template <typename Word, int kPanels, typename Source>
+JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end,
+                          uint32_t* total) {
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
-    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, panel, begin, end, total + first * kMostColumns);
+    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin, end, total + first * kMostColumns);
   }
 }
 
@@ -338,7 +344,7 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows, 
       begin = whole;
     }
 #endif
-  all_rows<Word, kPanels>(num_rows, x, num_words, w, panel, begin, end, total);
+  all_rows<Word, kPanels>(num_rows, x, num_words, Stored{w, panel}, begin, end, total);
 }
 
 template <typename Word, int kPanels>
@@ -358,9 +364,10 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
 }
 
 // A vector of the scales, zeros or minima of a group of inputs, one of each output of a panel.
-Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
+inline Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
   if (!p.scale_row) {
     const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
+    __builtin_prefetch(static_cast<const char*>(values) + (at + 8 * kOutputsOfPanel) * (type == Type::kF32 ? 4 : 2));
     if (type == Type::kF32) return Load<F32>::at(static_cast<const float*>(values) + at);
     if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
     return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
@@ -439,7 +446,7 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
       for (int i = 0; i < kPanels; ++i) decode<decltype(code)::value>(p, first_panel + i, begin, end, words + i * kPanel);
     });
     const auto* from = reinterpret_cast<const uint32_t*>(words) - begin * kOutputsOfPanel;  // where word 0 would be
-    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, from, kPanel, begin, end, total);
+    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, Stored{from, kPanel}, begin, end, total);
     begin = end;
   } while (begin < p.num_in);
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -458,24 +465,37 @@ __m512i numbers_of(const Packed& p) {
   return raw_at<__m512i>(table);
 }
 
-// Makes words of two numbers of bfloat16 of the codes of a panel, for some words of inputs. They are exact: no code has more than eight bits.
+// Words of two numbers of bfloat16, made of the codes of some panels. They are exact: no code has more than eight bits.
 template <Code code>
-void pair(const Packed& p, __m512i numbers, int64_t panel, int64_t begin, int64_t end, uint32_t* to) {
-  constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
-  const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (kOfNibbles ? p.num_words : p.num_in) * kOutputsOfPanel;
-  for (int64_t k = begin; k < end; ++k, to += kOutputsOfPanel) {
-    Bits word;
+struct Coded {
+  static constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
+  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * (kOfNibbles ? 1 : 2);
+  const uint8_t* first;
+  int64_t num_words;
+  __m512i numbers;
+
+  Coded(const Packed& p, __m512i numbers, int64_t panel)
+      : first(static_cast<const uint8_t*>(p.panels) + panel * p.num_words * kBytesOfWord), num_words(p.num_words), numbers(numbers) {}
+
+  Coded from(int64_t word) const {
+    Coded source = *this;
+    source.first += word * kBytesOfWord;
+    return source;
+  }
+
+  Words at(int panel, int64_t k) const {
+    const uint8_t* from = first + (panel * num_words + k) * kBytesOfWord;
+    __builtin_prefetch(from + 64 * kBytesOfWord);
     if constexpr (kOfNibbles) {
-      const Bits both = widened(raw_at<UByte>(from + k * kOutputsOfPanel));
-      word = (Bits)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
+      const Bits both = widened(raw_at<UByte>(from));
+      return (Words)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
     } else {
       typedef typename std::conditional<code == Code::kInt8, I8, F8>::type Number;
-      const auto* at = reinterpret_cast<const typename Number::type*>(from) + 2 * k * kOutputsOfPanel;
-      word = as_bits(Load<Number>::at(at)) >> 16 | (as_bits(Load<Number>::at(at + kOutputsOfPanel)) & 0xffff0000u);
+      const auto* codes = reinterpret_cast<const typename Number::type*>(from);
+      return (Words)(as_bits(Load<Number>::at(codes)) >> 16 | (as_bits(Load<Number>::at(codes + kOutputsOfPanel)) & 0xffff0000u));
     }
-    std::memcpy(to, &word, 64);
   }
-}
+};
 
 // Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its zeros or minima give.
 template <int kPanels>
@@ -513,8 +533,12 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
       for_code(p.code, [&](auto code) {
+        const Coded<decltype(code)::value> source(p, numbers, first_panel);
         for (int i = 0; i < kPanels; ++i)
-          pair<decltype(code)::value>(p, numbers, first_panel + i, first + begin, first + end, made + i * kPanel);
+          for (int64_t k = begin; k < end; ++k) {
+            const Words word = source.at(i, first + k);
+            std::memcpy(made + i * kPanel + (k - begin) * kOutputsOfPanel, &word, 64);
+          }
       });
       // One group, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
@@ -528,11 +552,29 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
+
+// The same for few rows: the words of a group are multiplied as they are made.
+template <int kPanels, Code code>
+JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  constexpr int64_t kSums = kMostRowsOfCodes * kMostColumns;
+  alignas(64) uint32_t total[kSums] = {}, part[kSums];
+  const int64_t num_rows = end_row - row, size = p.group_size / 2;
+  const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
+  const Coded<code> source(p, numbers_of(p), first_panel);
+  for (int64_t group = 0; group < p.num_groups; ++group) {
+    const int64_t first = group * size, count = std::min(size, p.num_words - first);
+    all_rows<PairDot, kPanels>(num_rows, x + first, p.num_words, source.from(first), 0, count, part);
+    add_group<kPanels>(p, row, num_rows, first_panel, group, part, total);
+  }
+  store<kPanels>(p, row, end_row, first_panel, total);
+}
 #endif
 
 template <int kPanels>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
 #if defined(__AVX512F__)
+  if (p.instructions == kDot && end_row - row <= kMostRowsOfCodes)
+    return for_code(p.code, [&](auto code) { few_rows_of_codes<kPanels, decltype(code)::value>(p, row, end_row, panel); });
   if (p.instructions) return paired_panels<kPanels>(p, row, end_row, panel);
 #endif
   coded_panels<kPanels>(p, row, end_row, panel);
