@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 from jaxpage import LLM
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, PromptRequest, open_chat, open_completion
+from tests.support.chat_templates import TEMPLATES
 from tests.support.engines import invariants
-from tests.support.running import SMALL
+from tests.support.running import SMALL, demo_with_template
+from tests.support.tokenizers import END, write_tokenizer
 from tests.support.wire import context
 from tests.test_wire_answers import joined
 
@@ -52,13 +57,19 @@ def prompt_of(llm: LLM, prompt_request: PromptRequest) -> Any:
     return {"prompt": prompt_request.prompt, "prompt_token_ids": ids}
 
 
-def generated(llm: LLM, exchange: Exchange) -> dict[str, Any]:
+def generated(llm: LLM, exchange: Exchange, **held: Any) -> dict[str, Any]:
+    """The whole answer. `held` changes parameters, as no client can."""
     prompts = [prompt_of(llm, prompt_request) for prompt_request in exchange.prompts]
-    return exchange.whole(
-        llm.generate(
-            prompts, [prompt_request.params for prompt_request in exchange.prompts], use_tqdm=False
-        )
-    )
+    params = [replace(prompt_request.params, **held) for prompt_request in exchange.prompts]
+    return exchange.whole(llm.generate(prompts, params, use_tqdm=False))
+
+
+def streamed(llm: LLM, exchange: Exchange, **held: Any) -> list[dict[str, Any]]:
+    """The chunks of the same answer as a stream."""
+    (prompt_request,) = exchange.prompts
+    deltas = llm.stream(prompt_of(llm, prompt_request), replace(prompt_request.params, **held))
+    chunks = [chunk for delta in deltas for chunk in exchange.chunks(0, delta)]
+    return chunks + exchange.last_chunks()
 
 
 def opened(server: ModelContext, fields: dict[str, Any]) -> Exchange:
@@ -83,13 +94,7 @@ def test_what_is_streamed_is_the_whole(
 ) -> None:
     whole = generated(llm, opened(server, fields))
     stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
-    (prompt_request,) = stream.prompts
-    chunks = [
-        chunk
-        for delta in llm.stream(prompt_of(llm, prompt_request), prompt_request.params)
-        for chunk in stream.chunks(0, delta)
-    ]
-    chunks += stream.last_chunks()
+    chunks = streamed(llm, stream)
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached differs
     assert [chunks[-1]["usage"][name] for name in counts] == [
         whole["usage"][name] for name in counts
@@ -120,6 +125,66 @@ def test_what_a_grammar_makes_the_model_write(llm: LLM, server: ModelContext) ->
     assert (call["function"]["name"], named["finish_reason"]) == ("f", "stop")
     (call,) = required["message"]["tool_calls"]
     assert call["function"]["name"] in ("f", "g") and required["finish_reason"] == "tool_calls"
+
+
+HARMONY = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The packaged model with harmony's marks as special tokens, of which two end a text."""
+    directory = Path(demo_with_template(tmp_path_factory.mktemp("models") / "demo", ""))
+    write_tokenizer(directory, HARMONY, TEMPLATES["channels"])
+    call_id = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|call|>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, call_id]}))
+    with LLM(str(directory), use_tqdm=False, **SMALL) as built:
+        yield built
+        invariants(built)
+
+
+def of_gpt_oss(llm: LLM, fields: dict[str, Any], **parsers: str) -> Exchange:
+    read = {"tool_parser": "auto", "reasoning_parser": "auto", **parsers}
+    asked = {"messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 200, **fields}
+    return opened(context(tokenizer=llm.tokenizer, **read), asked)
+
+
+def test_marks_that_are_special_tokens_are_read(gpt_oss: LLM) -> None:
+    """Decoding leaves special tokens out otherwise. A grammar holds the model to these tokens."""
+    text = (
+        "<|channel|>analysis<|message|>Is <it> {so}?<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": true}'
+    )
+    token_ids = gpt_oss.tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = " ".join(f"<[{token_id}]>" for token_id in token_ids)
+    held = {"structured_outputs": {"grammar": f"start: {tokens}"}}
+    (choice,) = generated(gpt_oss, of_gpt_oss(gpt_oss, {}), **held)["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Is <it> {so}?", "I look.")
+    ((call,), reason) = message["tool_calls"], choice["finish_reason"]
+    assert (call["function"], reason) == ({"name": "f", "arguments": '{"a": true}'}, "tool_calls")
+    said = joined(streamed(gpt_oss, of_gpt_oss(gpt_oss, {"stream": True}), **held))[0]
+    for name in ("reasoning_content", "content"):
+        assert said["delta"][name] == message[name]
+    assert [one["function"] for one in said["delta"]["tool_calls"]] == [call["function"]]
+    plain = of_gpt_oss(gpt_oss, {"tools": []}, tool_parser="none", reasoning_parser="none")
+    bare = generated(gpt_oss, plain, **held)["choices"][0]["message"]["content"]
+    assert bare.startswith("analysisIs <it>") and not any(mark in bare for mark in HARMONY)
+
+
+@pytest.mark.parametrize("reasoning_parser", ["auto", "none"])
+def test_a_required_call_may_end_with_a_token_that_ends_the_text(
+    gpt_oss: LLM, reasoning_parser: str
+) -> None:
+    """As `<|call|>` of gpt-oss does, which a grammar can therefore not demand."""
+    call_on = gpt_oss.tokenizer(" to", add_special_tokens=False)["input_ids"]
+    fields = {"tool_choice": "required", "logit_bias": {str(one): 100 for one in call_on}}
+    exchange = of_gpt_oss(gpt_oss, fields, reasoning_parser=reasoning_parser)
+    (choice,) = generated(gpt_oss, exchange)["choices"]
+    assert choice["finish_reason"] == "tool_calls", choice
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "f"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
 def test_the_best_hypotheses_come_first(llm: LLM, server: ModelContext) -> None:

@@ -67,10 +67,11 @@ def grammar_of(
     thought = ""
     if is_open and form.reasoning is not None:
         thought = writer.until(form.reasoning.close) + " "
-    if form.headers is not None and form.reasoning is not None:
-        # The model begins its reasoning itself, and it may go on with more of it.
-        opened = writer.literal(form.reasoning.open)
-        thought += f"({opened} {writer.until(form.reasoning.close)})* "
+    if form.headers is not None:
+        if form.reasoning is not None:
+            # The model begins its reasoning itself, and it may go on with more of it.
+            opened = writer.literal(form.reasoning.open)
+            thought += f"({opened} {writer.until(form.reasoning.close)})* "
         return writer.headed(form.headers, schemas, before=thought)
     return writer.grammar(schemas, several=several, before=thought)
 
@@ -117,7 +118,8 @@ class _Writer:
             opened = f"{form.channel}{form.commentary} {form.recipient}{name}"
             headers = [tools.open + name + tools.mid, *(opened + one + form.body for one in types)]
             header = " | ".join(dict.fromkeys(map(self.literal, headers)))
-            close = self.literal(tools.close)
+            # The mark after a call may end the text, and then no grammar can demand it.
+            close = f"({self.literal(tools.close)})?"
             calls.append(self._rule(f"({header}) {self._json(schema)} {close}"))
         return "\n".join([f"start: {before}({' | '.join(calls)})", *self._rules]) + "\n"
 
@@ -164,9 +166,8 @@ class _Writer:
                 raise ValueError("the model writes arguments as text, which no grammar holds")
             before, _, after = form.shape.partition(ARGUMENTS)
             written = json.dumps(name, ensure_ascii=False)[1:-1]
-            arguments = (
-                f"{self.literal(before, written)} {self._json(schema)} {self.literal(after)}"
-            )
+            opened, closed = self.literal(before, written), self.literal(after, written)
+            arguments = f"{opened} {self._json(schema)} {closed}"
         elif form.payload == "json":
             mid = self.literal(form.mid, name)
             arguments = f"{json.dumps(name)} {mid} {self._json(schema)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -31,21 +32,26 @@ PIECES = (
 END = 0  # the token that ends a text
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """Into a model's directory, which is returned. Fewer tokens than LLAMA of `tests.support.engines` has ids."""
-    backend = Tokenizer(_bpe())
+def write_tokenizer(
+    directory: Path, special: Sequence[str] = ("<|end|>",), template: str | None = None
+) -> Path:
+    """Into a model's directory, which is returned. Fewer tokens than LLAMA of `tests.support.engines` has ids.
+
+    The first of the special tokens ends a text.
+    """
+    backend = Tokenizer(_bpe(special[0]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(
-        directory
-    )
+    backend.add_special_tokens([AddedToken(name, special=True) for name in special])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=special[0], chat_template=template
+    ).save_pretrained(directory)
     return directory
 
 
-def _bpe() -> models.BPE:
+def _bpe(end: str) -> models.BPE:
     letters = byte_letters()
-    vocabulary, merges = {"<|end|>": END}, []
+    vocabulary, merges = {end: END}, []
     for byte in BYTES:
         vocabulary[letters[byte]] = len(vocabulary)
     for piece in PIECES:
