@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -443,6 +443,44 @@ def test_parts_of_an_answer_that_are_not_read_are_content() -> None:
     assert calls_of(read(silent, THINKS + call, "")) == CALLED
 
 
+CALLS_A_TOOL = "<|tool_call>call:look-up2{city:<|q|>x<|q|>}<tool_call|>"
+RESPONDS = "response:look-up2{value:3}"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (f"{CALLS_A_TOOL}<|tool_response>", "", 1),
+        (f"{CALLS_A_TOOL}\n<|tool_response>\n", "", 1),
+        (f"{CALLS_A_TOOL}Wait.<|tool_response>", "Wait.", 1),
+        (f"{CALLS_A_TOOL}<|tool_response><turn|>\n", "", 1),
+        ("Let me see.<|tool_response>", "Let me see.", 0),
+        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>It is 3.<turn|>", f"{RESPONDS}It is 3.", 1),
+        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>{CALLS_A_TOOL}<|tool_response>", RESPONDS, 2),
+        (f"{CALLS_A_TOOL}<|tool_response>{{}} <|tool_res", "{} <|tool_res", 1),
+        ("A <|tool_response> is a mark, <tool_response|> too.", "A <|tool_response> is a mark, <tool_response|> too.", 0),
+    ],
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_the_mark_of_a_response_is_no_content_and_what_follows_is(
+    text: str, content: str, num_calls: int, data: st.DataObject
+) -> None:
+    """A model stops with the mark, or goes on as if it were the tool."""
+    form = derived(TEMPLATES["a response in the same answer"]).form
+    message = read(form, [text], "")
+    assert message["content"] == content
+    assert calls_of(message) == [("look-up2", {"city": "x"})] * num_calls
+    assert read(form, text, "") == read(form, cut(text, data), "") == message
+
+
+def test_the_mark_of_a_response_is_found_where_an_answer_has_no_end() -> None:
+    form = derived(TEMPLATES["keys and values"]).form
+    prompt, text = answer("keys and values", [("look-up2", {"city": "x"})])
+    message = read(form, [text, "<|observation|>"], prompt)
+    assert (message["content"], calls_of(message)) == ("", [("look-up2", {"city": "x"})])
+
+
 RESPONSE_TEMPLATE = {
     "start_anchor": "<|assistant|>",
     "defaults": {"role": "assistant"},
@@ -488,16 +526,12 @@ OTHERWISE = {"object of Python", "values of Python", "code", "code without a mar
 NO_GRAMMAR = "arguments as text in an object"
 
 
-@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
-def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
-    form = derived(TEMPLATES[name]).form
-    tools = form.tools
-    assert tools is not None
+def writer_of(form: ChatFormat) -> Callable[[str], bool]:
+    """Whether the grammar of required calls, of a tool with a schema and one without, allows a text."""
     known, end_id = tokenizer_of(tokenizer().backend_tokenizer.to_str())
-    schemas = {"look-up2": HELD, "get_weather": {"type": "object", "properties": {}}}
     grammar = grammar_of(
         form,
-        schemas,
+        {"look-up2": HELD, "get_weather": {"type": "object", "properties": {}}},
         lambda schema: json_rule(json.dumps(schema)),
         several=True,
         is_open=False,
@@ -506,15 +540,28 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
     source = source_of("grammar", json.dumps(grammar))
     assert problem_of(matcher_of(known, source), end_id) is None
 
+    def may_write(text: str) -> bool:
+        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    return may_write
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
+def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    tools = form.tools
+    assert tools is not None
+    allows = writer_of(form)
+
     def may_write(*calls: tuple[str, dict[str, Any]]) -> bool:
         _, text = answer(name, calls)
-        for tail in form.content.tails:
+        for tail in (*form.content.tails, *form.content.responses):
             text = text.removesuffix(tail)
         opened = tools.begin + tools.open if tools.first is None else tools.first
         text = text[text.index(before_hole(opened).strip()) :]
         text = opened[: len(opened) - len(opened.lstrip())] + text.lstrip()
-        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
-        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+        return allows(text)
 
     everything = {"city": "it's (x)", "days": 3, "tags": ["a", "b"], "deep": {"k": 1}}
     assert may_write(("look-up2", {"city": "x y"})) and may_write(("look-up2", everything))
@@ -528,22 +575,12 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
 
 def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_does() -> None:
     form = derived(TEMPLATES["channels"]).form
-    known, _ = tokenizer_of(tokenizer().backend_tokenizer.to_str())
-    rules = {"several": True, "is_open": False, "special_tokens": {}}
-    grammar = grammar_of(
-        form, {"look-up2": HELD}, lambda schema: json_rule(json.dumps(schema)), **rules
-    )
-    source = source_of("grammar", json.dumps(grammar))
-
-    def may_write(text: str) -> bool:
-        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
-        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
-
+    may_write = writer_of(form)
     opened = "<|channel|>commentary to=functions.look-up2"
     for before in ("", THINKS, THINKS * 2):
         for kind in ("", " json", " <|constrain|>json"):
             text = f"{before}{opened}{kind}{GIVEN}<|call|>"
-            assert may_write(text)
+            assert may_write(text) and may_write(text.removesuffix("<|call|>"))
             assert calls_of(read(form, [text], "")) == CALLED
         assert may_write(f"{before} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>")
     assert not may_write(f"{SAYS}{opened}{GIVEN}<|call|>")

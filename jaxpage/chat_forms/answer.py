@@ -103,8 +103,10 @@ class AnswerReader:
             yield from self._at_mark(mark)
 
     def _marks(self) -> set[str]:
-        """Returns the marks that end the content."""
-        marks = {first_chunk(mark) for mark in (*self._content.closes, *self._content.tails)}
+        """Returns the marks that content may end with."""
+        content = self._content
+        ends = (*content.closes, *content.tails, *content.responses)
+        marks = {first_chunk(mark) for mark in ends}
         if self._form is not None:
             marks.add(self._form.trigger)
         return marks - {""}
@@ -122,6 +124,9 @@ class AnswerReader:
                 return
         for tail in self._content.tails:
             if first_chunk(tail).startswith(mark) and (yield from attempt(text, self._tail(tail))):
+                return
+        for response in self._content.responses:
+            if (yield from self._responds(response)):
                 return
         # One character only, so that it makes no difference which of two marks was found.
         text.place = begin + 1
@@ -153,6 +158,15 @@ class AnswerReader:
         if (yield from text.next_character()):
             raise MismatchError
         return True
+
+    def _responds(self, mark: str) -> Wait[bool]:
+        """Reads a mark of a tool's response, which a model writes at the end or goes on after.
+
+        What follows it is content. Before any call such a mark is quoted, unless the answer ends.
+        """
+        if self._has_called:
+            return (yield from fits(self._text, self._text.literal(mark)))
+        return bool((yield from attempt(self._text, self._tail(mark))))
 
     def _group(self, form: ToolForm, opened: str) -> Wait[bool]:
         """Reads the marks of the first call, and calls as long as there are any."""

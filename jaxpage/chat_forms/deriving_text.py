@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm
-from jaxpage.chat_forms.marks import common_prefix, tokens, without_suffix
+from jaxpage.chat_forms.marks import TAG, common_prefix, mirrors, tokens, without_suffix
 from jaxpage.chat_forms.probes import (
     CONTENT,
     KEYS,
@@ -20,7 +20,6 @@ from jaxpage.chat_forms.probes import (
     Prober,
 )
 
-_TAG = re.compile(r"<[^<>]+>|\[/?[A-Za-z_]+\]")
 _MAX_HEADER = 100  # characters
 _SPLITS = re.compile(r"""split\(\s*(?:'([^']+)'|"([^"]+)")""")
 
@@ -134,8 +133,8 @@ def _is_between(text: str, reasoning: str, after: str) -> bool:
 
 def _after_mirror(form: ReasoningForm) -> str:
     """Returns the mark before the content, where the mark after reasoning is found to have it."""
-    for tag in _TAG.finditer(form.close):
-        if _mirrors(form.open, tag[0]):
+    for tag in TAG.finditer(form.close):
+        if mirrors(form.open, tag[0]):
             rest = form.close[tag.end() :]
             return rest if rest.strip() else ""
     return ""
@@ -149,7 +148,7 @@ def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:
     opened, _, rest = text.partition(REASONING)
     close = next((mark for mark in tokens(rest) if mark.strip()), "")
     opened = opened.removeprefix(header)
-    return ReasoningForm(opened, close) if opened.strip() and _TAG.fullmatch(close) else None
+    return ReasoningForm(opened, close) if opened.strip() and TAG.fullmatch(close) else None
 
 
 def _rendered_reasoning(
@@ -166,16 +165,10 @@ def _rendered_reasoning(
     # The prompt opens the reasoning, so the mark is in the header, or the question ends with it.
     before = opened or (prober.question() or "")[: prober.begin()]
     tags = [tag for tag in tokens(before.rstrip()) if tag.strip()]
-    if not tags or not _mirrors(tags[-1], close):
+    if not tags or not mirrors(tags[-1], close):
         return None, header
     place = before.rindex(tags[-1])
     return ReasoningForm(before[place:], close), opened[:place] if opened else header
-
-
-def _mirrors(opened: str, close: str) -> bool:
-    """Returns whether a closing mark has the word of an opening one."""
-    word = re.sub(r"\W", "", opened)
-    return bool(word) and word in re.sub(r"\W", "", close)
 
 
 def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningForm | None:
@@ -209,7 +202,7 @@ def _candidates(
         if prompt is None:
             continue
         tail = prompt[prompt.rindex(header) + len(header) :] if header in prompt else ""
-        marks = list(_TAG.finditer(tail if header else prompt[-40:]))
+        marks = list(TAG.finditer(tail if header else prompt[-40:]))
         if len(marks) >= 2 and header:
             yield tail[: marks[-1].start()].rstrip("\n"), marks[-1][0]
         if marks and not marks[-1][0].startswith(("</", "[/")):
@@ -219,7 +212,7 @@ def _candidates(
     prompt = prober.prompt() or ""
     tail = prompt[prompt.rindex(header) + len(header) :] if header and header in prompt else ""
     for mark in dict.fromkeys(first or second for first, second in _SPLITS.findall(source)):
-        if mark[1:2] == "/" and _TAG.fullmatch(mark):
+        if mark[1:2] == "/" and TAG.fullmatch(mark):
             yield mark[0] + mark[2:], mark
         elif tail.strip() and len(mark) > 2:
             yield tail, mark

@@ -178,11 +178,13 @@ class ContentForm:
         opens: The marks before the content, of which an answer has one or none.
         closes: The marks between the content and calls.
         tails: The marks after the whole answer.
+        responses: The marks around a tool's response, where it follows a call in the same answer.
     """
 
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     tails: tuple[str, ...] = ()
+    responses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxpage.chat_forms.forms import INDEX
 
+TAG = re.compile(r"<[^<>]+>|\[/?[A-Za-z_]+\]")
 _TOKENS = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Za-z_]+\]|[\w:]+|\s+|.", re.DOTALL)
 
 
@@ -108,3 +109,9 @@ def numbered(first: str, second: str) -> tuple[str, str]:
             break
         ones[-place] = others[-place] = holed
     return "".join(ones), "".join(others)
+
+
+def mirrors(opened: str, close: str) -> bool:
+    """Returns whether a closing mark has the word of an opening one."""
+    word = re.sub(r"\W", "", opened)
+    return bool(word) and word in re.sub(r"\W", "", close)

@@ -14,7 +14,7 @@ from jaxpage.chat_forms.marks import common_prefix
 # template refuses.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool, Mapping[str, Any]], str]
 
-CONTENT, REASONING, QUESTION = "zqContent", "zqReasoning", "zqQuestion"
+CONTENT, REASONING, QUESTION, RESULT = "zqContent", "zqReasoning", "zqQuestion", "zqResult"
 NAMES = ("zqNameA", "zqNameB")
 KEYS = ("zqKeyA", "zqKeyB", "zqKeyC")
 TEXTS = ("zqTextA", "zqTextB", "zqTextC")
@@ -92,6 +92,7 @@ class Prober:
         reasoning: str = "",
         is_last: bool = True,
         in_parts: bool = False,
+        result: str = "",
     ) -> str | None:
         """Returns the conversation with an answer, or None if the template refuses.
 
@@ -101,6 +102,7 @@ class Prober:
             reasoning: Its reasoning.
             is_last: False if another question follows.
             in_parts: True if the content is a list of parts, one of which is the reasoning.
+            result: The result of the first call, which follows if there is any.
         """
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if in_parts:
@@ -112,7 +114,10 @@ class Prober:
             message |= dict.fromkeys(_THOUGHTS, reasoning)
         if calls:
             message["tool_calls"] = [self._call(index, call) for index, call in enumerate(calls)]
-        after = () if is_last else ({"role": "user", "content": QUESTION},)
+        after = [] if is_last else [{"role": "user", "content": QUESTION}]
+        if result:
+            called = {"tool_call_id": message["tool_calls"][0]["id"], "name": calls[0].name}
+            after.append({"role": "tool", **called, "content": result})
         return self._rendered((message, *after), False)
 
     def _call(self, index: int, call: Call) -> dict[str, Any]:

@@ -20,11 +20,12 @@ def _template(
     end: str = "<|im_end|>\n",
     opened: str = "",
     macros: str = "",
+    tools: str = _TOOLS,
 ) -> str:
     """Returns a template; `calls` is what an answer's calls are written by."""
     return (
         macros
-        + _TOOLS
+        + tools
         + "{% for m in messages %}{% if m.role != 'assistant' %}"
         + user
         + "{% else %}"
@@ -203,7 +204,7 @@ TEMPLATES = {
     ),
     "keys and values": _template(
         _each("\n<tool_call>{{ f.name }}\n" + _items("<arg_key>{{ k }}</arg_key>\n<arg_value>" + BARE + "</arg_value>\n") + "</tool_call>"),
-        user="<|user|>\n{{ m.content }}",
+        user="{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|user|>\n{{ m.content }}{% endif %}",
         header="<|assistant|>",
         said="{% if m.reasoning_content %}\n<think>{{ m.reasoning_content }}</think>{% else %}\n<think></think>{% endif %}{% if m.content %}{{ '\\n' + m.content }}{% endif %}",
         end="",
@@ -261,6 +262,14 @@ TEMPLATES = {
     ),
     "quotes of its own": _template(
         _each("<|tool_call>call:{{ f.name }}{{ '{' }}" + _items("{{ k }}:{{ val(v) }}", between=",") + "{{ '}' }}<tool_call|>"), macros=_QUOTED
+    ),
+    "a response in the same answer": _template(
+        _each("<|tool_call>call:{{ f.name }}{{ '{' }}" + _items("{{ k }}:{{ val(v) }}", between=",") + "{{ '}' }}<tool_call|>") + "{{ m.content }}",
+        macros=_QUOTED,
+        user="{% if m.role == 'tool' %}<|tool_response>response:{{ m.name }}{{ '{' }}value:{{ val(m.content) }}{{ '}' }}<tool_response|>{% else %}<|turn>user\n{{ m.content }}<turn|>\n{% endif %}",
+        header="<|turn>model\n",
+        said="",
+        end="{% if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}",
     ),
     # no published form, but easily one
     "the whole list as it is": _template("{% if m.tool_calls %}<calls>{{ m.tool_calls | tojson }}</calls>{% endif %}"),
