@@ -18,7 +18,15 @@ from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
-from tests.support.chat_templates import NO_TOOLS, TEMPLATES, THOUGHT, UNCLEAR
+from tests.support.chat_templates import (
+    NO_TOOLS,
+    TEMPLATES,
+    THOUGHT,
+    TOLD,
+    TOLD_OTHERWISE,
+    UNCLEAR,
+    UNTOLD,
+)
 from tests.support.wire import tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -479,6 +487,38 @@ def test_the_mark_of_a_response_is_found_where_an_answer_has_no_end() -> None:
     prompt, text = answer("keys and values", [("look-up2", {"city": "x"})])
     message = read(form, [text, "<|observation|>"], prompt)
     assert (message["content"], calls_of(message)) == ("", [("look-up2", {"city": "x"})])
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_calls_are_read_as_a_template_tells_to_write_them(name: str) -> None:
+    """Where it passes over the calls of a message."""
+    source, call = TOLD[name]
+    form, problem = derived(source)
+    assert problem is None and form.has_tools
+    asked = [{"role": "user", "content": "Hi"}]
+    prompt = render(source, asked, generates=True, enable_thinking=False)
+    called = [("look-up2", {"city": "it's {x}", "days": 3})]
+    for text, content in ((call, ""), (f"I look.\n{call}\n{call}<|im_end|>\n", "I look.")):
+        message = read(form, [text], prompt)
+        assert message["content"] == content and message["reasoning_content"] == ""
+        assert calls_of(message) == called * text.count(call)
+        assert read(form, text, prompt) == message
+    message = read(form, f"<think>Hm.</think>{call}", render(source, asked, generates=True))
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
+    assert calls_of(message) == called
+    may_write = writer_of(form)
+    assert may_write(call) and not may_write(call.replace("3", '"3"'))
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_a_template_tells_unclearly_is_no_form(name: str) -> None:
+    form, problem = derived(UNTOLD[name])
+    assert (form.tool_form, form.has_tools, problem) == (None, False, None)
+
+
+def test_what_a_template_renders_goes_before_what_it_tells() -> None:
+    form = derived(TOLD_OTHERWISE).form
+    assert form.tools is not None and form.tools.trigger == "<call>"
 
 
 RESPONSE_TEMPLATE = {

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
 from jaxpage.chat_forms.deriving_headers import derive_headers
+from jaxpage.chat_forms.deriving_instructions import instructed
 from jaxpage.chat_forms.deriving_text import derive_text
-from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Render, probers
+from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Prober, Render, probers
 from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
 
 
@@ -33,12 +34,13 @@ def derive(render: Render, source: str) -> Derived:
         source: The template.
     """
     problem, has_tools = None, False
-    for prober in probers(render, TOOLS):
+    ways = probers(render, TOOLS)
+    if not any(map(_renders_calls, ways)):
+        told = instructed(ways[0])
+        ways = [] if told is None else [told]
+    for prober in ways:
         text = derive_text(prober, source)
-        if text is None:
-            continue
-        rendered = prober.body([Call(NAMES[0], {})]) or prober.body([Call(NAMES[0], {"a": "b"})])
-        if rendered is None or NAMES[0] not in rendered:
+        if text is None or not _renders_calls(prober):
             continue
         has_tools = True
         found = derive_calls(prober, text)
@@ -59,3 +61,8 @@ def derive(render: Render, source: str) -> Derived:
             form = ChatFormat(None, text.reasoning, text.content, has_tools=has_tools)
             return Derived(form, problem)
     return Derived(ChatFormat(has_tools=has_tools), problem)
+
+
+def _renders_calls(prober: Prober) -> bool:
+    rendered = prober.body([Call(NAMES[0], {})]) or prober.body([Call(NAMES[0], {"a": "b"})])
+    return rendered is not None and NAMES[0] in rendered

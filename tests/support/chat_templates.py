@@ -285,3 +285,59 @@ TEMPLATES = {
 }  # fmt: skip
 NO_TOOLS = _template("", said="{{ m.content }}")
 UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))
+
+
+def told(example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = "") -> str:
+    """A template that tells how calls are written, and passes over those of a message.
+
+    `tools` writes a tool, `rest` a call, and `said` the content, if it is not written as it is.
+    """
+    listed = "<tools>\n{% for t in tools %}" + tools + "{% endfor %}</tools>\n\n"
+    shown = (
+        "{% if tools %}<|im_start|>system\n"
+        + listed
+        + "Write each call so:\n"
+        + example
+        + "<|im_end|>\n{% endif %}"
+    )
+    skipped = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
+    return _template(rest, tools=shown, said=said or "{{ m.content }}", opened=skipped)
+
+
+_HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+# By names: a template, and a call of `look-up2` as it tells to write one.
+TOLD = {
+    "as SmolLM3": (
+        told("An object within <tool_call></tool_call> tags:\n" + _HERMES),
+        '<tool_call>\n{"name": "look-up2", "arguments": {"city": "it\'s {x}", "days": 3}}\n</tool_call>',
+    ),
+    "with an example, the arguments first": (
+        told(
+            '[CALL] {"parameters": {"key": "a value", "other": {"k": 1}}, "tool_name": "the name of a tool"} [/CALL]',
+            tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
+        ),
+        '[CALL] {"parameters": {"city": "it\'s {x}", "days": 3}, "tool_name": "look-up2"} [/CALL]',
+    ),
+    "from start to end": (
+        told('<|call_start|>{\n  "function": $NAME,\n  "args": {...}\n}<|call_end|>'),
+        '<|call_start|>{\n  "function": "look-up2",\n  "args": {"city": "it\'s {x}", "days": 3}\n}<|call_end|>',
+    ),
+}
+UNTOLD = {
+    "nothing": told("A call is a JSON object."),
+    "an object without marks": told('{"name": <name>, "arguments": <arguments>}'),
+    "marks of two kinds": told('<call>{"name": <name>, "arguments": <arguments>}</done>'),
+    "no closing mark": told('<call>{"name": <name>, "arguments": <arguments>}'),
+    "a further key": told('<call>{"name": <name>, "arguments": <arguments>, "id": <id>}</call>'),
+    "no key of arguments": told('<answer>{"name": <name>, "content": <text>}</answer>'),
+    "two ways": told(_HERMES + '\nor <call>{"tool": <name>, "args": <arguments>}</call>'),
+    "only a tool": told(
+        "",
+        tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
+    ),
+    "whether there are tools or not": _HERMES + "\n" + told(_HERMES),
+    "no tools": told(_HERMES, tools=""),
+    "another content": told(_HERMES, said="{{ m.content | replace('tool_call', 'call') }}"),
+}
+# It renders calls in another way than it tells, and the model has learnt what is rendered.
+TOLD_OTHERWISE = told(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
