@@ -674,7 +674,10 @@ ROW_MISTAKES = {
         "load(p.scale_type, p.scale, i, p.width)",
     ),
     "the mean of another width": ("/ p.width;", "/ (p.width / 16 * 16);"),
-    "another row's angles": ("token = row / p.num_heads", "token = row / p.width"),
+    "another row's angles": ("token = row / heads_of_token", "token = row / p.width"),
+    "values of the first head": ("(token * p.num_keys + value)", "(token * p.num_keys)"),
+    "keys of the first head": ("(token * p.num_keys + key)", "(token * p.num_keys)"),
+    "a norm of what was not added": ("    x = both;", "    ;"),
     "pairs that turn back": ("second * cos + first * sin", "second * cos - first * sin"),
     "what is not turned is lost": ("(p.width - 2 * pairs) * sizeof(Number)", "0"),
 }

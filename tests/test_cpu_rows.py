@@ -12,7 +12,7 @@ import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
 from jaxpage.layers.activations import gated
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.norms import RMSNorm, add_and_norm
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from pallas_kernels.cpu import library, rows
@@ -73,7 +73,18 @@ def test_one_call_normalises(width: int, scale_dtype: str, dtype: str) -> None:
         root = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-3)
         return x / root * (np.asarray(scale, np.float64) + 1)
 
-    check(jax.jit(lambda x: rows.rms_norm(x, scale, 1e-3, 1.0)), numbers(dtype, 300, width), norm)
+    x = numbers(dtype, 300, width)
+    check(jax.jit(lambda x: rows.rms_norm(x, scale, 1e-3, 1.0)), x, norm)
+
+    def after_sum(x: jax.Array) -> Any:
+        return rows.add_and_norm(x, x[:, ::-1] * 0.3, scale, 1e-3, 1.0)
+
+    added, normed = after_sum(x)
+    both = x + x[:, ::-1] * 0.3
+    np.testing.assert_array_equal(added, both)
+    np.testing.assert_array_equal(normed, rows.rms_norm(both, scale, 1e-3, 1.0))
+    for ours, theirs in zip(after_sum(x[-3:]), (added, normed), strict=True):
+        np.testing.assert_array_equal(ours, theirs[-3:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,12 +104,30 @@ def test_one_call_turns_pairs(width: int, pairs: int, dtype: str) -> None:
     check(lambda x: run(x, cos[300 - len(x) :], sin[300 - len(x) :]), x, turned)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_keys", [1, 2])
+def test_one_call_splits_and_turns(num_keys: int, dtype: str) -> None:
+    """What is split by numpy is turned as it is without being split."""
+    num_tokens, num_queries, width, pairs = 130, 3, 20, 8
+    x = numbers(dtype, num_tokens, (num_queries + 2 * num_keys) * width)
+    angles = np.arange(num_tokens * pairs).reshape(num_tokens, pairs) * 0.1
+    cos, sin = (jnp.asarray(function(angles), jnp.float32) for function in (np.cos, np.sin))
+    found = jax.jit(lambda x: rows.split_and_rotate(x, cos, sin, num_keys, width))(x)
+    heads = np.asarray(x).reshape(num_tokens, -1, width)
+    q, k, v = np.split(heads, [num_queries, num_queries + num_keys], axis=1)
+    wanted = (*(rows.rotate(jnp.asarray(each), cos, sin) for each in (q, k)), v)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     one = jnp.ones((2, 8))
     for call in (
         lambda: rows.rms_norm(one, jnp.ones(7), 1e-5, 0.0),
         lambda: rows.rotate(one[:, None], jnp.ones((2, 5)), jnp.ones((2, 5))),
         lambda: rows.gate(one.astype("float16"), "silu"),
+        lambda: rows.add_and_norm(one, jnp.ones((1, 8)), jnp.ones(8), 1e-5, 0.0),
+        lambda: rows.split_and_rotate(one, jnp.ones((3, 2)), jnp.ones((3, 2)), 1, 2),
     ):
         with pytest.raises(Exception, match="do not fit|no kernel for rows of these types"):
             jax.block_until_ready(call())
@@ -110,7 +139,14 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     angles = Rope((1.0, 0.1, 0.01)).angles(jnp.arange(12))
 
     def layers(x: jax.Array) -> Any:
-        return norm(x), gated(x, "gelu_new"), gated(x, "relu"), angles.rotate(x.reshape(12, 5, 20))
+        turned = angles.rotate(x.reshape(12, 5, 20)), *angles.split_and_rotate(x, 1, 20)
+        return (
+            norm(x),
+            *add_and_norm(norm, x, 2 * x),
+            gated(x, "gelu_new"),
+            gated(x, "relu"),
+            turned,
+        )
 
     kernels = LayerKernels(*5 * [None], rows=ROW_KERNELS)  # type: ignore[arg-type]
     x = numbers("float32", 12, 100)
@@ -118,6 +154,7 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     with TraceScope(kernels).opened():
         text = str(jax.make_jaxpr(lambda x: layers(x))(x))
         found = jax.jit(lambda x: layers(x))(x)
-    assert [text.count(f"jaxpage_{name}") for name in ("rms_norm", "gate", "rotate")] == [1, 1, 1]
-    for ours, theirs in zip(found, plain, strict=True):
+    for name in ("rms_norm", "add_and_norm", "gate", "rotate", "split_and_rotate"):
+        assert text.count(f"target_name=jaxpage_{name}") == 1
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -33,7 +33,14 @@ from pallas_kernels import (
 )
 from pallas_kernels.cpu import rows
 
-ROW_KERNELS = RowKernels(rows.takes, rows.gate, rows.rms_norm, rows.rotate)
+ROW_KERNELS = RowKernels(
+    rows.takes,
+    rows.gate,
+    rows.rms_norm,
+    rows.add_and_norm,
+    rows.rotate,
+    rows.split_and_rotate,
+)
 logger = logging.getLogger(__name__)
 
 

@@ -102,6 +102,12 @@ class Attention(nnx.Module):
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
+        if self.rope is not None and self._turns_alone:
+            num_keys = self.query_key_value.spec.parts[1].rows // self.head_width
+            turned = context.angles(self.rope).split_and_rotate(
+                self.query_key_value(x_TI), num_keys, self.head_width
+            )
+            return self._over_heads(*turned, layer_pages, context)
         q, k, v = self.projected(x_TI)
         if self.norm_together:
             q, k = self._normed(q, k)
@@ -162,6 +168,27 @@ class Attention(nnx.Module):
             k_TKH = None if k_TKH is None else angles.rotate(k_TKH)
         if self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+        return self._over_heads(q_TNH, k_TKH, v_TKH, layer_pages, context, gate_TNH, place)
+
+    @property
+    def _turns_alone(self) -> bool:
+        """Returns whether nothing but a rotation is between the product and attention."""
+        norms = (self.query_norm, self.key_norm, self.value_norm)
+        parts = self.query_key_value.spec.parts
+        is_plain = self.limit is None and not self.gated and norms == (None, None, None)
+        return len(parts) == 3 and is_plain
+
+    def _over_heads(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
+        layer_pages: LayerPages,
+        context: ForwardContext,
+        gate_TNH: jax.Array | None = None,
+        place: jax.Array | int = 0,
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output for queries and keys that have been normed and turned."""
         if self.query_growth is not None:
             rate, length, start = self.query_growth
             position_T = (context.positions_T + start).astype(jnp.float32)
@@ -180,7 +207,7 @@ class Attention(nnx.Module):
         )
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
-        return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
+        return self.output(out_TNH.reshape(len(q_TNH), -1)), layer_pages
 
     def _slopes(self, num_heads: int, place: jax.Array | int) -> jax.Array | None:
         if self.alibi_slopes is None:

@@ -96,6 +96,17 @@ class RMSNorm(nnx.Module):
         return (normed * _scale(self.scale, self.offset)).astype(x.dtype).reshape(x.shape)
 
 
+def add_and_norm(
+    norm: RMSNorm | LayerNorm | None, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns the sum of both, and the norm of the sum; without a norm the sum twice."""
+    kernels = row_kernels(x_TD.dtype)
+    if kernels is None or not isinstance(norm, RMSNorm) or norm.groups > 1 or norm.scale is None:
+        sum_TD = x_TD + added_TD
+        return sum_TD, sum_TD if norm is None else norm(sum_TD)
+    return kernels.add_and_norm(x_TD, added_TD, norm.scale[...], norm.epsilon, norm.offset)
+
+
 def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
     """Returns `(x - mean) / sqrt(variance + epsilon)`."""
     centred = wide - mean(wide)

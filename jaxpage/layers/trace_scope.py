@@ -30,13 +30,22 @@ class RowKernels(NamedTuple):
         takes: Returns whether there are kernels for numbers of a type.
         gate: Returns an activation of gates times ups; its name is one of `rows.ACTIVATIONS`.
         rms_norm: Returns rows with an RMS norm, of x, the scale, epsilon and the offset of scales.
+        add_and_norm: Returns the sum of x and another array, and `rms_norm` of the sum.
         rotate: Returns x with its pairs turned, of x, cosines and sines.
+        split_and_rotate: Returns queries, keys and values of rows that have them, the first two
+            turned, of the rows, cosines, sines, the number of keys and the width of a head.
     """
 
     takes: Callable[[DTypeLike], bool]
     gate: Callable[[jax.Array, str], jax.Array]
     rms_norm: Callable[[jax.Array, jax.Array, float, float], jax.Array]
+    add_and_norm: Callable[
+        [jax.Array, jax.Array, jax.Array, float, float], tuple[jax.Array, jax.Array]
+    ]
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    split_and_rotate: Callable[
+        [jax.Array, jax.Array, jax.Array, int, int], tuple[jax.Array, jax.Array, jax.Array]
+    ]
 
 
 class LayerKernels(NamedTuple):

@@ -23,7 +23,7 @@ from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
-from jaxpage.layers.norms import HeadNorm
+from jaxpage.layers.norms import HeadNorm, add_and_norm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
@@ -398,10 +398,12 @@ class DecoderLayer(nnx.Module):
         """Returns the output of the layer and its pages."""
         normed_TD = _normed(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
-        added_TD = x_TD + self._scaled(_normed(self.behind_attention, attended_TD))
-        entering_TD = normed_TD if self.mlp_norm is None and self.parallel else added_TD
-        if self.mlp_norm is not None:
-            entering_TD = self.mlp_norm(x_TD if self.parallel else added_TD)
+        attended_TD = self._scaled(_normed(self.behind_attention, attended_TD))
+        if self.parallel:
+            added_TD = x_TD + attended_TD
+            entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)
+        else:
+            added_TD, entering_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
         fed_TD = self.mlp(entering_TD)
         return added_TD + self._scaled(_normed(self.behind_mlp, fed_TD)), layer_pages
 

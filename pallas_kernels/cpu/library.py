@@ -35,7 +35,9 @@ FUNCTIONS = (
     "jaxpage_multiply_coded",
     "jaxpage_gate",
     "jaxpage_rms_norm",
+    "jaxpage_add_and_norm",
     "jaxpage_rotate",
+    "jaxpage_split_and_rotate",
 )
 
 

@@ -42,6 +42,21 @@ def rms_norm(
     return y_TD
 
 
+def add_and_norm(
+    x_TD: Float[Array, "T D"],
+    added_TD: Float[Array, "T D"],
+    scale_D: Float[Array, "D"],
+    epsilon: float,
+    offset: float,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns the rounded sum of both, and `rms_norm` of it."""
+    shape = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
+    call = jax.ffi.ffi_call("jaxpage_add_and_norm", (shape, shape), vmap_method="sequential")
+    numbers = {"epsilon": np.float32(epsilon), "offset": np.float32(offset)}
+    sum_TD, y_TD = call(x_TD, added_TD, scale_D, **numbers)
+    return sum_TD, y_TD
+
+
 def rotate(
     x_TNH: Float[Array, "T N H"], cos_TE: Float[Array, "T E"], sin_TE: Float[Array, "T E"]
 ) -> Float[Array, "T N H"]:
@@ -50,3 +65,25 @@ def rotate(
     call = jax.ffi.ffi_call("jaxpage_rotate", shape, vmap_method="sequential")
     y_TNH: jax.Array = call(x_TNH, cos_TE, sin_TE)
     return y_TNH
+
+
+def split_and_rotate(
+    x_TF: Float[Array, "T F"],
+    cos_TE: Float[Array, "T E"],
+    sin_TE: Float[Array, "T E"],
+    num_keys: int,
+    head_width: int,
+) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    """Returns the queries, keys and values that each row has in this order.
+
+    Queries and keys are turned as by `rotate`.
+    """
+    num_tokens, width = x_TF.shape
+    num_queries = width // head_width - 2 * num_keys
+    shapes = [
+        jax.ShapeDtypeStruct((num_tokens, heads, head_width), x_TF.dtype)
+        for heads in (num_queries, num_keys, num_keys)
+    ]
+    call = jax.ffi.ffi_call("jaxpage_split_and_rotate", shapes, vmap_method="sequential")
+    q_TNH, k_TKH, v_TKH = call(x_TF, cos_TE, sin_TE)
+    return q_TNH, k_TKH, v_TKH

@@ -47,7 +47,10 @@ def write_and_attend(
     call = jax.ffi.ffi_call(
         "jaxpage_write_and_attend",
         (_out_shape(arguments), *map(_shape, pages)),
-        input_output_aliases={3: 1, 4: 2, 5: 3, 6: 4},
+        # XLA would copy an empty one, since a constant cannot be written to.
+        input_output_aliases={
+            3 + place: 1 + place for place, each in enumerate(pages) if each.size
+        },
     )
     out_TNH, *written = call(
         arguments.q_TNH,

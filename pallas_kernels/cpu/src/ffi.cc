@@ -403,8 +403,7 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuff
   return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
 }
 
-ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
-  Rows p{};
+ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::AnyBuffer& scale, ffi::Result<ffi::AnyBuffer>& out, float epsilon, float offset) {
   const auto xd = x.dimensions();
   if (xd.size() != 2 || out->element_count() != x.element_count() || scale.element_count() != static_cast<size_t>(xd[1]) ||
       !type_of(scale.element_type(), false, &p.scale_type))
@@ -413,14 +412,50 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale
   return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
 }
 
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+  Rows p{};
+  return norm_rows(pool, p, x, scale, out, epsilon, offset);
+}
+
+ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> sum,
+                        ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+  Rows p{};
+  for (const auto* same : {&added, &*sum})
+    if (same->element_count() != x.element_count() || same->element_type() != x.element_type())
+      return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
+  p.added = added.untyped_data(), p.sum = sum->untyped_data();
+  return norm_rows(pool, p, x, scale, out, epsilon, offset);
+}
+
+ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x, ffi::Buffer<ffi::F32>& cos, ffi::Buffer<ffi::F32>& sin,
+                      ffi::Result<ffi::AnyBuffer>& out) {
+  const auto cd = cos.dimensions(), od = out->dimensions();
+  const int64_t heads_of_token = p.num_heads + 2 * p.num_keys;
+  if (cd.size() != 2 || cd[0] != num_tokens || 2 * cd[1] > p.width || sin.element_count() != cos.element_count() || od.size() != 3 ||
+      od[0] != num_tokens || od[1] != p.num_heads || od[2] != p.width || x.element_count() != static_cast<size_t>(num_tokens * heads_of_token * p.width))
+    return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
+  return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, num_tokens * heads_of_token, x, out);
+}
+
 ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> out) {
   Rows p{};
-  const auto xd = x.dimensions(), cd = cos.dimensions();
-  if (xd.size() != 3 || cd.size() != 2 || cd[0] != xd[0] || 2 * cd[1] > xd[2] || sin.element_count() != cos.element_count() ||
-      out->element_count() != x.element_count())
-    return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
-  p.num_heads = xd[1], p.width = xd[2], p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
-  return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, xd[0] * xd[1], x, out);
+  const auto xd = x.dimensions();
+  if (xd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  p.num_heads = xd[1], p.width = xd[2];
+  return turn_heads(pool, p, xd[0], x, cos, sin, out);
+}
+
+ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                            ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values) {
+  Rows p{};
+  const auto xd = x.dimensions(), qd = queries->dimensions(), kd = keys->dimensions();
+  if (xd.size() != 2 || qd.size() != 3 || kd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  for (const auto* each : {&*keys, &*values})
+    if (each->element_count() != static_cast<size_t>(xd[0] * kd[1] * qd[2]) || each->element_type() != x.element_type())
+      return ffi::Error::InvalidArgument("the shapes of keys and values do not fit");
+  p.num_heads = qd[1], p.num_keys = kd[1], p.width = qd[2], p.keys = keys->untyped_data(), p.values = values->untyped_data();
+  return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
 }  // namespace
@@ -508,12 +543,33 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rms_norm, rms_norm,
                                   .Attr<float>("epsilon")
                                   .Attr<float>("offset"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_add_and_norm, add_and_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rotate, rotate,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_split_and_rotate, split_and_rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
 
 }  // namespace jaxpage

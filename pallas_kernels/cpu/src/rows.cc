@@ -55,6 +55,12 @@ void rms_norm(const Rows& p, int64_t row) {
   typedef typename Stored::type Number;
   const Number* x = static_cast<const Number*>(p.x) + row * p.width;
   Number* out = static_cast<Number*>(p.out) + row * p.width;
+  if (p.added) {
+    const Number* added = static_cast<const Number*>(p.added) + row * p.width;
+    Number* both = static_cast<Number*>(p.sum) + row * p.width;
+    for (int64_t i = 0; i < p.width; i += kLanes) store<Stored>(both, i, p.width, load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
+    x = both;
+  }
   Vec squares[4] = {};
   for (int64_t i = 0, place = 0; i < p.width; i += kLanes, place = (place + 1) % 4) {
     const Vec numbers = load<Stored>(x, i, p.width);
@@ -70,8 +76,15 @@ template <typename Stored>
 void rotate(const Rows& p, int64_t row) {
   typedef typename Stored::type Number;
   const Number* x = static_cast<const Number*>(p.x) + row * p.width;
-  Number* out = static_cast<Number*>(p.out) + row * p.width;
-  const int64_t pairs = p.num_pairs, token = row / p.num_heads;
+  const int64_t heads_of_token = p.num_heads + 2 * p.num_keys, token = row / heads_of_token, head = row % heads_of_token;
+  const int64_t key = head - p.num_heads, value = key - p.num_keys;
+  if (value >= 0) {
+    std::memcpy(static_cast<Number*>(p.values) + (token * p.num_keys + value) * p.width, x, p.width * sizeof(Number));
+    return;
+  }
+  Number* out = key >= 0 ? static_cast<Number*>(p.keys) + (token * p.num_keys + key) * p.width
+                         : static_cast<Number*>(p.out) + (token * p.num_heads + head) * p.width;
+  const int64_t pairs = p.num_pairs;
   for (int64_t i = 0; i < pairs; i += kLanes) {
     const Vec cos = load<F32>(p.cos + token * pairs, i, pairs), sin = load<F32>(p.sin + token * pairs, i, pairs);
     const Vec first = load<Stored>(x, i, pairs), second = load<Stored>(x + pairs, i, pairs);

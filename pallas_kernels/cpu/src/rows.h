@@ -22,15 +22,20 @@ struct Rows {
   const void* scale;
   float epsilon, offset;
 
+  const void* added;  // to x before a norm; or null
+  void* sum;          // what is normed then, rounded
+
   const float *cos, *sin;  // [T, E], of rotations
   int64_t num_heads, num_pairs;
+  int64_t num_keys;     // of heads of keys, and of values, which are behind those of queries in x; or 0
+  void *keys, *values;  // [T, num_keys, width]
 };
 
 struct RowKernels {
   // x [T, 2 F] has gates, then what they multiply.
   void (*gate)(const Rows&, int64_t row);
   void (*rms_norm)(const Rows&, int64_t row);
-  // x [T N, H] of which the numbers i and E + i are a pair. What is behind the pairs stays.
+  // A head of x, of which the numbers i and E + i are a pair. What is behind the pairs stays, and so do values.
   void (*rotate)(const Rows&, int64_t row);
 };
 
