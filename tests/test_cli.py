@@ -27,6 +27,7 @@ from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.neutral import NEUTRAL
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM
@@ -108,6 +109,12 @@ def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.M
 def test_seed_of_generate_is_that_of_the_noise(fake: type[FakeLLM]) -> None:
     assert run("generate", "x", "--seed", "7") == 0
     assert fake.calls[0][1].seed == 7 and "seed" not in fake.settings
+
+
+def test_speculation_may_be_the_word_auto(fake: type[FakeLLM]) -> None:
+    assert run("generate", "x", "--speculative-config", "auto") == 0
+    config = EngineConfig(speculative_config=fake.settings["speculative_config"])
+    assert config.speculative_config is not None and config.speculative_config.method == "auto"
 
 
 def test_one_request_at_a_time_compiles_for_one(
@@ -301,7 +308,7 @@ WRONG_USE = [
     (("generate", "x", "--dtype", "int3"), "command line: dtype: must be 'auto', 'float32'"),
     (("generate", "x", "--config", "missing.yaml"), "there is no configuration file missing.yaml"),
     (("config", "validate", "a.yaml", "--config", "b.yaml"), "two configuration files"),
-    (("compile", "--speculative-config", "ngram"), "not a JSON object"),
+    (("compile", "--speculative-config", "ngram"), "not a JSON object, nor auto: 'ngram'"),
     (("frobnicate",), "invalid choice: 'frobnicate'; there are generate, chat, serve"),
     (("genrate", "x"), "invalid choice: 'genrate'; did you mean 'generate'?"),
     (("bench", "throughputs"), "invalid choice: 'throughputs'; did you mean 'throughput'?"),

@@ -418,7 +418,7 @@ def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, serve
         ({"max_tokens": 0}, "max_tokens must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content must be",
+            "messages[0].content must be a string, or a list of blocks of type 'text', not 'image'",
         ),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
     ]
@@ -600,6 +600,11 @@ def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
             "tools is not supported",
         ),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "max_model_len"),
+        (
+            {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]},
+            400,
+            "messages[0].images must be absent or empty: it is not supported",
+        ),
         ({"model": "llama3"}, 404, "llama3"),
     ]
     for fields, status, message in wrong:

@@ -271,7 +271,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
     *[
-        ({"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]}, "messages[0].content", "'text'")
+        ({"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]}, "messages[0].content", f"'text', not '{kind}'")
         for kind, url in (("image_url", "http://localhost/x.png"), ("image_url", "file:///etc/passwd"), ("input_audio", "x"))
     ],
     ({"messages": [USER] * 10_000}, "messages", "at most 4096"),

@@ -296,7 +296,8 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest} (of LongRoPE: the original length)"
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}"
+            " (original_max_position_embeddings, where the model has LongRoPE)"
         )
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)

@@ -86,6 +86,16 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def json_object_or_auto(text: str) -> dict[str, Any] | str:
+    """Returns the value of a flag that takes a JSON object, or the word auto."""
+    if text == "auto":
+        return text
+    try:
+        return json_object(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"not a JSON object, nor auto: {text[:80]!r}") from None
+
+
 def byte_size(text: str) -> int:
     """Returns the value of a flag that takes an amount of memory, in bytes."""
     try:

@@ -6,7 +6,7 @@ This module is generated from `EngineConfig` and `ServerConfig`, by
 
 from __future__ import annotations
 
-from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object, seconds_or_none
+from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object_or_auto, seconds_or_none
 
 ENGINE_FLAGS = (
     Flag(
@@ -153,7 +153,7 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "speculative_config",
-        json_object,
+        json_object_or_auto,
         'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md);'
         " default: off",
         metavar="JSON",

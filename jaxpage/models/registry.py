@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -136,7 +136,7 @@ def load_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json must name the model in architectures, not {names!r}; known are {', '.join(_known())}"
+            f"config.json must name the model in architectures, not {names!r}; `jaxpage doctor` lists those that are known"
         )
     name = OTHER_NAMES.get(names[0], names[0])
     if name in FAMILIES and name not in _registered:
@@ -158,7 +158,7 @@ def _text_family(architecture: str, module: str) -> Family:
     return text_family(architecture, _imported(module))
 
 
-def _known() -> Iterable[str]:
+def _known() -> tuple[str, ...]:
     return (
         *FAMILIES,
         *_registered,
@@ -178,8 +178,8 @@ def _register_installed(architecture: str, *, brings_code: bool) -> None:
             " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
         )
         raise UnsupportedError(
-            f"config.json: architecture {architecture!r} is not one of {', '.join(_known())}{code}; register_model adds "
-            "one of your own"
+            f"config.json: architecture {architecture!r} is not one of the {len(_known())} that `jaxpage doctor` lists{code}; "
+            "register_model adds one of your own"
         )
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
     if len(found) > 1:

@@ -171,7 +171,7 @@ class SpeculativeConfig(BaseModel):
         for name, methods in BELONGS.items():
             value = getattr(self, name)
             if value is not None and self.method not in methods:
-                yield f"{name} is {value!r}, but method is {self.method!r}: it belongs to {' and '.join(methods)}"
+                yield f"{name} is {value!r}, but method is {self.method!r}: it belongs to {', '.join(methods)}"
         shortest, longest = self.prompt_lookup
         if shortest > longest:
             yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {longest}"

@@ -25,7 +25,7 @@ This module is generated from `EngineConfig` and `ServerConfig`, by
 
 from __future__ import annotations
 
-from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object, seconds_or_none
+from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object_or_auto, seconds_or_none
 '''
 
 
@@ -93,7 +93,7 @@ def _kind(leaves: list[tuple[Any, tuple[Any, ...]]], takes_none: bool) -> tuple[
     if BYTE_SIZE in marks:
         return "byte_size", "SIZE"
     if isinstance(leaf, type) and issubclass(leaf, BaseModel):
-        return "json_object", "JSON"
+        return "json_object_or_auto", "JSON"
     if leaf is float and takes_none:
         return "seconds_or_none", "X"
     return {bool: "None", int: "int", float: "float"}.get(leaf, "str"), None

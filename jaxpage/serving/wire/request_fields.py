@@ -33,20 +33,31 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
-def one_of(wanted: str) -> WrapValidator:
+def one_of(wanted: str, kinds: tuple[str, ...] = ()) -> WrapValidator:
     """Makes a union report one message instead of one for each of its members.
 
     Args:
         wanted: The words that follow "must be" in the message.
+        kinds: Where a list of parts is wanted, their types; the message names another type.
     """
 
     def validate(value: Any, handler: Any) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"must be {wanted}") from None
+            raise ValueError(f"must be {wanted}{_refused(value, kinds)}") from None
 
     return WrapValidator(validate)
+
+
+def _refused(value: Any, kinds: tuple[str, ...]) -> str:
+    """Returns the end of a message that says which type of part is not supported."""
+    parts = value if kinds and isinstance(value, list) else ()
+    types = (part.get("type") for part in parts if isinstance(part, dict))
+    return next(
+        (f", not {kind[:40]!r}" for kind in types if isinstance(kind, str) and kind not in kinds),
+        "",
+    )
 
 
 class Fields(BaseModel):
@@ -194,7 +205,7 @@ class TextPart(Fields):
 
 Content = Annotated[
     str | Items[TextPart],
-    one_of("a string, or a list of parts of type 'text': nothing else is supported"),
+    one_of("a string, or a list of parts of type 'text'", kinds=("text",)),
 ]
 
 

@@ -27,7 +27,7 @@ from jaxpage.settings.sampling_params import MAX_USER_CHARACTERS
 
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
+Nothing = Annotated[list[Any], Field(max_length=0), one_of("absent or empty: it is not supported")]
 
 
 class ResponsesPart(Fields):
@@ -142,7 +142,7 @@ class ThinkingBlock(Fields):
 
 Blocks = Annotated[
     str | Items[TextBlock],
-    one_of("a string, or a list of blocks of type 'text': nothing else is supported"),
+    one_of("a string, or a list of blocks of type 'text'", kinds=("text",)),
 ]
 
 
@@ -160,7 +160,8 @@ class AssistantTurn(Fields):
     content: Annotated[
         str | Items[Annotated[TextBlock | ThinkingBlock, Field(discriminator="type")]],
         one_of(
-            "a string, or a list of blocks of type 'text' or 'thinking': nothing else is supported"
+            "a string, or a list of blocks of type 'text' or 'thinking'",
+            kinds=("text", "thinking"),
         ),
     ]
 
