@@ -552,7 +552,7 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
         ),
         (
             {"method": "ngram", "model": "m"},
-            "model is 'm', but method is 'ngram': it belongs to draft_model and medusa",
+            "model is 'm', but method is 'ngram': it belongs to draft_model, medusa",
         ),
         (
             {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
