@@ -25,6 +25,7 @@ from tests.support.engines import LLAMA, invariants
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn
+from tests.support.sweeps import few
 from tests.test_sampler import BUCKET, NUM_ROWS, TABLES, flags_of, inputs_for
 from tools.kernel_lab.inspection import hlo
 
@@ -197,7 +198,7 @@ def most_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
     return most
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", few([2, 4], [4]))
 def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypatch):
     """In what is compiled. A gather that is planted is found."""
 

@@ -119,7 +119,7 @@ def here(config):
         engine.shutdown()
 
 
-def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
+def test_an_engine_in_a_process_of_its_own_does_what_one_does_here_and_its_end_is_an_error():
     prompts = [[5, 6, 7], [8, 9]]
     params = [
         SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 6)
@@ -128,7 +128,10 @@ def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
         expected = [
             output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
         ]
-    with engine_process(SMALL) as engine:
+    with (
+        pytest.raises(JaxpageError, match="process of an engine ended"),
+        engine_process(SMALL) as engine,
+    ):
         for _ in range(2):
             engine.begin(prompts, params)
             told = [engine.go_on() for _ in range(6)]
@@ -138,13 +141,6 @@ def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
             assert engine.end() == (last, 1.0, expected, ())
         with pytest.raises(ValueError, match="takes one prompt, not 0"):
             engine.begin([[]], params[:1])
-
-
-def test_a_process_that_is_killed_is_an_error_that_says_so():
-    with (
-        pytest.raises(JaxpageError, match="process of an engine ended"),
-        engine_process(SMALL) as engine,
-    ):
         (child,) = active_children()
         child.kill()
         engine.go_on()

@@ -121,7 +121,7 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
 
 
 def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
-    """Each one makes a quarter of the others forgotten, as in a process with many memory maps."""
+    """Every eighth makes a quarter of the others forgotten, as in a process with many memory maps."""
 
     class SlowlyCompared(int):
         def __hash__(self):

@@ -173,12 +173,14 @@ from collections import namedtuple
 import psutil
 psutil.virtual_memory = lambda: namedtuple("Memory", "available total")(int(sys.argv[1]), 2**36)
 """
-_COMPILES = (
-    "from jaxpage.cli import main; main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2'])"
-)
+_COMPILES = """
+from jaxpage.cli import main
+main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2', '--max-num-batched-tokens', '16'])
+"""
 _SERVES = """
 from jaxpage import LLM
-LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)
+llm = LLM(sys.argv[2], max_num_seqs=2, max_num_batched_tokens=16)
+llm.generate([[1, 2, 3]], use_tqdm=False)
 from jaxpage.device import gpu_memory
 assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
 """

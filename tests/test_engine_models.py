@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, SamplingParams  # noqa: E402
-from jaxpage.models.registry import FAMILIES  # noqa: E402
+from jaxpage.models.registry import FAMILIES, load_family  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
 from tests.support.model_forms import SIZES  # noqa: E402
@@ -45,6 +47,8 @@ ONE_OF_EACH = (
     *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
     *("granitemoehybrid-mixed", "lfm2-mixed", "llama4-chunks"),
 )
+# These keep their pages as others of them do, and differ in what tests/test_models.py compares.
+KEPT_ALIKE = {"qwen2-layer-types", "glm4-interleaved", "falcon-grouped", "olmo3-windows"}
 # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to
 # their end.
 TIGHT = {
@@ -73,7 +77,17 @@ OF_FAMILY = {
 }
 # More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and
 # tests/test_recurrent.py.
-ELSEWHERE = {"llama", "mistral", "opt", "qwen3", "qwen3_5"}
+ELSEWHERE = {"llama", "mistral", "opt", "qwen3_5"}
+# Of the others these, which have every trait of all; the rest in a sweep.
+ALWAYS = (
+    *("apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
+    *("falcon_h1", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_oss", "gptj", "granitemoehybrid"),
+    *("jamba", "lfm2", "llama4", "mamba", "ministral3", "nemotron", "nemotron_h", "olmo", "olmo3"),
+    *("olmoe", "phimoe", "qwen3", "qwen3_next", "stablelm", "xglm", "zamba2"),
+)
+# Fields of a spec that are names of tensors.
+NAMES = ("names", "mlp_names", "expert_names", "name", "draft_heads", "not_loaded")
+KINDS = ("activation", "kind", "head_scales")
 
 
 @torch.no_grad()
@@ -87,7 +101,7 @@ def greedy_with_logits(model, prompt, num_tokens):
     return ids[len(prompt) :], logits
 
 
-@pytest.mark.parametrize("name", few(MODELS, ONE_OF_EACH))
+@pytest.mark.parametrize("name", few(MODELS, {*ONE_OF_EACH} - KEPT_ALIKE))
 def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
     model = save_model(name, tmp_path)
     model.generation_config.eos_token_id = None
@@ -125,6 +139,39 @@ def test_there_is_a_model_of_each_family():
     assert OF_FAMILY.keys() == set(FAMILIES.values())
 
 
+def family_and_config(family: str) -> tuple[Any, dict[str, Any]]:
+    name = OF_FAMILY[family]
+    # Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place.
+    sizes = {} if name in ONE_OF_EACH or family in SIZES else SIXTEEN
+    config = config_json(name, **sizes)
+    return load_family(config), config
+
+
+def traits(value: Any, name: str) -> set[str]:
+    """What decides which operations a model has: kinds, flags, and which numbers are given, but not how large they are."""
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.name not in NAMES]
+        inner = [traits(getattr(value, field), f"{name}.{field}") for field in fields]
+        return {f"{name}: {type(value).__name__}"}.union(*inner)
+    if isinstance(value, tuple):
+        return {f"{name}: {len(value) > 0}"}.union(*(traits(each, name) for each in value))
+    if isinstance(value, str) and not name.endswith(KINDS):
+        value = "a name"
+    if isinstance(value, int | float) and value not in (0, 1):
+        value = "a number"
+    return {f"{name} = {value}"}
+
+
+def test_those_that_run_always_have_every_trait_of_all():
+    found = {}
+    for family in OF_FAMILY:
+        module, config = family_and_config(family)
+        found[family] = traits(module.Spec.from_config(config), "spec") | {str(module.Model)}
+    assert len(set().union(*found.values())) > 200
+    kept = set().union(*(found[family] for family in {*ALWAYS, *ELSEWHERE}))
+    assert {family: own - kept for family, own in found.items() if own - kept} == {}
+
+
 class BesideOthers(SyntheticProposer):
     """Drafts where two requests run: for one alone the engine would need another executable."""
 
@@ -144,15 +191,13 @@ class BesideOthers(SyntheticProposer):
     ("family", "alone"),
     few(
         itertools.product(sorted(OF_FAMILY), ALONE),
-        [(family, "the same") for family in OF_FAMILY if family not in ELSEWHERE],
+        [(family, "the same") for family in ALWAYS],
     ),
 )
 def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
     """Alone; then in chunks beside others, preempted, behind prefixes and drafts. In a sweep also with other blocks, token by token."""
-    name = OF_FAMILY[family]
-    # Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place.
-    sizes = {} if name in ONE_OF_EACH or family in SIZES else SIXTEEN
-    random_checkpoint(tmp_path, config_json(name, **sizes))
+    _, config = family_and_config(family)
+    random_checkpoint(tmp_path, config)
     params = [
         SamplingParams(temperature=heat, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
         for heat in (0.0, 0.9, 0.9, 0.0)

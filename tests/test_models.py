@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -38,6 +39,7 @@ from tests.support.dense import dense_attend, logits_of
 from tests.support.hf_models import MODELS, config_json, make_model
 from tests.support.measured_errors import TOLERANCE, WRITE
 from tests.support.refused_configs import REFUSED
+from tests.support.sweeps import few
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -140,7 +142,7 @@ def test_the_page_of_models_has_an_error_of_each_architecture():
 def test_decoders_have_as_many_layers_as_those_of_transformers():
     """EAGLE's heads count them; layers that share pages, or keep nothing, count as others do."""
     for name in MODELS:
-        own = make_model(name).config.get_text_config().num_hidden_layers
+        own = config_of_transformers(config_json(name)).num_hidden_layers
         assert read_spec(name)[1].kv.num_decoder_layers == own, name
 
 
@@ -229,13 +231,18 @@ def test_angles_are_computed_once_for_each_rope():
     np.testing.assert_array_equal(other.cos_TE, 2 * ropes[0].angles(jnp.arange(5)).cos_TE)
 
 
+@functools.cache
+def in_bfloat16(name: str) -> tuple[Any, Any, Any, Any]:
+    family, spec = read_spec(name)
+    return family, spec, *abstract_model(family, spec, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
-    family, spec = read_spec(name)
-    _, abstract = abstract_model(family, spec, jnp.bfloat16)
+    family, spec, _, abstract = in_bfloat16(name)
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
     weights = model_weights(family, spec)
-    own = {weight.path for weight in model_weights(family, spec) if weight.dtype == "float32"}
+    own = {weight.path for weight in weights if weight.dtype == "float32"}
     assert all(path[-1] == "correction" for path in own)
     assert {leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in own} == {
         jnp.dtype("bfloat16")
@@ -311,8 +318,16 @@ def test_only_what_carries_nothing_may_be_left_unused():
             fill(family, spec, {**state, needed: np.zeros(3)})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-windows", "opt-350m-form", "gpt2-usual"])
+HALVED = ["llama-llama3", "qwen3-windows", "opt-350m-form", "gpt2-usual"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        itertools.product(HALVED, ["bfloat16", "float16"]),
+        [*zip(HALVED, ["bfloat16", "float16"] * 2, strict=True)],
+    ),
+)
 def test_half_precision_runs_and_stays_close(name, dtype):
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
@@ -615,7 +630,8 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+# those of a model one after the other: mistakes in its weights are compiled once
+@pytest.mark.parametrize("mistake", sorted(PLANTED, key=lambda mistake: PLANTED[mistake][0]))
 def test_a_planted_mistake_shows_in_the_logits(mistake):
     name, changes = PLANTED[mistake]
     assert largest_difference(name, **changes()) > TOLERANCE
@@ -709,6 +725,17 @@ def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+def config_of_transformers(config: Mapping[str, Any]) -> Any:
+    """What transformers makes of a config.json, of its text model."""
+    fields = {
+        key: _copied(value)
+        for key, value in config.items()
+        if key not in ("architectures", "model_type")
+    }
+    config_class = getattr(transformers, config["architectures"][0]).config_class
+    return config_class(**fields).get_text_config()
+
+
 def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope():
     yarn = {
         "rope_type": "yarn",
@@ -747,16 +774,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             *ropes,
         ):
             config.get("text_config", config).pop(field, None)
-        fields = {
-            key: _copied(value)
-            for key, value in config.items()
-            if key not in ("architectures", "model_type")
-        }
-        theirs = (
-            getattr(transformers, config["architectures"][0])
-            .config_class(**fields)
-            .get_text_config()
-        )
+        theirs = config_of_transformers(config)
         if name.startswith(
             ("gemma4", "gemma3n")
         ):  # their layers differ, see test_config_defaults.py
@@ -1010,8 +1028,7 @@ def test_strict_promotion_holds_in_every_family():
     ):
         warnings.simplefilter("error")
         for name in MODELS:
-            family, spec = read_spec(name)
-            graph, parameters = abstract_model(family, spec, jnp.bfloat16)
+            _, spec, graph, parameters = in_bfloat16(name)
 
             def forward(
                 parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec

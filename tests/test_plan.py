@@ -72,6 +72,8 @@ LLAMA_3_8B = {
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
 }
+# For what does not follow from its size: a plan makes every layer.
+SHORT = {**LLAMA_3_8B, "num_hidden_layers": 2}
 
 
 def write(directory: Path, config: dict[str, Any]) -> str:
@@ -206,7 +208,7 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""
-    model = write(tmp_path, LLAMA_3_8B)
+    model = write(tmp_path, SHORT)
     few = planned(
         capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"
     )
@@ -222,7 +224,7 @@ def test_the_workspace_holds_a_draw_behind_every_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many; each draw has logits of its own."""
-    model = write(tmp_path, LLAMA_3_8B)
+    model = write(tmp_path, SHORT)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
 
     def workspace(most: str, *words: str) -> int:
@@ -241,7 +243,7 @@ def test_trees_of_drafts_are_refused_for_windows_as_by_the_engine(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mistral = {
-        **LLAMA_3_8B,
+        **SHORT,
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "sliding_window": 4096,
@@ -410,7 +412,7 @@ def test_what_this_version_does_not_run_is_planned_and_marked(
     except UnsupportedSettings:
         runs = False
     flag = "--" + name.replace("_", "-")
-    words = (write(tmp_path, LLAMA_3_8B), "--memory", "24GiB", flag, str(value))
+    words = (write(tmp_path, SHORT), "--memory", "24GiB", flag, str(value))
     plan = planned(capsys, *words)
     assert (plan[name], plan["not_run_because_of"]) == (value, [] if runs else [name])
     assert run(*words) == 0
@@ -554,7 +556,7 @@ WRONG_USE = [
 def test_wrong_use_is_status_2(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(write(tmp_path, LLAMA_3_8B), *words) == 2
+    assert run(write(tmp_path, SHORT), *words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
 
@@ -563,7 +565,7 @@ def test_the_model_is_a_directory_a_config_or_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    directory = write(tmp_path / "m", LLAMA_3_8B)
+    directory = write(tmp_path / "m", SHORT)
     memory = ("--memory", "24GiB")
     by_directory = planned(capsys, directory, *memory)
     for name in ("m", "m/config.json"):
@@ -605,7 +607,7 @@ def test_the_model_is_a_directory_a_config_or_a_name(
 def test_a_config_that_does_not_serve_is_status_1(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(write(tmp_path, {**LLAMA_3_8B, **change}), "--memory", "24GiB") == 1
+    assert run(write(tmp_path, {**SHORT, **change}), "--memory", "24GiB") == 1
     assert message in capsys.readouterr().err
     assert run(str(tmp_path / "none")) == 1
     assert "there is no such directory" in capsys.readouterr().err
@@ -614,7 +616,7 @@ def test_a_config_that_does_not_serve_is_status_1(
 def test_a_config_without_a_dtype_means_float32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {name: value for name, value in LLAMA_3_8B.items() if name != "torch_dtype"}
+    config = {name: value for name, value in SHORT.items() if name != "torch_dtype"}
     assert planned(capsys, write(tmp_path, config), "--memory", "80GB")["dtype"] == "float32"
     assert (
         planned(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")[

@@ -163,9 +163,9 @@ ADVERSARIAL = [
 @pytest.mark.parametrize(
     ("name", "unit"), ADVERSARIAL, ids=[f"{name} {unit[:20]}" for name, unit in ADVERSARIAL]
 )
-@pytest.mark.timeout(120)  # a parser that is not linear takes longer
+@pytest.mark.timeout(15)  # a parser that is not linear takes longer
 def test_a_long_text_takes_no_longer_than_it_is(name: str, unit: str) -> None:
-    text = unit * (600_000 // len(unit))
+    text = unit * (200_000 // len(unit))
     assert said(PARSERS[name](), [text])
     assert said(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
 

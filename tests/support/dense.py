@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,10 +73,22 @@ def logits_of(
     dtype: Any = "float32",
     rule: Any = None,
 ) -> np.ndarray:
-    """Logits [T, V] of one sequence, through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does.
+    """Logits [T, V] of one sequence.
 
     rule: of modules that replace the family's.
     """
+    logits = _forward(family, spec, dtype, rule, attend)(
+        parameters, jnp.asarray(token_ids, jnp.int32)
+    )
+    assert logits.dtype == jnp.float32
+    return np.asarray(logits)
+
+
+@functools.lru_cache(maxsize=4)  # mistakes in weights are compiled with what is right
+def _forward(
+    family: Any, spec: Any, dtype: Any, rule: Any, attend: Any
+) -> Callable[..., jax.Array]:
+    """Through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
     graph, _ = abstract_model(family, spec, dtype, rule)
 
     @jax.jit
@@ -87,6 +100,4 @@ def logits_of(
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 
-    logits = forward(parameters, jnp.asarray(token_ids, jnp.int32))
-    assert logits.dtype == jnp.float32
-    return np.asarray(logits)
+    return forward

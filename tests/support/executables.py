@@ -8,9 +8,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,8 @@ _OURS = {
 }
 _REAL_WORKSPACE_BYTES = executables._workspace_bytes
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
+# Of a module and of its classes: the names, and what they stood for.
+Namespaces = list[tuple[Mapping[str, object], tuple[object, ...]]]
 
 
 _made_when_used = 0
@@ -98,6 +101,7 @@ class SharedExecutables:
         self._most_maps = most_maps
         self._kept: collections.OrderedDict[object, tuple[Any, object]] = collections.OrderedDict()
         self._first_seen: dict[str, dict[str, object]] = {}
+        self._as_it_was: dict[str, Namespaces] = {}
         self._lock = threading.Lock()  # an engine compiles its executables in several threads
 
     @contextlib.contextmanager
@@ -160,7 +164,8 @@ class SharedExecutables:
         with self._lock:
             # so that no other object gets the id of one that was changed
             self._kept[key] = executable, changed
-            if _num_maps() > self._most_maps:
+            # to count a thousand maps takes 2 ms
+            if len(self._kept) % 8 == 0 and _num_maps() > self._most_maps:
                 for _ in range(len(self._kept) // 4):
                     self._kept.popitem(last=False)
         return executable
@@ -168,12 +173,39 @@ class SharedExecutables:
     def _changed_code(self) -> Iterator[tuple[str, object]]:
         """What could be traced and is not what it was when its module was first seen: tests plant mistakes, which are nobody else's."""
         for name, module in list(sys.modules.items()):
-            if name.startswith(_TRACED):
-                now = dict(_members(name, module))
-                before = self._first_seen.setdefault(name, now)
-                for where in (now.keys() | before.keys()) - _OURS:
-                    if now.get(where) is not before.get(where):
-                        yield where, now.get(where)
+            if not name.startswith(_TRACED) or _is_as(self._as_it_was.get(name), module):
+                continue
+            now = dict(_members(name, module))
+            before = self._first_seen.setdefault(name, now)
+            changed = [
+                where
+                for where in now.keys() | before.keys()
+                if now.get(where) is not before.get(where)
+            ]
+            if not changed:
+                self._as_it_was[name] = _namespaces(name, module)
+            for where in changed:
+                if where not in _OURS:
+                    yield where, now.get(where)
+
+
+def _namespaces(name: str, module: ModuleType) -> Namespaces:
+    """What a module and its classes hold, to be compared with what they hold later."""
+    spaces: list[Mapping[str, object]] = [vars(module)]
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == name:
+            spaces.append(vars(value))
+    return [(space, tuple(space.values())) for space in spaces]
+
+
+def _is_as(namespaces: Namespaces | None, module: ModuleType) -> bool:
+    """Whether a module and its classes hold what they held. Every executable of every engine asks, so no name is looked at."""
+    if namespaces is None or namespaces[0][0] is not vars(module):
+        return False
+    return all(
+        len(space) == len(values) and all(map(operator.is_, tuple(space.values()), values))
+        for space, values in namespaces
+    )
 
 
 def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:

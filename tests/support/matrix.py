@@ -87,8 +87,9 @@ class Engines:
         return dataclasses.replace(chunk, outputs=[whole[index] for index in sorted(whole)])
 
     def prefix_cache(self, params: Params) -> RequestOutput:
-        llm = self.llm("cached")
-        llm.generate(PROMPT, params, use_tqdm=False)
+        """Behind a request that has computed the prompt, under the same salt."""
+        llm, salt = self.llm("cached"), getattr(params, "cache_salt", None)
+        llm.generate(PROMPT, SamplingParams(max_tokens=1, cache_salt=salt), use_tqdm=False)
         return llm.generate(PROMPT, params, use_tqdm=False)[0]
 
     def preemption(self, params: Params) -> RequestOutput:

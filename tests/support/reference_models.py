@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from flax import nnx
@@ -147,6 +147,7 @@ def _has(family: Any, specs: list[Any], kind: type[nnx.Module]) -> bool:
     return any(isinstance(module, kind) for spec in specs for _, module in _modules(family, spec))
 
 
+@lru_cache(maxsize=16)  # the columns of an architecture ask one after the other
 def _modules(family: Any, spec: Any) -> list[tuple[Any, nnx.Module]]:
     return [
         (path, module)
