@@ -15,6 +15,8 @@ and the tools take:
     SHORT_PROMPT      is the length of the prompts of which it times decode steps
     parameters        gives sampling parameters for an exact number of tokens
     make_workload     makes requests with the lengths of a dataset
+    TASKS             names the tasks of speculative decoding that have prompts
+    prompts_of_tasks  gives the prompts of tasks as tokens of a model
     environment       describes the machine and the packages of a measurement
     DATASETS          holds the distributions of lengths by name
     Lengths           is an array of lengths in tokens
@@ -36,17 +38,20 @@ if TYPE_CHECKING:
     from jaxpage.bench.shape_times import measure_shapes
     from jaxpage.bench.speculation import run_speculation
     from jaxpage.bench.start_times import run_startup
+    from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
     from jaxpage.bench.throughput import run_throughput
     from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths, make_workload
 
 __all__ = [
     "DATASETS",
     "SHORT_PROMPT",
+    "TASKS",
     "Lengths",
     "environment",
     "make_workload",
     "measure_shapes",
     "parameters",
+    "prompts_of_tasks",
     "run_kv_dtype",
     "run_latency",
     "run_quantization",
@@ -70,6 +75,8 @@ _HOMES = {
     "run_speculation": "jaxpage.bench.speculation",
     "run_startup": "jaxpage.bench.start_times",
     "run_throughput": "jaxpage.bench.throughput",
+    "prompts_of_tasks": "jaxpage.bench.task_prompts",
+    "TASKS": "jaxpage.bench.task_prompts",
     "DATASETS": "jaxpage.bench.workloads",
     "Lengths": "jaxpage.bench.workloads",
     "SHORT_PROMPT": "jaxpage.bench.workloads",

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.task_prompts import TASKS, task_prompts
+from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
@@ -346,7 +346,7 @@ def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str
     """
     count = max(arguments.batches)
     if arguments.tasks:
-        found = task_prompts(arguments.tasks, config)
+        found = prompts_of_tasks(arguments.tasks, config)
         return {task: [*islice(cycle(each), count)] for task, each in found.items()}
     if arguments.text is None:
         vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]

@@ -23,7 +23,7 @@ def task_texts(task: str) -> list[str]:
     return file.read_text(encoding="utf-8").strip().split(SEPARATOR)
 
 
-def task_prompts(tasks: Sequence[str], config: EngineConfig) -> dict[str, list[list[int]]]:
+def prompts_of_tasks(tasks: Sequence[str], config: EngineConfig) -> dict[str, list[list[int]]]:
     """Returns the prompts of tasks as token ids, as messages where the model has a chat template.
 
     Raises:

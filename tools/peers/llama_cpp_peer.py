@@ -13,32 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
-from gguf.utility import LocalTensor, SafetensorsLocal
 
+from tools.peers.gguf_file import write_gguf
 from tools.peers.task import Prompts, Task, answer, read_task
 
-TYPES = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
-    "int8": gguf.GGMLQuantizationType.Q8_0,
-    "int4": gguf.GGMLQuantizationType.Q4_1,
-}
 BATCH = 512  # the most tokens of a call
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def main() -> None:
@@ -120,67 +101,6 @@ def _load(task: Task, config: dict[str, Any]) -> Any:  # a pointer of ctypes
         # buffer types.
         loading.use_extra_bufts = task.dtype != "int8"
         return llama_cpp.llama_model_load_from_file(path.encode(), loading)
-
-
-def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:
-    """Writes a Llama without a tokenizer.
-
-    Its rows of queries and keys are in the order of interleaved rotary embeddings.
-    """
-    writer = gguf.GGUFWriter(path, "llama")
-    heads = config["num_attention_heads"]
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-    writer.add_rope_freq_base((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    for file in sorted(model.glob("*.safetensors")):
-        for name, tensor in SafetensorsLocal(file).tensors.items():
-            values = _float32(tensor)
-            if "q_proj" in name or "k_proj" in name:
-                values = _interleaved(
-                    values, heads if "q_proj" in name else config["num_key_value_heads"]
-                )
-            kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(_renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _renamed(name: str) -> str:
-    fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    module, _, kind = name.rpartition(".")
-    if module in fixed:
-        return f"{fixed[module]}.{kind}"
-    layer, _, part = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
-
-
-def _float32(tensor: LocalTensor) -> npt.NDArray[np.float32]:
-    """Returns a tensor in float32 or bfloat16; NumPy has no bfloat16, which is half a float32."""
-    values = tensor.mmap_bytes()
-    if tensor.dtype == "BF16":
-        halves = values.view(np.uint16).astype(np.uint32)
-        values = (halves << 16).view(np.float32)
-    elif tensor.dtype == "F32":
-        values = values.view(np.float32)
-    else:
-        raise ValueError(f"a tensor of {tensor.dtype}: only F32 and BF16 are read")
-    return values.reshape(tensor.shape)
-
-
-def _interleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    rows, columns = values.shape
-    halves = values.reshape(num_heads, 2, rows // num_heads // 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
 
 
 if __name__ == "__main__":
