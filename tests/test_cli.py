@@ -509,6 +509,8 @@ def test_doctor_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "TemplateSyntaxError" in told(str(broken))["chat template"]
     (broken / "config.json").write_text("{}")
     assert told(str(broken))["model"].startswith("unknown: CheckpointError")
+    missing = told(str(tmp_path / "missing"))
+    assert "missing" in missing["model"] and "tokenizer" not in missing
 
 
 def test_doctor_says_what_several_devices_and_hosts_could_do(

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from jaxpage import __version__
+from jaxpage.errors import ModelNotFoundError
 
 PACKAGES = (
     "jax",
@@ -74,10 +75,7 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
     yield from _part("families of packages", families_of_packages)
     yield from _part("quantised weights", _quantizations)
     if model is not None:
-        yield from _part("model", lambda: _checkpoint(model))
-        yield from _part("tokenizer", lambda: _tokenizer(model))
-        yield from _part("chat template", lambda: _chat_template(model))
-        yield from _part("form of answers", lambda: _chat_form(model))
+        yield from _model(model)
     for variable in (
         *VARIABLES,
         *sorted(name for name in os.environ if name.startswith("JAXPAGE_")),
@@ -85,6 +83,20 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
         if variable in os.environ:
             is_secret = any(word in variable for word in ("KEY", "TOKEN", "SECRET"))
             yield variable, "set" if is_secret else os.environ[variable]
+
+
+def _model(model: str) -> Iterator[tuple[str, str]]:
+    from jaxpage.checkpoints import resolve_model
+
+    try:
+        resolve_model(model)
+    except ModelNotFoundError as error:
+        yield "model", str(error)
+        return
+    yield from _part("model", lambda: _checkpoint(model))
+    yield from _part("tokenizer", lambda: _tokenizer(model))
+    yield from _part("chat template", lambda: _chat_template(model))
+    yield from _part("form of answers", lambda: _chat_form(model))
 
 
 def _part(name: str, find: Callable[[], Iterator[str]]) -> Iterator[tuple[str, str]]:
