@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import jaxpage
+from jaxpage.errors import UnsupportedError
 from jaxpage.models.registry import FAMILIES, OTHER_NAMES, load_family
 from tests.support.notebooks import as_page, as_text, executed
-from tests.support.published_models import ENTRIES
+from tests.support.published_models import ENTRIES, NOT_THERE
 from tests.support.reference import pages, python_page
 from tests.support.reference_models import TESTS
 from tests.support.settings_files import flags_module, keywords
@@ -82,8 +83,11 @@ def test_published_models_have_architectures_that_load_and_each_of_them_has_one(
     assert found == set(FAMILIES)
     for other, name in OTHER_NAMES.items():
         assert load_family({"architectures": [other]}) is load_family({"architectures": [name]})
-    names = [name for name, *_ in entries]
+    names = [name for name, *_ in (*entries, *NOT_THERE)]
     assert len(set(names)) == len(names)
+    for _, kind, _ in NOT_THERE:
+        with pytest.raises(UnsupportedError):
+            load_family({"architectures": [kind]})
 
 
 @pytest.mark.parametrize(

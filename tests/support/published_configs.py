@@ -245,3 +245,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 60, "num_kv_heads": 8},
     },
 }
+# Where the file says DeepseekV3ForCausalLM and a model type that no class of transformers has.
+PUBLISHED["Kimi-K2"] = {
+    **PUBLISHED["DeepSeek-V3"],
+    **{
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 384,
+    },
+    **{"num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0},
+    **{"routed_scaling_factor": 2.827, "vocab_size": 163840},
+}

@@ -48,6 +48,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Vicuna v1.5", "7, 13", "LlamaForCausalLM", ""),
     ),
     "Qwen": (
+        ("Qwen1.5", "0.5, 1.8, 4, 7, 14, 32, 72, 110", "Qwen2ForCausalLM", ""),
         ("Qwen2, Qwen2 Instruct", "0.5, 1.5, 7.6, 72", "Qwen2ForCausalLM", ""),
         ("Qwen2.5, Qwen2.5 Instruct", "0.5, 1.5, 3, 7.6, 14, 32, 72", "Qwen2ForCausalLM", ""),
         ("Qwen2.5 Coder, Qwen2.5 Math", "0.5, 1.5, 3, 7.6, 14, 32, 72", "Qwen2ForCausalLM", ""),
@@ -141,6 +142,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "DeepseekV3ForCausalLM",
             f"{_LATENT}; published in fp8: half of this",
         ),
+        (
+            "Kimi K2 (Moonshot AI)",
+            "1,026",
+            "DeepseekV3ForCausalLM",
+            "published in fp8: half of this; its tokenizer is code, which is not run",
+        ),
     ),
     "Microsoft": (
         ("Phi-1, Phi-1.5, Phi-2", "1.3, 1.3, 2.7", "PhiForCausalLM", ""),
@@ -225,6 +232,16 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
 }
 
+# Models that people look for and that do not load: the name, the architecture and the reason.
+NOT_THERE = (
+    ("DeepSeek-V3.2", "DeepseekV32ForCausalLM", "attention to tokens that an indexer chooses"),
+    ("Falcon Mamba", "FalconMambaForCausalLM", "near to Mamba, with norms of its states' inputs"),
+    ("LFM2 8B-A1B", "Lfm2MoeForCausalLM", "experts in LFM2's layers"),
+    ("Baichuan 2", "BaichuanForCausalLM", "only published as code, which is not run"),
+    ("InternLM 2, 3", "InternLM2ForCausalLM", "only published as code, which is not run"),
+    ("Qwen, of 2023", "QWenLMHeadModel", "only published as code, which is not run"),
+)
+
 INTRODUCTION = """\
 Look for the name under which a model is published, such as Llama 3.2 1B Instruct, Qwen3 4B or
 Phi-4-mini. Fine-tuned models have the architecture of the model that they came from. What decides is
@@ -243,3 +260,5 @@ def tables() -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     for publisher, entries in ENTRIES.items():
         rows = [(name, sizes, f"`{kind}`", note) for name, sizes, kind, note in entries]
         yield publisher, ("model", "billions of parameters", "architecture", "to know"), rows
+    missing = [(name, f"`{kind}`", reason) for name, kind, reason in NOT_THERE]
+    yield "Not there", ("model", "architecture", "reason"), missing
