@@ -1007,8 +1007,8 @@ def test_a_missing_size_is_named():
             load_family(config).Spec.from_config(config)
 
 
-def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_names():
-    with pytest.raises(UnsupportedError, match=", ".join(FAMILIES)):
+def test_the_registry_counts_the_supported_families_and_gpt2_reads_the_common_names():
+    with pytest.raises(UnsupportedError, match=f"not one of the {len(FAMILIES)} that"):
         load_family({"architectures": ["NoSuchModel"]})
     assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILIES)
     config = config_json("gpt2-usual")
