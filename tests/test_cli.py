@@ -495,7 +495,9 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     } <= set(report)
 
 
-def test_doctor_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_looks_at_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(model: str) -> dict[str, str]:
         assert run("doctor", model) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -511,6 +513,8 @@ def test_doctor_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert told(str(broken))["model"].startswith("unknown: CheckpointError")
     missing = told(str(tmp_path / "missing"))
     assert "missing" in missing["model"] and "tokenizer" not in missing
+    monkeypatch.setattr("jaxpage.checkpoints.resolve_model", lambda _: 1 / 0)
+    assert "ZeroDivisionError" in told("demo")["model"]
 
 
 def test_doctor_says_what_several_devices_and_hosts_could_do(

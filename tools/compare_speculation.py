@@ -45,6 +45,7 @@ from jaxpage.bench import TASKS, environment, prompts_of_tasks
 from tools.peers.gguf_file import TYPES, write_gguf
 from tools.peers.llama_server import Run, complete, ngram_types, started, version_of
 from tools.peers.other_programs import OtherPrograms
+from tools.peers.report import table_row
 
 NONE, DRAFT = "none", "draft-simple"  # types of speculation by their names in llama.cpp
 SPARE_TOKENS = 128  # of a slot, for drafts after the last token
@@ -73,7 +74,7 @@ def main() -> None:
         f"{arguments.max_output} tokens of each sequence; medians of {arguments.repeats} rounds, "
         f"with the lowest and the highest.\n"
     )
-    print(_line(TITLES), "|" + "---|" * len(TITLES), sep="\n", flush=True)
+    print(table_row(TITLES), "|" + "---|" * len(TITLES), sep="\n", flush=True)
     others = OtherPrograms()
     # The pool ends after the last server, without which its threads would wait for answers.
     with _gguf(model, arguments.dtype) as path, ThreadPoolExecutor(max(arguments.batches)) as pool:
@@ -81,7 +82,7 @@ def main() -> None:
             rows = [*islice(cycle(prompts[task]), batch)]
             run = partial(_run, arguments, pool, path, rows)
             for kind, pairs in measure(run, types, arguments.repeats).items():
-                print(_line([task, str(batch), kind, *cells(pairs)]), flush=True)
+                print(table_row([task, str(batch), kind, *cells(pairs)]), flush=True)
     if (share := others.share()) is not None:
         print(f"\nOther programs had {share:.0%} of the cores.")
 
@@ -121,10 +122,6 @@ def cells(pairs: Sequence[Pair]) -> list[str]:
 def mean_rate(runs: Sequence[Run]) -> float:
     """Returns the tokens per second of some runs in the mean of their times."""
     return len(runs) / sum(1 / run.rate for run in runs)
-
-
-def _line(words: Sequence[str]) -> str:
-    return "| " + " | ".join(words) + " |"
 
 
 def _run(

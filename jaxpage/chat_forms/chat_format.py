@@ -28,8 +28,8 @@ class ChatFormat:
         tools: The form of tool calls, or None.
         reasoning: The form of reasoning, or None.
         content: The marks around the content.
-        has_tools: True if the chat template renders tool calls, in whatever form, or tells how
-            they are written.
+        has_tools: True if the chat template renders tool calls, in whatever form, or its
+            instructions show one.
         declared: Makes transformers' parser, where the tokenizer declares a response template and
             no form of calls is derived.
         headers: The form of headers, where answers are messages with headers; or None.

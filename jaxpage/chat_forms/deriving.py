@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
 from jaxpage.chat_forms.deriving_headers import derive_headers
-from jaxpage.chat_forms.deriving_instructions import instructed
+from jaxpage.chat_forms.deriving_instructions import prober_of_instructions
 from jaxpage.chat_forms.deriving_text import derive_text
 from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Prober, Render, probers
 from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
@@ -36,8 +36,8 @@ def derive(render: Render, source: str) -> Derived:
     problem, has_tools = None, False
     ways = probers(render, TOOLS)
     if not any(map(_renders_calls, ways)):
-        told = instructed(ways[0])
-        ways = [] if told is None else [told]
+        by_instructions = prober_of_instructions(ways[0])
+        ways = [] if by_instructions is None else [by_instructions]
     for prober in ways:
         text = derive_text(prober, source)
         if text is None or not _renders_calls(prober):

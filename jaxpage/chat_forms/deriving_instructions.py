@@ -1,6 +1,6 @@
-"""Finds how a template tells a model to write tool calls, where it renders none itself.
+"""Finds the form of tool calls in the instructions of a template that renders no calls itself.
 
-Such a template says it in the text that shows the tools, with words in the place of values:
+The instructions come with the tools, and show a call with words in the place of values:
 
     <tool_call>
     {"name": <function-name>, "arguments": <args-json-object>}
@@ -31,10 +31,10 @@ _PAIR = re.compile(rf"\{{({_KEY})(.+?)(\s*,{_KEY})(.+?)(\s*)\}}", re.DOTALL)
 _NAME_HOLE = f'"{SAME_NAME}"'
 
 
-def instructed(prober: Prober) -> Prober | None:
-    """Returns a prober whose calls are contents that a model writes as it is told to.
+def prober_of_instructions(prober: Prober) -> Prober | None:
+    """Returns a prober that writes calls into the content of a message, as the instructions show.
 
-    It is None if the template does not tell it clearly, or changes such a content.
+    It is None if the instructions do not show one form, or if the template changes such content.
 
     Args:
         prober: Renders answers by a template that passes over the calls of a message.
@@ -42,8 +42,8 @@ def instructed(prober: Prober) -> Prober | None:
     shown, alone = prober.question() or "", replace(prober, tools=None).question() or ""
     if NAMES[0] not in shown:
         return None
-    told = [found.groups() for found in _EXAMPLE.finditer(shown)]
-    examples = [_with_holes(*parts) for parts in told if "".join(parts) not in alone]
+    found = [each.groups() for each in _EXAMPLE.finditer(shown)]
+    examples = [_with_holes(*parts) for parts in found if "".join(parts) not in alone]
     calls = {"".join(call.split()): call for call in examples if call is not None}
     if len(calls) != 1:
         return None

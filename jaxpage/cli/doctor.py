@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from jaxpage import __version__
-from jaxpage.errors import ModelNotFoundError
 
 PACKAGES = (
     "jax",
@@ -90,8 +89,8 @@ def _model(model: str) -> Iterator[tuple[str, str]]:
 
     try:
         resolve_model(model)
-    except ModelNotFoundError as error:
-        yield "model", str(error)
+    except Exception as error:  # it is in the way of all that follows
+        yield "model", _unknown(error)
         return
     yield from _part("model", lambda: _checkpoint(model))
     yield from _part("tokenizer", lambda: _tokenizer(model))
@@ -104,7 +103,11 @@ def _part(name: str, find: Callable[[], Iterator[str]]) -> Iterator[tuple[str, s
         for value in find():
             yield name, value
     except Exception as error:  # people run doctor because something is broken
-        yield name, f"unknown: {type(error).__name__}: {error}"
+        yield name, _unknown(error)
+
+
+def _unknown(error: Exception) -> str:
+    return f"unknown: {type(error).__name__}: {error}"
 
 
 def _version(package: str) -> str | None:

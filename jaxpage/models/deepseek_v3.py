@@ -33,9 +33,6 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        if config.get("model_type") == "kimi_k2":
-            # Kimi K2 names the architecture of DeepSeek-V3, and a model type of its own.
-            config = {**config, "model_type": "deepseek_v3"}
         with Fields(config, "deepseek_v3", ALIASES) as fields:
             return cls._from_fields(
                 fields,

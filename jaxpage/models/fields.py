@@ -38,6 +38,9 @@ _NOT_HONOURED = {
     "is_encoder_decoder": "an encoder",
 }
 
+# Model types that published files have beside the architecture of another family.
+_OTHER_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the text model of a model that takes images too.
@@ -98,11 +101,12 @@ class Fields(ConfigFields):
         self.aliases = aliases or {}
         # Errors are raised at the end of the block, or when the first field is read.
         self._collects = True
-        if config.get("model_type", model_type) != model_type:
+        named = config.get("model_type", model_type)
+        if named != model_type and _OTHER_MODEL_TYPES.get(str(named)) != model_type:
             self.note(
                 WrongField(
                     f"architectures {config.get('architectures')} are of model_type {model_type!r}, "
-                    f"but model_type is {config['model_type']!r}"
+                    f"but model_type is {named!r}"
                 ),
                 model_type=model_type,
             )

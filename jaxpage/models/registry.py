@@ -158,12 +158,8 @@ def _text_family(architecture: str, module: str) -> Family:
     return text_family(architecture, _imported(module))
 
 
-def _known() -> tuple[str, ...]:
-    return (
-        *FAMILIES,
-        *_registered,
-        *sorted(entry_points(group=ENTRY_POINTS).names - FAMILIES.keys()),
-    )
+def _known() -> set[str]:
+    return {*FAMILIES, *_registered, *entry_points(group=ENTRY_POINTS).names}
 
 
 def _register_installed(architecture: str, *, brings_code: bool) -> None:

@@ -238,7 +238,7 @@ NOT_THERE = (
     ("Falcon Mamba", "FalconMambaForCausalLM", "near to Mamba, with norms of its states' inputs"),
     ("LFM2 8B-A1B", "Lfm2MoeForCausalLM", "experts in LFM2's layers"),
     ("Baichuan 2", "BaichuanForCausalLM", "only published as code, which is not run"),
-    ("InternLM 2, 3", "InternLM2ForCausalLM", "only published as code, which is not run"),
+    ("InternLM 2", "InternLM2ForCausalLM", "only published as code, which is not run"),
     ("Qwen, of 2023", "QWenLMHeadModel", "only published as code, which is not run"),
 )
 

@@ -51,6 +51,11 @@ def best(modes: Mapping[str, Sequence[Answer]], number: str) -> Best:
     return Best(median(seconds), min(seconds), max(seconds), mode)
 
 
+def table_row(cells: Sequence[str]) -> str:
+    """Returns a row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
 def report(
     answers: Answers,
     model: str,
@@ -84,7 +89,7 @@ def report(
         ratio = f"{first_seconds / all_requests.median:.2f}"
         numbers = [best(modes, column).milliseconds() for column in columns]
         rows.append([name, speed, ratio, f"{equal} of {len(trace)}", *numbers, any_answer.version])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines = [table_row(row) for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
     words = ["python", "tools/compare_engines.py", f"models/{model}"]

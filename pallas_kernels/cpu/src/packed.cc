@@ -515,8 +515,8 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
   }
 }
 
-// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale. Some small groups take each step one
-// after the other, so that no step waits for the one before it.
+// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale. With AMX and few rows, some small
+// groups take each step one after the other, so that no step waits for the one before it.
 template <int kPanels>
 JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel, kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
