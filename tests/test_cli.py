@@ -495,6 +495,20 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     } <= set(report)
 
 
+def test_doctor_breaks_long_lines_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [("short", "one"), ("empty", ""), ("long", "word-of-ten " * 12)]
+    monkeypatch.setattr("jaxpage.cli.doctor.report", lambda model: iter(values))
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run("doctor") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["short", "one"] and lines[1].split() == ["empty"]
+    assert len(lines) > 3 and max(map(len, lines)) <= 60
+    assert all(line.startswith(" " * 21 + "word-of-ten") for line in lines[3:])
+
+
 def test_doctor_looks_at_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

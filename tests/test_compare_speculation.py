@@ -123,15 +123,16 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     path, asked = server
     words = [str(model), "--server", str(path), "--port", str(port), "--tasks", "chat", "summarise"]
     words += ["--batches", "1", "2", "--max-output", "5", "--repeats", "1", "--flags", "-fa off"]
+    words += ["--num-prompts", "3"]
     monkeypatch.setattr(sys, "argv", ["compare_speculation.py", *words])
     compare_speculation.main()
     shown = capsys.readouterr().out
     assert "`python tools/compare_speculation.py llama --server llama-server --port" in shown
     assert "llama.cpp 7 (abc)" in shown and shown.count("\n| chat |") == 6
     (row,) = [line for line in shown.splitlines() if line.startswith("| summarise | 2 | ngram-mod")]
-    assert row.split(" | ")[3] == "2.00" and row.endswith(" | 0 of 2 |")
+    assert row.split(" | ")[3] == "2.00" and row.endswith(" | 0 of 4 |")
     (row,) = [line for line in shown.splitlines() if line.startswith("| chat | 2 | ngram-mod")]
-    assert row.split(" | ")[3] == "2.00" and row.endswith(" | 2 of 2 |")
+    assert row.split(" | ")[3] == "2.00" and row.endswith(" | 4 of 4 |")
 
     notes = asked()
     starts = [note["flags"] for note in notes if "flags" in note]
@@ -141,7 +142,7 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     assert all(flags[-2:] == ["-fa", "off"] for flags in starts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = (ROOT / "jaxpage/bench/tasks/summarise.txt").read_text().split("\n====\n")
-    prompts = [tokenizer(each.strip())["input_ids"] for each in text[:2]]
+    prompts = [tokenizer(each.strip())["input_ids"] for each in text[:4]]
     last = [note for note in notes if note["pid"] == notes[-1]["pid"]]
     flags, *requests = [note.get("asked") or note["flags"] for note in last]
     longest = max(map(len, prompts))
@@ -150,8 +151,10 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
     others = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True, **greedy}
     expected = [{"prompt": prompt, "n_predict": 5, **others} for prompt in prompts]
-    expected += [{"prompt": prompt[:8], "n_predict": 2, **others} for prompt in prompts]
-    assert sorted(requests, key=str) == sorted(expected, key=str)
+    warming = [{"prompt": prompt[:8], "n_predict": 2, **others} for prompt in prompts[:2]]
+    for begin, found in ((0, warming), (2, expected[:2]), (4, expected[2:])):
+        assert sorted(requests[begin : begin + 2], key=str) == sorted(found, key=str)
+    assert len(requests) == 6
     assert {note.get("path", "/completion") for note in notes} == {"/completion"}
 
 
@@ -166,6 +169,7 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
 def test_a_server_that_fails(kind, said, server, port, model, monkeypatch) -> None:
     words = [str(model), "--server", str(server[0]), "--port", str(port), "--types", kind]
     words += ["--tasks", "chat", "--batches", "1", "--repeats", "1"]
+    words += ["--num-prompts", "1"]
     monkeypatch.setattr(sys, "argv", ["compare_speculation.py", *words])
     with pytest.raises(SystemExit) as ended:
         compare_speculation.main()
@@ -187,7 +191,7 @@ def test_a_request_to_end_stops_the_server(server, port, model) -> None:
     """The server computes at that time, and the fixture looks for its process."""
     path, asked = server
     words = [str(model), "--server", str(path), "--port", str(port), "--types", "ngram-none"]
-    words += ["--tasks", "chat", "--batches", "2", "--repeats", "1"]
+    words += ["--tasks", "chat", "--batches", "2", "--repeats", "1", "--num-prompts", "2"]
     command = [sys.executable, str(ROOT / "tools/compare_speculation.py"), *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
         log, end = path.with_name("asked.jsonl"), time.monotonic() + 60
@@ -206,7 +210,7 @@ def test_a_request_to_end_stops_the_server(server, port, model) -> None:
     [
         (["m", "--server", "/no/such"], "'/no/such': there is no such program"),
         (["m", "--server", "true", "--draft", "/no/such"], "--draft /no/such: there is no such"),
-        (["m", "--server", "true", "--max-output", "1"], "1 row, 1 round and 2 tokens are needed"),
+        (["m", "--server", "true", "--max-output", "1"], "1 row, 1 prompt, 1 round and 2 tokens"),
         (["/no/such", "--server", "true"], "/no/such is no model: it is no GGUF file and has no"),
         ([str(ROOT / "LICENSE"), "--server", "true"], "its --help names no --spec-type with n-gr"),
     ],

@@ -254,6 +254,15 @@ def test_trees_of_drafts_are_refused_for_windows_as_by_the_engine(
     assert "is not supported for" in shown.err and "sliding windows" in shown.err and not shown.out
 
 
+def test_a_drafter_without_the_weight_files_is_refused_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafting = ("--speculative-config", '{"method": "mtp"}')
+    assert run(write(tmp_path, SHORT), "--memory", "80GiB", *drafting) == 1
+    shown = capsys.readouterr().err
+    assert "method 'mtp' reads the headers" in shown and "leave speculative_config out" in shown
+
+
 def test_users_are_as_many_as_a_block_manager_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Measures what llama.cpp's own speculation gives, as `jaxpage bench speculation` measures jaxpage.
 
-`llama-server` gets the prompts of the same tasks as token ids, all at once, greedy, each for the
-same number of tokens. Each type of drafts by n-grams runs between two runs without drafts, and its
+`llama-server` gets the prompts of the same tasks as token ids, as many at once as there are rows,
+greedy, each for the same number of tokens. Each type of drafts by n-grams runs between two runs without drafts, and its
 ratio is to the mean of these two. A run without drafts is compared with the one before it, too:
 what that ratio differs from 1 by is noise. Each run has a server of its own with as many slots as
 rows, because some types draft from what the server wrote before. All types have the server's
@@ -79,8 +79,10 @@ def main() -> None:
     # The pool ends after the last server, without which its threads would wait for answers.
     with _gguf(model, arguments.dtype) as path, ThreadPoolExecutor(max(arguments.batches)) as pool:
         for task, batch in ((task, batch) for task in prompts for batch in arguments.batches):
-            rows = [*islice(cycle(prompts[task]), batch)]
-            run = partial(_run, arguments, pool, path, rows)
+            turning = cycle(prompts[task])
+            num_groups = -(-arguments.num_prompts // batch)
+            groups = [[*islice(turning, batch)] for _ in range(num_groups)]
+            run = partial(_run, arguments, pool, path, groups)
             for kind, pairs in measure(run, types, arguments.repeats).items():
                 print(table_row([task, str(batch), kind, *cells(pairs)]), flush=True)
     if (share := others.share()) is not None:
@@ -128,21 +130,26 @@ def _run(
     arguments: argparse.Namespace,
     pool: ThreadPoolExecutor,
     path: Path,
-    rows: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[Sequence[int]]],
     kind: str,
 ) -> Run:
-    with started(arguments.server, arguments.port, _flags(arguments, path, rows, kind)):
-        complete(pool, arguments.port, [row[:8] for row in rows], 2)  # a warm-up
-        return complete(pool, arguments.port, rows, arguments.max_output)
+    with started(arguments.server, arguments.port, _flags(arguments, path, groups, kind)):
+        complete(pool, arguments.port, [[row[:8] for row in groups[0]]], 2)  # a warm-up
+        return complete(pool, arguments.port, groups, arguments.max_output)
 
 
 def _flags(
-    arguments: argparse.Namespace, path: Path, rows: Sequence[Sequence[int]], kind: str
+    arguments: argparse.Namespace,
+    path: Path,
+    groups: Sequence[Sequence[Sequence[int]]],
+    kind: str,
 ) -> list[str]:
     """Returns the flags of a server for these prompts."""
-    slot = max(map(len, rows)) + arguments.max_output + SPARE_TOKENS
-    flags = ["--model", str(path), "--parallel", str(len(rows))]
-    flags += ["--ctx-size", str(slot * len(rows)), "--threads", str(os.cpu_count() or 1)]
+    batch = len(groups[0])
+    longest = max(len(row) for rows in groups for row in rows)
+    slot = longest + arguments.max_output + SPARE_TOKENS
+    flags = ["--model", str(path), "--parallel", str(batch)]
+    flags += ["--ctx-size", str(slot * batch), "--threads", str(os.cpu_count() or 1)]
     flags += ["--cache-ram", "0", "--spec-type", kind]
     flags += ["--model-draft", arguments.draft] if kind == DRAFT else []
     return [*flags, *shlex.split(arguments.flags)]
@@ -179,11 +186,14 @@ def _arguments() -> argparse.Namespace:
     add("--port", type=int, default=8931, metavar="N", help="of the server; default: 8931")
     add("--tasks", nargs="+", choices=TASKS, default=TASKS, help="default: all")
     add("--batches", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows; 1 8 32")
+    text = "prompts of a task, at least one for each row; default: 8"
+    add("--num-prompts", type=int, default=8, metavar="N", help=text)
     add("--max-output", type=int, default=64, metavar="N", help="new tokens; default: 64")
     add("--repeats", type=int, default=3, metavar="N", help="rounds; default: 3")
     arguments = parser.parse_args()
-    if min(*arguments.batches, arguments.repeats, arguments.max_output - 1) < 1:
-        parser.error("at least 1 row, 1 round and 2 tokens are needed")
+    numbers = arguments.num_prompts, arguments.repeats, arguments.max_output - 1
+    if min(*arguments.batches, *numbers) < 1:
+        parser.error("at least 1 row, 1 prompt, 1 round and 2 tokens are needed")
     if arguments.draft and not Path(arguments.draft).is_file():
         parser.error(f"--draft {arguments.draft}: there is no such file")
     return arguments

@@ -115,7 +115,7 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                 }
                 bar.update()
                 for task, batch in cases:
-                    rows = prompts[task][:batch]
+                    rows = prompts[task] if task else prompts[task][:batch]
                     for each, more in measure(
                         engines, rows, params[:batch], arguments.repeats, apart=bool(task)
                     ).items():
@@ -154,12 +154,13 @@ def measure(
 ) -> dict[Way, Pairs]:
     """Measures one batch: an engine with drafts next to two engines without.
 
-    The first turn is not counted.
+    The first turn is not counted. Each run takes the next prompts, and the first again after the
+    last.
 
     Args:
         engines: The engines by their ways to draft.
-        prompts: The prompts of the batch.
-        params: The sampling parameters of each.
+        prompts: The prompts.
+        params: The sampling parameters of each row of the batch.
         repeats: The turns that are counted.
         apart: True gives each request a cache salt of its own, so that no method drafts from what
             the same prompt became in an earlier run, or in another row.
@@ -169,10 +170,11 @@ def measure(
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for index in range((1 + repeats) * runs_of_a_turn):
         ways.append(ways.pop(0))  # so that each engine is first in its turn
+        rows = [*islice(cycle(prompts), index * len(params), (index + 1) * len(params))]
         if apart:
             params = [replace(each, cache_salt=f"{index} {row}") for row, each in enumerate(params)]
         runs = dict(
-            zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True)
+            zip(ways, _run_together([engines[each] for each in ways], rows, params), strict=True)
         )
         if index >= runs_of_a_turn:
             seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
@@ -340,14 +342,13 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
 
 
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str, Prompts]:
-    """Returns prompts for the largest batch by task, or else under an empty name.
+    """Returns the prompts of tasks, or else prompts for the largest batch under an empty name.
 
     Those that are of no task have 64 tokens each: parts of the text, or random ids.
     """
     count = max(arguments.batches)
     if arguments.tasks:
-        found = prompts_of_tasks(arguments.tasks, config)
-        return {task: [*islice(cycle(each), count)] for task, each in found.items()}
+        return prompts_of_tasks(arguments.tasks, config)
     if arguments.text is None:
         vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]
         draw = np.random.default_rng(arguments.seed)

@@ -7,6 +7,9 @@ configuration does not.
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 from jaxpage.cli.flags import PLANNED_SETTINGS
@@ -140,11 +143,18 @@ def config_validate(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Runs `jaxpage doctor`, which reports versions, devices, memory and caches."""
+    """Runs `jaxpage doctor`, which reports versions, devices, memory and caches.
+
+    On a terminal long lines are broken; elsewhere each value is one line, for grep.
+    """
     from jaxpage.cli.doctor import report
 
+    columns = shutil.get_terminal_size().columns
     for name, value in report(arguments.model):
-        print(f"{name:<20} {value}")
+        lines = [value]
+        if sys.stdout.isatty():
+            lines = textwrap.wrap(value, max(columns - 21, 20), break_on_hyphens=False) or [""]
+        print(f"{name:<20} " + f"\n{'':<21}".join(lines))
 
 
 def bench_throughput(arguments: argparse.Namespace) -> int:

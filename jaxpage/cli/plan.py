@@ -40,7 +40,7 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.cli import plan_devices
 from jaxpage.device import DeviceSpec, open_devices
-from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned, gib
@@ -223,13 +223,21 @@ def _drafting(config: EngineConfig) -> Drafting:
 
     Only if the drafter has weights of its own it opens the files of drafter and model, whose
     headers say how large the drafter is.
+
+    Raises:
+        CheckpointError: The drafter needs the model's weight files, and they cannot be opened.
     """
     asked = config.speculative_config
     if asked is None or not asked.has_weights:
         return Drafting()
-    return open_drafting(
-        asked, open_model(resolve_model(config.model, config.revision), config.quantization)
-    )
+    try:
+        files = open_model(resolve_model(config.model, config.revision), config.quantization)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"a plan with speculative_config method {asked.method!r} reads the headers of the model's "
+            f"weight files (without these leave speculative_config out): {error}"
+        ) from error
+    return open_drafting(asked, files)
 
 
 def _place(memory: int | None, utilization: float) -> DeviceSpec:

@@ -25,10 +25,10 @@ LOG_LINES = 8  # what an error shows of the server's log
 
 @dataclass(frozen=True)
 class Run:
-    """Holds the answers to prompts that were sent together.
+    """Holds the answers to groups of prompts, each of which was sent together.
 
     Attributes:
-        seconds: The time from the first request to the last answer.
+        seconds: The time from the first request to the last answer of each group, in all.
         outputs: The token ids of each answer.
         num_accepted: The drafts that were accepted, in all answers.
     """
@@ -127,9 +127,14 @@ def _last_lines(log: IO[bytes]) -> str:
 
 
 def complete(
-    pool: ThreadPoolExecutor, port: int, prompts: Sequence[Sequence[int]], num_tokens: int
+    pool: ThreadPoolExecutor,
+    port: int,
+    groups: Sequence[Sequence[Sequence[int]]],
+    num_tokens: int,
 ) -> Run:
-    """Sends prompts all at once, each for the same number of most likely tokens.
+    """Sends the prompts of a group all at once, each for the same number of most likely tokens.
+
+    A group begins when the one before it has been answered.
 
     The pool has to outlive the server: its threads wait for answers, which come or fail when the
     server ends.
@@ -138,7 +143,11 @@ def complete(
         OSError: The server refused a request, ended, or gave fewer tokens.
     """
     start = time.perf_counter()
-    answers = list(pool.map(partial(_completion, port, num_tokens), prompts))
+    answers = [
+        answer
+        for prompts in groups
+        for answer in list(pool.map(partial(_completion, port, num_tokens), prompts))
+    ]
     seconds = time.perf_counter() - start
     accepted = sum(answer["timings"].get("draft_n_accepted", 0) for answer in answers)
     return Run(seconds, [answer["tokens"] for answer in answers], accepted)
