@@ -83,13 +83,14 @@ def test_the_command_end_to_end(capsys, monkeypatch):
     assert len(shown) == 1 + 8 + 1
 
 
-def test_tasks_are_measured_one_by_one(capsys, monkeypatch):
+def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
     """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its next run."""
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", here)
     words = ["--model", "demo", "--tasks", "chat", "translate", "--batches", "1", "--repeats", "1"]
     words += ["--methods", "suffix", "--num-speculative-tokens", "3", "--max-output", "24"]
-    assert cli.main(["bench", "speculation", *words, "--max-num-batched-tokens", "64"]) == 0
+    words += ["--max-num-batched-tokens", "64", "--plot", str(tmp_path / "ratios.svg")]
+    assert cli.main(["bench", "speculation", *words]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     cells = json.loads(line)["cells"]
     ways = [(NONE, ""), ("suffix", "3"), ("suffix", "auto"), CONTROL]
@@ -101,6 +102,10 @@ def test_tasks_are_measured_one_by_one(capsys, monkeypatch):
         assert cell["identical"] and cell["ratios"][0] <= cell["ratio"] <= cell["ratios"][1]
         assert all(share <= 1 for share in cell["accepted"])
         assert cell["tokens_per_step"] < 2, "no text is known from an earlier run"
+    picture = (tmp_path / "ratios.svg").read_text()
+    drawn = [f"<!-- {cell['ratio']:.2f} -->" for cell in cells if cell["method"] == "suffix"]
+    assert all(f"<!-- {word} -->" in picture for word in ("chat", "translate", "suffix auto"))
+    assert all(text in picture for text in drawn) and "again" not in picture
 
 
 def test_each_task_has_twenty_prompts_that_differ():

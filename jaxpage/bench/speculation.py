@@ -21,6 +21,7 @@ from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_pro
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
+from jaxpage.bench.throughput import check_plot
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
@@ -134,6 +135,10 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
         name: getattr(arguments, name)
         for name in ("temperature", "max_output", "starts", "repeats", "text", "tasks", "seed")
     }
+    if arguments.plot:
+        from jaxpage.bench.speculation_plot import draw  # matplotlib is optional: see check_plot
+
+        draw(cells).savefig(arguments.plot)
     results = [asdict(cell) for cell in cells]
     result = {
         "cells": results,
@@ -280,6 +285,8 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}"
             )
+    if arguments.plot:
+        check_plot(arguments.plot)
     if arguments.temperature < 0:
         raise UsageError(f"--temperature must not be negative, got {arguments.temperature:g}")
     if arguments.seed < 0:

@@ -430,6 +430,11 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="measurements per start, of 512 tokens or more per engine; medians are shown; default: 6",
     )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw the ratios by task and batch: .png, .svg or .pdf; needs jaxpage[plot]",
+    )
     _add_prompts(parser)
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
