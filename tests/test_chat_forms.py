@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
-from jaxpage.chat_forms.forms import before_hole
+from jaxpage.chat_forms.markers import PLACEHOLDER, before_placeholder
 from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
@@ -228,11 +228,20 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None
     _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
-    marks = [
-        mark for mark in form.tools.marks if not any("\ue000" <= one <= "\ue004" for one in mark)
-    ]
+    markers = [marker for marker in form.tools.markers if not PLACEHOLDER.search(marker)]
     bits = st.sampled_from(
-        [*marks, *(mark[:3] for mark in marks), call, "look-up2", "{", '"', "}", " ", "\n", "x"]
+        [
+            *markers,
+            *(marker[:3] for marker in markers),
+            call,
+            "look-up2",
+            "{",
+            '"',
+            "}",
+            " ",
+            "\n",
+            "x",
+        ]
     )
     text = "a" + "".join(data.draw(st.lists(bits, max_size=9)))
     whole = read(form, [text], "")
@@ -599,7 +608,7 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
         for tail in (*form.content.tails, *form.content.responses):
             text = text.removesuffix(tail)
         opened = tools.begin + tools.open if tools.first is None else tools.first
-        text = text[text.index(before_hole(opened).strip()) :]
+        text = text[text.index(before_placeholder(opened).strip()) :]
         text = opened[: len(opened) - len(opened.lstrip())] + text.lstrip()
         return allows(text)
 

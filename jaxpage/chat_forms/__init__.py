@@ -1,7 +1,13 @@
 """Reads tool calls and reasoning in the form that a model's chat template writes.
 
-The form is derived from what the template renders, and is no list of known models. Enter by these
-names:
+The form is derived from what the template renders, and is no list of known models:
+
+    chat template ──derive──▶ ChatFormat ──parser──▶ PieceParser ──▶ content, reasoning, tool calls
+                                         ──grammar_of──▶ the grammar of an answer that must call
+
+`deriving` and the modules `deriving_*` find the form (`forms`); `round_trips` tries it. `answer`,
+`headed` and `declared` read answers, and `calls` one tool call; `grammar` writes the grammar.
+Enter by these names:
 
 - `derive`: what a template's answers look like (`Derived`), given a `Render`.
 - `ChatFormat`: the form of a model's answers; `MessageReader` reads one answer.

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import functools
 
 from jaxpage.chat_forms.calls import CallReader, Tools
-from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm, first_chunk
-from jaxpage.chat_forms.growing import EndedError, Growing, MismatchError, Wait, attempt, fits
-from jaxpage.chat_forms.pieces import Piece
-
-# Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
-# a million opening marks without an end, has no calls from there on.
-MOST_IN_VAIN = 1 << 23
+from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.markers import first_chunk, leading_space
+from jaxpage.chat_forms.pieces import Piece, TextKind
+from jaxpage.chat_forms.text_buffer import BufferedReader, MismatchError, Parser, attempt, fits
 
 
-class AnswerReader:
+class AnswerReader(BufferedReader):
     """Reads the text of one answer.
 
     What does not fit the form of a call is content; it is given out late, and never lost. A call
-    is given out when its closing mark has come. White space next to a call is not content.
+    is given out when its closing marker has come. White space next to a call is not content.
     """
 
     def __init__(
         self,
-        tool_form: ToolForm | None = None,
-        tools: Tools | None = None,
-        reasoning: ReasoningForm | None = None,
-        content: ContentForm | None = None,
+        tool_form: ToolForm | None,
+        tools: Tools | None,
+        reasoning: ReasoningForm | None,
+        content: ContentForm,
         *,
-        is_open: bool = False,
-        space: str = "",
+        is_open: bool,
+        space: str,
     ) -> None:
         """Makes the reader of an answer.
 
@@ -38,261 +34,159 @@ class AnswerReader:
             tool_form: The form of calls; None if there are none.
             tools: The tools that may be called; None for any.
             reasoning: The form of reasoning; None if it is content.
-            content: The marks around the content.
+            content: The markers around the content.
             is_open: True if the prompt ends within the reasoning.
             space: White space that an answer begins with and that is no content.
         """
+        super().__init__()
         self._form = tool_form
         self._reasoning = reasoning
-        self._content = content or ContentForm()
+        self._content = content
         self._is_open = is_open
-        self._unread = space
-        self._text = Growing()
+        self._first_space = space
         self._calls = (
-            None if tool_form is None else CallReader(tool_form, tools or Tools(), self._text)
+            None if tool_form is None else CallReader(tool_form, tools or Tools(), self._buffer)
         )
-        self._pieces: list[Piece] = []
-        # White space after content; it is content only if more content follows.
+        # White space at the end of a text; it is given out only if more text follows.
         self._space: list[str] = []
         self._has_called = False
-        self._in_vain = 0
-        self._parser = self._answer()
-        self._is_done = False
 
-    def push(self, text: str) -> Iterator[Piece]:
-        """Yields the pieces that are certain with this text."""
-        self._text.push(text)
-        self._go_on()
-        yield from self._taken()
-
-    def finish(self) -> Iterator[Piece]:
-        """Yields the remaining pieces."""
-        self._text.has_ended = True
-        self._go_on()
-        # White space before the last mark belongs to the mark, which may be an end token.
-        leads = [tail[: len(tail) - len(tail.lstrip())] for tail in self._content.tails]
-        space = "".join(self._space).removesuffix(max(leads, key=len, default=""))
-        if space and not self._has_called:
-            self._pieces.append(Piece("content", space))
-        yield from self._taken()
-
-    def _go_on(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._parser, _DONE) is _DONE
-
-    def _taken(self) -> list[Piece]:
-        taken, self._pieces = self._pieces, []
-        return taken
-
-    def _answer(self) -> Wait[None]:
-        text = self._text
-        yield from text.own_space(self._unread)
+    def _answer(self) -> Parser[None]:
+        buffer, form, content = self._buffer, self._form, self._content
+        yield from buffer.skip_trailing_space(self._first_space)
         if self._reasoning is not None:
-            yield from self._reason(self._reasoning)
-        for opened in self._content.opens:
-            if (yield from fits(text, text.literal(opened, before_value=True))):
+            yield from self._read_reasoning(self._reasoning)
+        for opened in content.opens:
+            if (yield from fits(buffer, buffer.literal(opened, before_value=True))):
                 break
-        if self._form is not None and (not self._form.trigger or self._form.first is not None):
-            yield from self._calls_at_start(self._form)
-        marks = self._marks()
-        if not marks:
-            yield from self._rest()
-            return
-        pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-        while (mark := (yield from self._next_mark(pattern, marks))) is not None:
-            yield from self._at_mark(mark)
-
-    def _marks(self) -> set[str]:
-        """Returns the marks that content may end with."""
-        content = self._content
+        if form is not None and (not form.trigger or form.first is not None):
+            # There is no marker to look for: the prompt ends with it, or the form has none.
+            yield from self._read_calls(form, form.first_opening)
+        trigger = "" if form is None else form.trigger
         ends = (*content.closes, *content.tails, *content.responses)
-        marks = {first_chunk(mark) for mark in ends}
-        if self._form is not None:
-            marks.add(self._form.trigger)
-        return marks - {""}
+        markers = tuple({trigger, *map(first_chunk, ends)} - {""})
+        emit = functools.partial(self._emit, "content")
+        while (marker := (yield from buffer.next_marker(markers, emit))) is not None:
+            yield from self._at_marker(marker)
+        if not self._has_called:
+            # White space before the last marker belongs to the marker, which may be an end token.
+            self._emit_space("content", max(map(leading_space, content.tails), key=len, default=""))
 
-    def _at_mark(self, mark: str) -> Wait[None]:
-        """Reads what the mark begins; if that is nothing of the form, the mark is content."""
-        text, begin = self._text, self._text.place
-        form = self._form if self._in_vain < MOST_IN_VAIN else None
-        if form is not None and form.trigger.startswith(mark):
-            if (yield from self._group(form, form.begin + form.open)):
-                return
-            self._in_vain += text.reached - begin
-        for close in self._content.closes:
-            if first_chunk(close).startswith(mark) and (yield from self._closes(close)):
-                return
-        for tail in self._content.tails:
-            if first_chunk(tail).startswith(mark) and (yield from attempt(text, self._tail(tail))):
-                return
-        for response in self._content.responses:
-            if (yield from self._responds(response)):
-                return
-        # One character only, so that it makes no difference which of two marks was found.
-        text.place = begin + 1
-        self._say(mark[0])
+    def _read_reasoning(self, form: ReasoningForm) -> Parser[None]:
+        buffer = self._buffer
+        if self._is_open:
+            yield from buffer.skip_trailing_space(form.open)
+        elif not (yield from fits(buffer, buffer.literal(form.open, before_value=True))):
+            return
+        emit = functools.partial(self._emit, "reasoning")
+        space = ""
+        while marker := (yield from buffer.next_marker((first_chunk(form.close),), emit)):
+            if (yield from fits(buffer, buffer.literal(form.close, before_value=True))):
+                space = leading_space(form.close)
+                break
+            self._emit_character("reasoning", marker)
+        self._emit_space("reasoning", space)
 
-    def _closes(self, close: str) -> Wait[bool]:
-        """Reads the mark after the content, if what follows it is no more content."""
-        text, begin = self._text, self._text.place
-        if not (yield from fits(text, text.literal(close))):
+    def _at_marker(self, marker: str) -> Parser[None]:
+        """Reads what a marker begins; if that is nothing of the form, the marker is content."""
+        form, content = self._form, self._content
+        is_call = form is not None and form.trigger.startswith(marker)
+        if form is not None and is_call and (yield from self._read_calls(form, form.opening)):
+            return
+        for close in content.closes:
+            if first_chunk(close).startswith(marker) and (yield from self._read_close(close)):
+                return
+        for tail in content.tails:
+            if first_chunk(tail).startswith(marker) and (yield from self._read_tail(tail)):
+                return
+        for response in content.responses:
+            if (yield from self._read_response(response)):
+                return
+        self._emit_character("content", marker)
+
+    def _read_close(self, close: str) -> Parser[bool]:
+        """Reads the marker after the content, if what follows it is no more content."""
+        buffer, begin = self._buffer, self._buffer.position
+        if not (yield from fits(buffer, buffer.literal(close))):
             return False
-        yield from text.skip_space()
-        if (yield from text.next_character()) == "":
+        yield from buffer.skip_space()
+        if (yield from buffer.next_character()) == "":
             return True
-        opened = "" if self._form is None else self._form.begin + self._form.open
-        for mark in (opened, *self._content.tails):
-            if mark.strip() and (yield from text.comes(mark)):
+        opened = "" if self._form is None else self._form.opening
+        for marker in (opened, *self._content.tails):
+            if marker.strip() and (yield from buffer.comes(marker)):
                 return True
-        text.place = begin
+        buffer.position = begin
         return False
 
-    def _tail(self, tail: str) -> Wait[bool]:
-        """Reads the mark after the answer, which is one only if nothing follows."""
-        text = self._text
-        try:
-            yield from text.literal(tail)
-        except EndedError:
-            text.place = len(text.text)
-        yield from text.skip_space()
-        if (yield from text.next_character()):
-            raise MismatchError
-        return True
+    def _read_tail(self, tail: str) -> Parser[bool]:
+        """Reads the marker after the answer, which is one only if nothing follows."""
+        buffer = self._buffer
 
-    def _responds(self, mark: str) -> Wait[bool]:
-        """Reads a mark of a tool's response, which a model writes at the end or goes on after.
+        def read() -> Parser[None]:
+            yield from buffer.last_literal(tail)
+            yield from buffer.skip_space()
+            if (yield from buffer.next_character()):
+                raise MismatchError
 
-        What follows it is content. Before any call such a mark is quoted, unless the answer ends.
+        return (yield from fits(buffer, read()))
+
+    def _read_response(self, marker: str) -> Parser[bool]:
+        """Reads a marker of a tool's response, which a model writes at the end or goes on after.
+
+        What follows it is content. Before any call such a marker is quoted, unless the answer ends.
         """
         if self._has_called:
-            return (yield from fits(self._text, self._text.literal(mark)))
-        return bool((yield from attempt(self._text, self._tail(mark))))
+            return (yield from fits(self._buffer, self._buffer.literal(marker)))
+        return (yield from self._read_tail(marker))
 
-    def _group(self, form: ToolForm, opened: str) -> Wait[bool]:
-        """Reads the marks of the first call, and calls as long as there are any."""
-        text = self._text
-        if not (yield from attempt(text, self._one_call(opened))):
+    def _read_calls(self, form: ToolForm, opened: str) -> Parser[bool]:
+        """Reads calls as long as there are any, and returns whether there was one.
+
+        Args:
+            form: The form of calls.
+            opened: The marker before the first call.
+        """
+        if not (yield from self._read_call(opened)):
             return False
-        follows = form.between + form.open
-        opens = list(dict.fromkeys((follows, form.open)))
-        while (yield from self._any_call(opens)):
+        while (yield from self._read_call(form.between + form.open)) or (
+            form.between.strip() and (yield from self._read_call(form.open))
+        ):
             pass
         if form.end.strip():
-            begin = text.place
-            try:
-                yield from text.literal(form.end)
-            except EndedError:
-                text.place = len(text.text)
-            except MismatchError:
-                text.place = begin
-        text.forget()
+            yield from attempt(self._buffer, self._buffer.last_literal(form.end))
+        self._buffer.forget()
         return True
 
-    def _any_call(self, opens: list[str]) -> Wait[bool]:
-        for opened in opens:
-            if (yield from attempt(self._text, self._one_call(opened))):
-                return True
-        return False
-
-    def _one_call(self, opened: str) -> Wait[bool]:
+    def _read_call(self, opened: str) -> Parser[bool]:
         assert self._calls is not None
-        yield from self._text.literal(opened)
-        piece = yield from self._calls.call()
+        call = yield from self._attempt_call(self._calls.call(opened))
+        if call is None:
+            return False
         self._space.clear()
         self._has_called = True
-        self._pieces.append(piece)
+        self._pieces.append(call)
         return True
 
-    def _calls_at_start(self, form: ToolForm) -> Wait[None]:
-        """Reads calls whose opening mark is in the prompt already, or that have none."""
-        opened = form.begin + form.open if form.first is None else form.first
-        yield from self._group(form, opened)
+    def _emit_character(self, kind: TextKind, marker: str) -> None:
+        """Gives out the first character of a marker that is none.
 
-    def _next_mark(self, pattern: re.Pattern[str], marks: set[str]) -> Wait[str | None]:
-        """Says what comes before the next mark, and returns the mark without reading it."""
-        text = self._text
-        while True:
-            found = pattern.search(text.text, text.place)
-            if found is not None:
-                self._say(text.text[text.place : found.start()])
-                text.place = found.start()
-                return found[0]
-            certain = len(text.text) if text.has_ended else held_from(text.text, text.place, marks)
-            self._say(text.text[text.place : certain])
-            text.place = certain
-            if text.has_ended:
-                return None
-            text.forget()
-            yield
+        It is one character only, so that it makes no difference which of two markers was found.
+        """
+        self._buffer.position += 1
+        self._emit(kind, marker[0])
 
-    def _rest(self) -> Wait[None]:
-        text = self._text
-        while True:
-            if text.place < len(text.text):
-                self._pieces.append(Piece("content", text.text[text.place :]))
-            text.place = len(text.text)
-            text.forget()
-            if text.has_ended:
-                return
-            yield
-
-    def _say(self, said: str) -> None:
-        content = said.rstrip()
-        if content:
-            self._pieces.append(Piece("content", "".join(self._space) + content))
+    def _emit(self, kind: TextKind, text: str) -> None:
+        """Gives out text, and keeps the white space at its end until more text follows."""
+        stripped = text.rstrip()
+        if stripped:
+            self._pieces.append(Piece(kind, "".join(self._space) + stripped))
             self._space.clear()
-        if space := said[len(content) :]:
-            self._space.append(space)
+        if len(stripped) < len(text):
+            self._space.append(text[len(stripped) :])
 
-    def _reason(self, form: ReasoningForm) -> Wait[None]:
-        text = self._text
-        if not self._is_open:
-            opened = text.literal(form.open, before_value=True)
-            if not (yield from fits(text, opened)):
-                return
-        else:
-            yield from text.own_space(form.open)
-        chunk = first_chunk(form.close)
-        space = form.close[: len(form.close) - len(form.close.lstrip())]
-        held = ""
-        while True:
-            place = text.text.find(chunk, text.place)
-            is_there = place >= 0
-            if not is_there:
-                place = (
-                    len(text.text) if text.has_ended else held_from(text.text, text.place, {chunk})
-                )
-            said = held + text.text[text.place : place]
-            text.place = place
-            closing = text.literal(form.close, before_value=True)
-            if is_there and (yield from fits(text, closing)):
-                self._think(said.removesuffix(space) if space else said)
-                return
-            if is_there:
-                said += chunk
-                text.place += len(chunk)
-            kept = len(said.rstrip()) if space and not text.has_ended else len(said)
-            self._think(said[:kept])
-            held = said[kept:]
-            if is_there:
-                continue
-            if text.has_ended:
-                return
-            text.forget()
-            yield
-
-    def _think(self, text: str) -> None:
-        if text:
-            self._pieces.append(Piece("reasoning", text))
-
-
-_DONE = object()
-
-
-def held_from(text: str, begin: int, marks: set[str]) -> int:
-    """Returns the place from which on the text could be the beginning of a mark."""
-    longest = max(map(len, marks)) - 1
-    for place in range(max(begin, len(text) - longest), len(text)):
-        if any(mark.startswith(text[place:]) for mark in marks):
-            return place
-    return len(text)
+    def _emit_space(self, kind: TextKind, of_marker: str) -> None:
+        """Gives out the white space that was kept, without that of the marker after it."""
+        if space := "".join(self._space).removesuffix(of_marker):
+            self._pieces.append(Piece(kind, space))
+        self._space.clear()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
-from jaxpage.chat_forms.forms import (
-    NO_MARKS,
-    ContentForm,
-    HeaderForm,
-    ReasoningForm,
-    ToolForm,
-)
+from jaxpage.chat_forms.forms import ContentForm, HeaderForm, ReasoningForm, ToolForm
 from jaxpage.chat_forms.headed import HeadedReader
+from jaxpage.chat_forms.markers import trailing_space
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 
 
@@ -27,7 +22,7 @@ class ChatFormat:
     Attributes:
         tools: The form of tool calls, or None.
         reasoning: The form of reasoning, or None.
-        content: The marks around the content.
+        content: The markers around the content.
         has_tools: True if the chat template renders tool calls, in whatever form, or its
             instructions show one.
         declared: Makes transformers' parser, where the tokenizer declares a response template and
@@ -37,7 +32,7 @@ class ChatFormat:
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
-    content: ContentForm = NO_MARKS
+    content: ContentForm = field(default_factory=ContentForm)
     has_tools: bool = False
     declared: NewResponseParser | None = None
     headers: HeaderForm | None = None
@@ -78,11 +73,7 @@ class ChatFormat:
         """
         form = None if tools is None else self.tools
         if tools is not None and form is None and self.declared is not None:
-            functions = [
-                {"type": "function", "function": {"name": name, "parameters": schema or {}}}
-                for name, schema in (tools.schemas or {}).items()
-            ]
-            return DeclaredReader(self.declared(functions, prompt))
+            return DeclaredReader(self.declared, tools, prompt)
         if self.headers is not None:
             reads = self.reasoning is not None
             return HeadedReader(self.headers, form, tools, reads_reasoning=reads, prompt=prompt)
@@ -97,19 +88,19 @@ class ChatFormat:
             space=self._space_after(prompt),
         )
 
-    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Returns the marks that a reader looks for.
+    def markers(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Returns the markers that a reader looks for.
 
         Args:
             with_tools: True if it reads calls.
         """
-        marks = [*self.tools.marks] if with_tools and self.tools is not None else []
+        markers = [*self.tools.markers] if with_tools and self.tools is not None else []
         if self.reasoning is not None:
-            marks += [self.reasoning.open, self.reasoning.close]
-        marks += [*self.content.opens, *self.content.closes]
+            markers += [self.reasoning.open, self.reasoning.close]
+        markers += [*self.content.opens, *self.content.closes]
         if self.headers is not None:
-            marks += [self.headers.start, self.headers.channel, self.headers.body]
-        return tuple(marks)
+            markers += [self.headers.start, self.headers.channel, self.headers.body]
+        return tuple(markers)
 
     def is_open(self, prompt: str) -> bool:
         """Returns whether a prompt ends within the reasoning."""
@@ -121,16 +112,15 @@ class ChatFormat:
             return prompt.rstrip().endswith(opened)
         begin = prompt.rfind(opened)
         others = (prompt.rfind(form.close.strip()), prompt.rfind(form.header))
-        # The header may end with what the opening mark begins with, so it counts where it begins.
+        # The header may end with what the opening marker begins with, so it counts where it begins.
         return begin >= 0 and begin > max(others)
 
     def _space_after(self, prompt: str) -> str:
         """Returns the white space after the reasoning that a prompt leaves to the answer."""
         close = "" if self.reasoning is None else self.reasoning.close
-        written = prompt.rstrip()
-        if not close.strip() or not written.endswith(close.strip()):
+        if not close.strip() or not prompt.rstrip().endswith(close.strip()):
             return ""
-        return close[len(close.rstrip()) :].removeprefix(prompt[len(written) :])
+        return trailing_space(close).removeprefix(trailing_space(prompt))
 
 
 class MessageReader:
@@ -138,7 +128,7 @@ class MessageReader:
 
     def __init__(self, parser: PieceParser) -> None:
         self._parser = parser
-        self._said: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._calls: list[dict[str, str]] = []
 
     def feed(self, text: str) -> list[dict[str, Any]]:
@@ -153,17 +143,14 @@ class MessageReader:
         """Returns the whole message: "content", "reasoning_content" and "tool_calls"."""
         for piece in self._parser.finish():
             self._delta(piece)
-        return {
-            "content": "".join(self._said["content"]),
-            "reasoning_content": "".join(self._said["reasoning"]),
-            "tool_calls": [dict(call) for call in self._calls],
-        }
+        texts = {name: "".join(parts) for name, parts in self._texts.items()}
+        return {**texts, "tool_calls": [dict(call) for call in self._calls]}
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.kind == "call":
             call = {"name": piece.name, "arguments": piece.text}
             self._calls.append(call)
             return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
-        self._said[piece.kind].append(piece.text)
         name = "content" if piece.kind == "content" else "reasoning_content"
+        self._texts[name].append(piece.text)
         return {name: piece.text}

@@ -5,25 +5,39 @@ A model may bring it in tokenizer_config.json, where its chat template renders n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpage.chat_forms.pieces import Piece
+from jaxpage.chat_forms.calls import Tools
+from jaxpage.chat_forms.forms import REASONING_FIELDS
+from jaxpage.chat_forms.pieces import Piece, TextKind
+from jaxpage.chat_forms.text_buffer import MismatchError
 
 # (tools, prompt) -> transformers' `ResponseParser`.
 NewResponseParser = Callable[[Sequence[Mapping[str, Any]], str], Any]
-_THOUGHTS = {"reasoning_content", "reasoning", "thinking", "thought"}
 
 
 class DeclaredReader:
     """Turns the events of transformers' parser into pieces.
 
-    A region that it cannot read is content, and so is all that follows.
+    A region that it cannot read is content, and so is all that follows. A region of calls that are
+    none, or that no tool has the name of, is content, too.
     """
 
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
+    def __init__(self, new_parser: NewResponseParser, tools: Tools, prompt: str) -> None:
+        """Makes the reader of an answer.
+
+        Args:
+            new_parser: Makes transformers' parser.
+            tools: The tools that may be called.
+            prompt: The text that the answer continues.
+        """
+        functions = [
+            {"type": "function", "function": {"name": name, "parameters": schema or {}}}
+            for name, schema in (tools.schemas or {}).items()
+        ]
+        self._parser = new_parser(functions, prompt)
+        self._tools = tools
         self._region: list[str] = []  # the text of the open region whose value comes at its end
         self._is_broken = False
 
@@ -35,33 +49,45 @@ class DeclaredReader:
         """Yields the remaining pieces."""
         yield from self._read(lambda: self._parser.finalize()[1], "")
 
-    def _read(self, events: Callable[[], list[dict[str, Any]]], text: str) -> Iterator[Piece]:
+    def _read(self, read_events: Callable[[], list[dict[str, Any]]], text: str) -> Iterator[Piece]:
         if self._is_broken:
             if text:
                 yield Piece("content", text)
             return
         try:
-            found = events()
+            events = read_events()
         except (ValueError, KeyError):
             self._is_broken = True
             yield Piece("content", "".join(self._region) + text)
             return
-        for event in found:
-            yield from self._piece(event)
+        for event in events:
+            yield from self._pieces(event)
 
-    def _piece(self, event: dict[str, Any]) -> Iterator[Piece]:
-        field = event["field"]
-        if event["type"] == "region_open":
-            self._region.clear()
-        elif event["type"] == "region_chunk":
-            if field == "tool_calls" or event["dirty"]:
+    def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
+        is_call = event["field"] == "tool_calls"
+        kind: TextKind = "reasoning" if event["field"] in REASONING_FIELDS else "content"
+        if event["type"] == "region_chunk":
+            if is_call or event["dirty"]:
                 self._region.append(event["text"])
             else:
-                yield Piece("reasoning" if field in _THOUGHTS else "content", event["text"])
-        elif field == "tool_calls":
-            value = event["value"]
-            for call in value if isinstance(value, list) else [value]:
-                function = call.get("function", call)
-                arguments = function.get("arguments", {})
-                written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                yield Piece("call", written, str(function.get("name", "")))
+                yield Piece(kind, event["text"])
+        elif event["type"] == "region_close":
+            text = "".join(self._region)
+            self._region.clear()
+            if is_call:
+                yield from self._calls(event["value"], text)
+            elif text:
+                yield Piece(kind, text)
+
+    def _calls(self, value: Any, text: str) -> list[Piece]:
+        """Returns the calls that the value of a region is, or its text as content."""
+        calls = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                return [Piece("content", text)]
+            try:
+                calls.append(self._tools.call(function.get("name"), function.get("arguments")))
+            except MismatchError:
+                return [Piece("content", text)]
+        return calls

@@ -1,17 +1,27 @@
-"""Derives the form of a model's answers from its chat template."""
+"""Derives the form of a model's answers from its chat template.
+
+The template renders answers with unusual names and values (`probes`). What stays the same around
+them are the markers: those of reasoning and content (`deriving_text`), those of calls
+(`deriving_calls`, `deriving_items`) and those of headers. Other answers are then rendered and read
+back (`round_trips`), and a form that reads them otherwise is not used.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
-from jaxpage.chat_forms.deriving_headers import derive_headers
 from jaxpage.chat_forms.deriving_instructions import prober_of_instructions
 from jaxpage.chat_forms.deriving_text import derive_text
-from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Prober, Render, probers
-from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
+from jaxpage.chat_forms.forms import HeaderForm
+from jaxpage.chat_forms.markers import chunks, without_suffix
+from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Prober, Render, prober_of
+from jaxpage.chat_forms.round_trips import ROUND_TRIP_TOOLS, problem_of
+
+_CHANNEL = re.compile(r"(<[^<>\s]+>)(\w+)(<[^<>\s]+>)")
 
 
 class Derived(NamedTuple):
@@ -27,42 +37,82 @@ class Derived(NamedTuple):
 
 
 def derive(render: Render, source: str) -> Derived:
-    """Derives the form of answers by what a template renders, and proves it.
+    """Derives the form of answers by what a template renders, and tries it.
 
     Args:
         render: Renders a conversation by the template.
         source: The template.
     """
-    problem, has_tools = None, False
-    ways = probers(render, TOOLS)
+    plain = prober_of(render)
+    prober = replace(plain, tools=TOOLS)
+    # Templates take the arguments as an object or as text, and some write the id for the name.
+    ways = [
+        replace(prober, takes_text=takes_text, named_ids=named_ids)
+        for named_ids in (False, True)
+        for takes_text in (False, True)
+    ]
     if not any(map(_renders_calls, ways)):
-        by_instructions = prober_of_instructions(ways[0])
-        ways = [] if by_instructions is None else [by_instructions]
-    for prober in ways:
-        text = derive_text(prober, source)
-        if text is None or not _renders_calls(prober):
+        instructed = prober_of_instructions(prober)
+        ways = [] if instructed is None else [instructed]
+    problem, has_tools = None, False
+    for way in filter(_renders_calls, ways):
+        text = derive_text(way, source)
+        if text is None:
             continue
         has_tools = True
-        found = derive_calls(prober, text)
+        found = derive_calls(way, text)
         if found is None:
-            problem = problem or "the marks around the name and the arguments of a call are unclear"
+            problem = (
+                problem or "the markers around the name and the arguments of a call are unclear"
+            )
             continue
         form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
-        form = replace(form, headers=derive_headers(form))
-        proving = replace(prober, tools=PROVING_TOOLS)
+        form = replace(form, headers=_headers(form))
+        other_tools = replace(way, tools=ROUND_TRIP_TOOLS)
         # Some templates cannot show a tool that has an array.
-        unproven = problem_of(form, prober if proving.prompt() is None else proving)
-        if unproven is None:
+        failure = problem_of(form, way if other_tools.prompt() is None else other_tools)
+        if failure is None:
             return Derived(form, None)
-        problem = problem or unproven
-    for prober in probers(render, None)[:1]:
-        text = derive_text(prober, source)
-        if text is not None:
-            form = ChatFormat(None, text.reasoning, text.content, has_tools=has_tools)
-            return Derived(form, problem)
-    return Derived(ChatFormat(has_tools=has_tools), problem)
+        problem = problem or failure
+    form = ChatFormat(has_tools=has_tools)
+    if (text := derive_text(plain, source)) is not None:
+        form = replace(form, reasoning=text.reasoning, content=text.content)
+    return Derived(form, problem)
 
 
 def _renders_calls(prober: Prober) -> bool:
     rendered = prober.body([Call(NAMES[0], {})]) or prober.body([Call(NAMES[0], {"a": "b"})])
     return rendered is not None and NAMES[0] in rendered
+
+
+def _headers(form: ChatFormat) -> HeaderForm | None:
+    """Returns the form of headers, or None if reasoning, content and calls have no channels.
+
+    Args:
+        form: The form of answers as the template writes them.
+    """
+    tools, reasoning = form.tools, form.reasoning
+    if tools is None or tools.payload != "json" or reasoning is None:
+        return None
+    opened = _CHANNEL.fullmatch(reasoning.open.strip())
+    answers = [_CHANNEL.fullmatch(marker.strip()) for marker in form.content.opens]
+    end = without_suffix(reasoning.close, reasoning.header)
+    recipients = chunks(tools.open)
+    if opened is None or not end or not reasoning.header.strip() or not recipients:
+        return None
+    channel, word, body = opened.groups()
+    if not any(one and (one[1], one[3]) == (channel, body) for one in answers):
+        return None
+    called = re.search(re.escape(channel) + r"\s*(\w+)", tools.open + tools.mid)
+    if called is None or not tools.mid.rstrip().endswith(body):
+        return None
+    ends = (end, tools.close, *form.content.tails)
+    return HeaderForm(
+        start=reasoning.header.strip(),
+        channel=channel,
+        body=body,
+        ends=tuple(dict.fromkeys(marker.strip() for marker in ends if marker.strip())),
+        recipient=recipients[-1],
+        reasoning=word,
+        commentary=called[1],
+    )

@@ -8,43 +8,41 @@ from dataclasses import replace
 
 from jaxpage.chat_forms.deriving_items import derive_items
 from jaxpage.chat_forms.deriving_text import TextForms
-from jaxpage.chat_forms.finding_calls import CALLS, Written, render_calls, same, shape_of
-from jaxpage.chat_forms.forms import ANY_ID, ContentForm, ToolForm
-from jaxpage.chat_forms.marks import (
+from jaxpage.chat_forms.finding_calls import CALLS, RenderedAnswer, render_calls, shape_of
+from jaxpage.chat_forms.forms import ContentForm, ToolForm
+from jaxpage.chat_forms.markers import (
     TAG,
     common_prefix,
     common_suffix,
-    mirrors,
-    numbered,
+    is_pair,
     split_list,
+    with_call_index,
     without_prefix,
     without_suffix,
 )
-from jaxpage.chat_forms.probes import CONTENT, IDS, RESULT, Prober
+from jaxpage.chat_forms.probes import CONTENT, RESULT, Prober, with_placeholders
 
 
 def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm] | None:
-    """Returns the form of calls and the marks around content, or None; neither is proven."""
+    """Returns the form of calls and the markers around content, or None; neither is tried yet."""
     one = render_calls(prober, CALLS[:1])
     if one is None:
         return None
-    calls = render_calls(prober, CALLS) or one
-    payload = _payload(prober, calls)
+    answer = render_calls(prober, CALLS) or one
+    payload = _payload(prober, answer)
     if payload is None:
         return None
     form, item_close = payload
     alone = one.before.removeprefix(text.header)
     opening, content = _opening(prober, text, alone)
-    content, after = _ended(content, calls.after)
+    content, after = _ended(content, answer.after)
     form = replace(form, first=_first(prober, text, alone, opening))
-    opening = same(opening, 0)
-    after = without_prefix(same(after, len(calls.found) - 1), item_close)
-    if calls.between is not None:
-        between = same(calls.between, 0).replace(IDS[1], ANY_ID)
-        opening, between = numbered(opening, without_prefix(between, item_close))
-        split = split_list(opening, between, after)
-        form = replace(form, begin=split.begin, open=split.open, close=split.close)
-        form = replace(form, between=split.between, end=split.end)
+    opening = with_placeholders(opening)
+    after = without_prefix(with_placeholders(after), item_close)
+    if answer.between is not None:
+        between = without_prefix(with_placeholders(answer.between), item_close)
+        begin, opened, close, between, end = split_list(*with_call_index(opening, between), after)
+        form = replace(form, begin=begin, open=opened, close=close, between=between, end=end)
     elif opening.rstrip().endswith("[") and after.lstrip().startswith("]"):
         form = replace(form, begin=opening, between=",", end=after)
     else:
@@ -55,26 +53,25 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     return replace(form, name=_name(form)), content
 
 
-def _payload(prober: Prober, calls: Written) -> tuple[ToolForm, str] | None:
-    """Returns a form with what a call is between its marks, or None.
+def _payload(prober: Prober, answer: RenderedAnswer) -> tuple[ToolForm, str] | None:
+    """Returns a form with what a call is between its markers, or None.
 
-    With it comes the mark after the last value, which is none of the call's own marks.
+    With it comes the marker after the last value, which is none of the call's own markers.
     """
-    first = calls.found[0]
-    form = ToolForm("", "object", is_code=first.is_code)
-    if not first.is_json:
+    first = answer.calls[0]
+    form = ToolForm("", first.payload, is_code=first.is_code)
+    if first.payload == "items":
         items = derive_items(prober)
         if items is None:
             return None
-        form = replace(form, payload="items", arguments=items.arguments)
-        form = replace(form, array=items.array, object=items.object, is_code=items.is_code)
-        return form, items.close
-    if first.name_path is None:
-        mid = same(first.mid, 0)
-        for second in calls.found[1:]:
-            mid = numbered(mid, same(second.mid, 1))[0]
-        return replace(form, payload="json", mid=mid), ""
-    text = calls.text[first.begin : first.end]
+        form = replace(form, arguments=items.arguments, array=items.array, object=items.object)
+        return replace(form, is_code=items.is_code), items.close
+    if first.payload == "json":
+        mid = with_placeholders(first.mid)
+        for second in answer.calls[1:]:
+            mid, _ = with_call_index(mid, with_placeholders(second.mid))
+        return replace(form, mid=mid), ""
+    text = answer.text[first.begin : first.end]
     if first.is_code:
         text = json.dumps(first.value, ensure_ascii=False)
     form = replace(form, name_path=first.name_path, arguments_path=first.arguments_path)
@@ -82,15 +79,15 @@ def _payload(prober: Prober, calls: Written) -> tuple[ToolForm, str] | None:
 
 
 def _ended(content: ContentForm, after: str) -> tuple[ContentForm, str]:
-    """Returns the marks around the content, and what comes after the last call without them.
+    """Returns the markers around the content, and what comes after the last call without them.
 
     Args:
-        content: What is known of the marks around the content.
+        content: What is known of the markers around the content.
         after: What comes after the last call of an answer.
     """
     (alone_tail,) = content.tails
     tail = common_suffix(alone_tail, after)
-    tails = dict.fromkeys(mark for mark in (alone_tail, tail) if mark.strip())
+    tails = dict.fromkeys(marker for marker in (alone_tail, tail) if marker.strip())
     content = replace(content, tails=tuple(tails))
     if not content.closes and (close := without_suffix(alone_tail, tail) or "").strip():
         content = replace(content, closes=(close,))
@@ -98,13 +95,13 @@ def _ended(content: ContentForm, after: str) -> tuple[ContentForm, str]:
 
 
 def _first(prober: Prober, text: TextForms, alone: str, opening: str) -> str | None:
-    """Returns the mark before the first call of an answer, if the prompt has the rest of it.
+    """Returns what an answer has of the marker before its first call, if the prompt has the rest.
 
     Args:
         prober: Renders answers.
         text: What is known of the text around content.
         alone: What comes between the header and the first call of an answer without content.
-        opening: The mark before the first call.
+        opening: The marker before the first call.
     """
     prompted = (prober.prompt() or "")[prober.begin() + len(text.header) :]
     if prompted.strip() and opening.startswith(prompted):
@@ -117,31 +114,31 @@ def _first(prober: Prober, text: TextForms, alone: str, opening: str) -> str | N
 def _responses(
     prober: Prober, form: ToolForm, item_close: str, content: ContentForm
 ) -> tuple[str, ...]:
-    """Returns the marks around a tool's response, where it follows the call in the same answer.
+    """Returns the markers around a tool's response, if it follows the call in the same answer.
 
-    open CALL close  MARK  response  MARK
+    open CALL close  MARKER  response  MARKER
 
     Args:
         prober: Renders answers.
         form: The form of calls.
-        item_close: The mark after the last value, which belongs to it.
-        content: The marks around the content, one of which ends an answer otherwise.
+        item_close: The marker after the last value, which belongs to it.
+        content: The markers around the content, one of which ends an answer otherwise.
     """
-    calls = render_calls(prober, CALLS[:1], result=RESULT)
-    follows, is_there, rest = ("", "", "") if calls is None else calls.after.partition(RESULT)
-    if not is_there or any(mark.strip() in follows for mark in content.tails):
+    answer = render_calls(prober, CALLS[:1], result=RESULT)
+    follows, is_there, rest = ("", "", "") if answer is None else answer.after.partition(RESULT)
+    if not is_there or any(marker.strip() in follows for marker in content.tails):
         return ()
-    follows = without_prefix(without_prefix(same(follows, 0), item_close), form.close)
+    follows = without_prefix(without_prefix(with_placeholders(follows), item_close), form.close)
     opened = TAG.search(follows)
     if opened is None:
         return ()
-    closes = [mark[0] for mark in TAG.finditer(rest) if mirrors(opened[0], mark[0])]
+    closes = [marker[0] for marker in TAG.finditer(rest) if is_pair(opened[0], marker[0])]
     return (opened[0], *closes[:1])
 
 
 def _name(form: ToolForm) -> str:
-    """Returns a short name for people: the kind of the call and the first words of its mark."""
-    words = re.findall(r"\w+", form.begin + form.open)
+    """Returns a short name for people: the kind of the call and the first words of its marker."""
+    words = re.findall(r"\w+", form.opening)
     kind = {"object": "json", "json": "name-json", "items": "name-items"}[form.payload]
     if form.payload == "object" and form.begin.rstrip().endswith("["):
         kind = "json-array"
@@ -149,7 +146,7 @@ def _name(form: ToolForm) -> str:
 
 
 def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentForm]:
-    """Returns the mark before the first call, and the marks around the content.
+    """Returns the marker before the first call, and the markers around the content.
 
     Args:
         prober: Renders answers.
@@ -157,25 +154,25 @@ def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentF
         alone: What comes between the header and the first call of an answer without content.
     """
     content = text.content
-    calls = render_calls(prober, CALLS[:1], content=CONTENT)
-    if calls is None or CONTENT not in calls.before:
-        return _without_thought(alone, text), content
-    before, _, follows = calls.before.partition(CONTENT)
+    answer = render_calls(prober, CALLS[:1], content=CONTENT)
+    if answer is None or CONTENT not in answer.before:
+        return _without_reasoning(alone, text), content
+    before, _, follows = answer.before.partition(CONTENT)
     close = common_prefix(follows, content.tails[0])
     close = close if close.strip() else ""
     shared = common_suffix(alone, follows)
-    if not shared.strip() and not _without_thought(alone, text).strip():
+    if not shared.strip() and not _without_reasoning(alone, text).strip():
         shared = follows
-    opening = shared[len(close) :] if close and shared.startswith(close) else shared
-    junk = follows[: len(follows) - len(opening)]
+    opening = shared.removeprefix(close)
+    close = follows[: len(follows) - len(opening)]
     before = before.removeprefix(text.header).removeprefix(text.before)
     if before.strip() and (text.reasoning is None or text.reasoning.open.strip() not in before):
         content = replace(content, opens=tuple(dict.fromkeys((*content.opens, before))))
-    return opening, replace(content, closes=(junk,) if junk.strip() else ())
+    return opening, replace(content, closes=(close,) if close.strip() else ())
 
 
-def _without_thought(alone: str, text: TextForms) -> str:
-    """Returns what comes before a call without the marks of reasoning that is empty."""
+def _without_reasoning(alone: str, text: TextForms) -> str:
+    """Returns what comes before a call without the markers of reasoning that is empty."""
     rest = alone.removeprefix(text.before)
     if text.reasoning is None:
         return rest

@@ -7,19 +7,31 @@ import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from jaxpage.chat_forms.forms import SAME_KEY, SAME_NAME, ListForm, ValueForm
-from jaxpage.chat_forms.marks import Split, numbered, split_list, without_prefix, without_suffix
-from jaxpage.chat_forms.probes import KEYS, NAMES, TEXTS, Call, Prober
+from jaxpage.chat_forms.forms import Encoding, ListForm, ValueForm
+from jaxpage.chat_forms.markers import (
+    KEY,
+    ListMarkers,
+    split_list,
+    with_call_index,
+    without_prefix,
+)
+from jaxpage.chat_forms.probes import KEYS, NAMES, TEXTS, Call, Prober, with_placeholders
 
-_ODD = "\"y'z\\w\nv&<u"  # a string that every escaping changes in its own way
+_BEGIN, _END = "zqBegin", "zqEnd"
+_ESCAPED = "\"y'z\\w\nv&<u"  # a string that every escaping changes in its own way
+_MEMBERS = ("zqMemberA", "zqMemberB")
 _NUMBERS = (1734, 1735)
 _SCALARS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("number", _NUMBERS[0], ("1734",)),
     ("boolean", True, ("true", "True")),
     ("null", None, ("null", "None")),
 )
+_LISTS: dict[str, Any] = {
+    "array": list(TEXTS),
+    "object": dict(zip(_MEMBERS, TEXTS, strict=True)),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class ItemForms:
         arguments: The form of arguments.
         array: The form of arrays, if they are no literals.
         object: The form of objects, if they are no literals.
-        close: The mark after a string, which belongs to the item.
+        close: The marker after a string, which belongs to the item.
         is_code: True if words are Python's, such as True.
     """
 
@@ -43,234 +55,190 @@ class ItemForms:
 
 def derive_items(prober: Prober) -> ItemForms | None:
     """Returns the forms of arguments that are not JSON, or None."""
-    outer = _Outer.of(prober)
-    if outer is None:
+    arguments = _Arguments.of(prober)
+    if arguments is None:
         return None
-    split, mid = outer.split, outer.mid
-    string = _string(outer, mid, split.close)
-    if string is None:
-        return None
-    scalars = _scalars(outer)
-    number = next((form for form in scalars if "number" in form.types), None)
+    scalars = []
+    for kind, scalar, spellings in _SCALARS:
+        if (value := _spelled(arguments.region(scalar), spellings, kind)) is not None:
+            scalars.append(value)
+    number = next((value for value in scalars if "number" in value.types), None)
     if number is None:
         return None
-    values = [string, *scalars]
-    array, array_value = _array(outer, number)
-    members, object_value = _object(outer, number)
-    if array_value is not None:
-        values.append(array_value)
-    if object_value is not None:
-        values.append(object_value)
-    nested = [
-        _nested(number, kind) for kind, form in (("array", array), ("object", members)) if form
-    ]
-    if array is not None:
-        array = replace(array, values=_merged([*array.values, *nested_in(array, nested)]))
-    if members is not None:
-        members = replace(members, values=_merged([*members.values, *nested_in(members, nested)]))
-    arguments = ListForm(split.begin, split.open, split.between, "", _merged(values))
-    is_code = "True" in (outer.region(True) or "")
-    return ItemForms(arguments, array, members, split.close, is_code)
-
-
-def nested_in(form: ListForm, nested: Sequence[ValueForm]) -> list[ValueForm]:
-    """Returns the forms of lists within a list, with the marks of a number in it."""
-    number = next(value for value in form.values if "number" in value.types)
-    return [replace(value, open=number.open, close=number.close) for value in nested]
-
-
-def _nested(number: ValueForm, kind: str) -> ValueForm:
-    return ValueForm(frozenset({kind}), number.open, number.close, "list")
+    values = [_string(arguments), *scalars]
+    forms: dict[str, ListForm] = {}
+    for kind, sample in _LISTS.items():
+        region = arguments.region(sample)
+        if (value := _spelled(region, _spellings(sample), kind)) is not None:
+            values.append(value)
+        elif (form := _list(arguments, region, number, kind)) is not None:
+            values.append(ValueForm(frozenset({kind}), number.open, number.close, "list"))
+            forms[kind] = form
+    lists = [value for value in values if value.encoding == "list"]
+    for kind, form in forms.items():
+        *_, others = form.values
+        inner = [replace(value, open=others.open, close=others.close) for value in lists]
+        forms[kind] = replace(form, values=_merged([*form.values, *inner]))
+    split = arguments.split
+    items = ListForm(split.begin, split.open, split.between, "", _merged(values))
+    is_code = "True" in (arguments.region(True) or "")
+    return ItemForms(items, forms.get("array"), forms.get("object"), split.close, is_code)
 
 
 @dataclass(frozen=True)
-class _Outer:
+class _Arguments:
     """Holds the text around the arguments of a call with one argument.
 
     Attributes:
         prober: Renders answers.
         mid: The text between a key and a string.
-        split: The marks of the list of arguments.
+        split: The markers of the list of arguments.
         rest: The text after the only argument.
     """
 
     prober: Prober
     mid: str
-    split: Split
+    split: ListMarkers
     rest: str
 
     @classmethod
-    def of(cls, prober: Prober) -> _Outer | None:
-        (key, other, _), (text, second, _) = KEYS, TEXTS
-        one = prober.body([Call(NAMES[0], {key: text})])
-        two = prober.body([Call(NAMES[0], {key: text, other: second})])
+    def of(cls, prober: Prober) -> _Arguments | None:
+        (key, other), (text, second) = KEYS, TEXTS
+        one = _cut(prober.body([Call(NAMES[0], {key: text})]), [NAMES[0], key, text])
+        two = _cut(
+            prober.body([Call(NAMES[0], {key: text, other: second})]),
+            [NAMES[0], key, text, other, second],
+        )
         if one is None or two is None:
             return None
-        parts = cut(two, [NAMES[0], key, text, other, second])
-        if parts is None or cut(one, [NAMES[0], key, text]) is None:
+        _, begin, mid, between, other_mid, after = two
+        if mid != other_mid:
             return None
-        _, before, mid, between, other_mid, after = parts
-        if mid.replace(key, SAME_KEY) != other_mid.replace(other, SAME_KEY):
-            return None
-        before = _numbered_begin(prober, _named(before))
-        between = _named(between).replace(key, SAME_KEY)
-        split = split_list(before, between, _named(after).replace(other, SAME_KEY))
-        alone = cut(one, [NAMES[0], key, text])
-        assert alone is not None
-        rest = without_prefix(_named(alone[-1]).replace(key, SAME_KEY), split.close)
-        return cls(prober, mid.replace(key, SAME_KEY), split, rest)
+        # What comes before the first key may have the number of the call.
+        calls = prober.body([Call(NAMES[0], {key: text}), Call(NAMES[1], {other: second})])
+        parts = _cut(calls, [NAMES[0], key, text, NAMES[1], other])
+        if parts is not None:
+            begin, _ = with_call_index(begin, parts[4])
+        split = split_list(begin, between, after)
+        return cls(prober, mid, split, without_prefix(one[-1], split.close))
 
     def region(self, value: Any) -> str | None:
         """Returns what is written between a key and the next item for a value, or None."""
-        written = self.prober.body([Call(NAMES[0], {KEYS[0]: value})])
-        parts = None if written is None else cut(written, [NAMES[0], KEYS[0]])
-        if parts is None:
+        parts = _cut(self.prober.body([Call(NAMES[0], {KEYS[0]: value})]), [NAMES[0], KEYS[0]])
+        if parts is None or not parts[-1].endswith(self.rest):
             return None
-        region = _named(parts[-1]).replace(KEYS[0], SAME_KEY)
-        return without_suffix(region, self.rest, exact=True)
+        return parts[-1].removesuffix(self.rest)
 
 
-def _numbered_begin(prober: Prober, before: str) -> str:
-    """Returns what comes before the first key, with a hole where it has the number of the call."""
-    two = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]}), Call(NAMES[1], {KEYS[1]: TEXTS[1]})])
-    parts = None if two is None else cut(two, [NAMES[0], KEYS[0], TEXTS[0], NAMES[1], KEYS[1]])
-    return before if parts is None else numbered(before, parts[4].replace(NAMES[1], SAME_NAME))[0]
-
-
-def cut(text: str, parts: Sequence[str]) -> list[str] | None:
-    """Returns the texts before, between and after parts that follow each other, or None."""
-    found, begin = [], 0
+def _cut(text: str | None, parts: Sequence[str]) -> list[str] | None:
+    """Returns the markers before, between and after parts that follow each other, or None."""
+    found = []
     for part in parts:
-        place = text.find(part, begin)
-        if place < 0:
+        before, is_there, text = (text or "").partition(part)
+        if not is_there:
             return None
-        found.append(text[begin:place])
-        begin = place + len(part)
-    return [*found, text[begin:]]
+        found.append(with_placeholders(before))
+    return [*found, with_placeholders(text or "")]
 
 
-def _named(text: str) -> str:
-    return text.replace(NAMES[0], SAME_NAME)
-
-
-def _string(outer: _Outer, mid: str, close: str) -> ValueForm | None:
+def _string(arguments: _Arguments) -> ValueForm:
     """Returns the form of strings."""
-    encoding: Literal["raw", "xml", "json", "python"] | None = "raw"
-    region = outer.region(f"zqX{_ODD}zqY")
-    if region is not None and "zqX" in region and "zqY" in region:
-        inner = region[region.index("zqX") + 3 : region.rindex("zqY")]
-        encoding = _encoding(inner, region[: region.index("zqX")][-1:])
-    if encoding is None:
-        return None
+    opened, close = arguments.mid, arguments.split.close
+    encoding: Encoding = "raw"
+    parts = _cut(arguments.region(_BEGIN + _ESCAPED + _END), [_BEGIN, _END])
+    if parts is not None:
+        encoding = _encoding(parts[1], quote=parts[0][-1:])
     if encoding in ("json", "python"):
-        mid, close = mid[:-1], close[1:]
-    return ValueForm(frozenset({"string"}), mid, close, encoding)
+        opened, close = opened[:-1], close[1:]
+    return ValueForm(frozenset({"string"}), opened, close, encoding)
 
 
-def _encoding(inner: str, quote: str) -> Literal["raw", "xml", "json", "python"] | None:
-    if inner == _ODD:
+def _encoding(written: str, quote: str) -> Encoding:
+    """Returns how `_ESCAPED` is written after a character that may be a quote."""
+    if written == _ESCAPED:
         return "raw"
     if quote in ('"', "'"):
-        readers: tuple[tuple[Any, Literal["json", "python"]], ...] = (
-            (json.loads, "json"),
-            (ast.literal_eval, "python"),
-        )
-        for read, name in readers:
-            try:
-                if read(f"{quote}{inner}{quote}") == _ODD:
-                    return name
-            except (ValueError, SyntaxError):
-                continue
-    return "xml" if html.unescape(inner) == _ODD else "raw"
+        try:
+            if json.loads(f"{quote}{written}{quote}") == _ESCAPED:
+                return "json"
+        except ValueError:
+            pass
+        try:
+            if ast.literal_eval(f"{quote}{written}{quote}") == _ESCAPED:
+                return "python"
+        except (ValueError, SyntaxError):
+            pass
+    return "xml" if html.unescape(written) == _ESCAPED else "raw"
 
 
-def _scalars(outer: _Outer) -> list[ValueForm]:
-    found = []
-    for kind, value, spellings in _SCALARS:
-        region = outer.region(value)
-        if region is not None and (form := _around(region, spellings, {kind})) is not None:
-            found.append(form)
-    return found
-
-
-def _around(region: str, spellings: Sequence[str], types: set[str]) -> ValueForm | None:
-    for spelled in spellings:
-        # The last one, because a mark before the value may name its type.
-        before, there, after = region.rpartition(spelled)
-        if there:
-            encoding: Literal["raw", "python"] = "raw" if after.strip() else "python"
-            return ValueForm(frozenset(types), before, after, encoding)
+def _spelled(region: str | None, spellings: Sequence[str], kind: str) -> ValueForm | None:
+    """Returns the form of values of a type that are written in one of some ways, or None."""
+    for spelling in spellings:
+        # The last one, because a marker before the value may name its type.
+        before, is_there, after = (region or "").rpartition(spelling)
+        if is_there:
+            return _scalar({kind}, before, after)
     return None
 
 
-def spellings(value: Any) -> tuple[str, ...]:
+def _scalar(types: set[str], opened: str, close: str) -> ValueForm:
+    """Returns the form of values that are no strings; they are literals if no marker follows."""
+    return ValueForm(frozenset(types), opened, close, "raw" if close.strip() else "python")
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
     """Returns how templates write an array or an object as a literal."""
     compact = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False), compact, str(value), json.dumps(value, indent=4)
 
 
-def _array(outer: _Outer, number: ValueForm) -> tuple[ListForm | None, ValueForm | None]:
-    """Returns the form of arrays that are no literals, and the form of the value of a key."""
-    kind = frozenset({"array"})
-    sample = [TEXTS[0], TEXTS[1]]
-    region = outer.region(sample)
-    if region is None:
-        return None, None
-    if (literal := _around(region, spellings(sample), {"array"})) is not None:
-        return None, literal
-    numbers = outer.region(list(_NUMBERS))
-    parts = cut(region, sample)
-    plain = None if numbers is None else cut(numbers, [str(number) for number in _NUMBERS])
-    if parts is None or plain is None:
-        return None, None
-    texts, others = split_list(*parts), split_list(*plain)
-    value = ValueForm(kind, number.open, number.close, "list")
-    begin = others.begin.removeprefix(number.open)
-    end = others.end.removesuffix(number.close) if number.close else others.end
-    encoding: Literal["raw", "python"] = "raw" if others.close.strip() else "python"
-    elements = (
-        ValueForm(frozenset({"string"}), texts.open, texts.close, "raw"),
-        ValueForm(frozenset({"number", "boolean", "null"}), others.open, others.close, encoding),
-    )
-    return ListForm(begin, "", others.between, end, elements, has_keys=False), value
+def _list(
+    arguments: _Arguments, region: str | None, number: ValueForm, kind: str
+) -> ListForm | None:
+    """Returns the form of arrays or objects that are no literals, or None.
 
-
-def _object(outer: _Outer, number: ValueForm) -> tuple[ListForm | None, ValueForm | None]:
-    """Returns the form of objects that are no literals, and the form of the value of a key."""
-    kind = frozenset({"object"})
-    sample = {KEYS[1]: TEXTS[1], KEYS[2]: TEXTS[2]}
-    region = outer.region(sample)
-    if region is None:
-        return None, None
-    if (literal := _around(region, spellings(sample), {"object"})) is not None:
-        return None, literal
-    parts = cut(region, [KEYS[1], TEXTS[1], KEYS[2], TEXTS[2]])
-    alone = outer.region({KEYS[1]: _NUMBERS[0]})
-    plain = None if alone is None else cut(alone, [KEYS[1], str(_NUMBERS[0])])
-    if parts is None or plain is None:
-        return None, None
-    before, mid, between, _, after = parts
-    after = after.replace(KEYS[2], SAME_KEY)
-    split = split_list(before, between.replace(KEYS[1], SAME_KEY), after)
-    value = ValueForm(kind, number.open, number.close, "list")
-    end = split.end.removesuffix(number.close) if number.close else split.end
-    close = without_suffix(plain[2].replace(KEYS[1], SAME_KEY), split.end, exact=True) or ""
-    encoding: Literal["raw", "python"] = "raw" if close.strip() else "python"
-    members = (
-        ValueForm(frozenset({"string"}), mid, split.close, "raw"),
-        ValueForm(frozenset({"number", "boolean", "null"}), plain[1], close, encoding),
+    Args:
+        arguments: The text around arguments.
+        region: What is written for the value of `_LISTS`.
+        number: The form of a number, around which there are the markers of any value.
+        kind: "array" or "object".
+    """
+    if kind == "array":
+        texts = _cut(region, TEXTS)
+        numbers = _cut(arguments.region(list(_NUMBERS)), list(map(str, _NUMBERS)))
+        if texts is None or numbers is None:
+            return None
+        of_texts, split = split_list(*texts), split_list(*numbers)
+        strings = (of_texts.open, of_texts.close)
+        others = (split.open, split.close)
+        opened = ""
+    else:
+        (key, other), (text, second) = _MEMBERS, TEXTS
+        texts = _cut(region, [key, text, other, second])
+        numbers = _cut(arguments.region({key: _NUMBERS[0]}), [key, str(_NUMBERS[0])])
+        if texts is None or numbers is None:
+            return None
+        before, mid, between, _, after = texts
+        split = split_list(before, between.replace(key, KEY), after.replace(other, KEY))
+        strings = (mid, split.close)
+        close = numbers[2].replace(key, KEY)
+        others = (numbers[1], close.removesuffix(split.end) if close.endswith(split.end) else "")
+        opened = split.open
+    values = (
+        ValueForm(frozenset({"string"}), *strings, "raw"),
+        _scalar({"number", "boolean", "null"}, *others),
     )
-    begin = split.begin.removeprefix(number.open)
-    return ListForm(begin, split.open, split.between, end, members), value
+    begin, end = split.begin.removeprefix(number.open), split.end.removesuffix(number.close)
+    return ListForm(begin, opened, split.between, end, values)
 
 
 def _merged(values: Sequence[ValueForm]) -> tuple[ValueForm, ...]:
     """Returns the forms with one for all types that are written alike."""
     found: list[ValueForm] = []
     for value in values:
-        for place, other in enumerate(found):
+        for position, other in enumerate(found):
             if value.encoding != "list" and replace(other, types=value.types) == value:
-                found[place] = replace(other, types=other.types | value.types)
+                found[position] = replace(other, types=other.types | value.types)
                 break
         else:
             found.append(value)

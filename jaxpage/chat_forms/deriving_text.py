@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm
-from jaxpage.chat_forms.marks import TAG, common_prefix, mirrors, tokens, without_suffix
+from jaxpage.chat_forms.markers import TAG, common_prefix, is_pair, tokens, without_suffix
 from jaxpage.chat_forms.probes import (
     CONTENT,
     KEYS,
@@ -29,11 +29,11 @@ class TextForms:
     """Holds what was found around the text of answers.
 
     Attributes:
-        header: What comes between the question and an answer, without any mark of the answer.
+        header: What comes between the question and an answer, without any marker of the answer.
         before: What an answer without reasoning begins with, where a template writes that it has
             none.
         reasoning: The form of reasoning, or None.
-        content: The marks around content.
+        content: The markers around content.
     """
 
     header: str
@@ -50,11 +50,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         return None
     begin = prober.begin()
     before, _, after = plain[begin:].partition(CONTENT)
-    reasoned, thinking = _reasoned(prober)
-    header = _header(prober, begin, before, prompt)
-    reasoning = None
-    if reasoned is not None:
-        reasoning, header = _rendered_reasoning(reasoned, thinking, header)
+    reasoning, header = _rendered_reasoning(prober, _header(prober, begin, before, prompt))
     reasoning = (
         reasoning or _before_calls(prober, header) or _dropped_reasoning(prober, source, header)
     )
@@ -64,28 +60,28 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
             header = header[: opened.rindex(reasoning.open.strip())]
     rest = before.removeprefix(header)
     if reasoning is not None and reasoning.open.strip() in rest:
-        opened_content = _after_mirror(reasoning)
+        opened_content = _after_closing(reasoning)
     else:
         opened_content = rest
     prompted = prompt[begin + len(header) :]
     if prompted.strip() and opened_content.startswith(prompted):
         opened_content = opened_content[len(prompted) :]
     if reasoning is not None:
-        close = reasoning.close
-        if opened_content.strip():
-            close = without_suffix(close, opened_content) or close
+        close = without_suffix(reasoning.close, opened_content) or ""
+        if not opened_content.strip() or not close.strip():
+            # Nothing else than the marker before the content ends the reasoning.
+            close = reasoning.close
         reasoning = replace(reasoning, close=close, header=header)
     opens = (opened_content,) if opened_content else ()
     return TextForms(header, rest, reasoning, ContentForm(opens, (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:
-    """Returns what comes before an answer, as far as the prompt and another answer agree on it."""
+    """Returns what comes before an answer, where the prompt and an earlier answer agree on it."""
     header = common_prefix(prompt[begin:], before)
     earlier = prober.answer(content=CONTENT, is_last=False)
     if earlier is not None and CONTENT in earlier:
-        shorter = common_prefix(earlier[begin : earlier.index(CONTENT)], header)
-        header = shorter if len(shorter) < len(header) else header
+        header = common_prefix(earlier[begin : earlier.index(CONTENT)], header)
     if (role := _as_role(prompt, begin)) is not None and header.startswith(role):
         header = role
     return header
@@ -109,81 +105,81 @@ def _as_role(prompt: str, begin: int) -> str | None:
     return None
 
 
-def _reasoned(prober: Prober) -> tuple[str | None, Prober]:
-    """Returns an answer with reasoning, and the prober that rendered it."""
+def _rendered_reasoning(prober: Prober, header: str) -> tuple[ReasoningForm | None, str]:
+    """Returns the markers of reasoning that a template renders, and the header without them."""
     for variables in VARIABLES[:2]:
-        thinking = replace(prober, variables=variables)
         for in_parts in (False, True):
-            found = thinking.body((), content=CONTENT, reasoning=REASONING, in_parts=in_parts)
-            if found is not None and _is_between(found, REASONING, CONTENT):
-                return found, thinking
-    return None, prober
+            reasoner = replace(prober, variables=variables)
+            text = reasoner.body((), content=CONTENT, reasoning=REASONING, in_parts=in_parts)
+            if text is not None and _has_reasoning(text, CONTENT):
+                return _around_reasoning(reasoner, text, header)
+    return None, header
 
 
-def _is_between(text: str, reasoning: str, after: str) -> bool:
+def _around_reasoning(prober: Prober, text: str, header: str) -> tuple[ReasoningForm | None, str]:
+    """Returns the markers around the reasoning of an answer, and the header without them."""
+    opened, _, rest = text.partition(REASONING)
+    close = rest.partition(CONTENT)[0]
+    if not close.strip():
+        return None, header
+    marker = opened.removeprefix(header)
+    if marker.strip():
+        return ReasoningForm(marker, close), header
+    # The prompt opens the reasoning, so the marker is in the header, or the question ends with it.
+    before = opened or (prober.question() or "")[: prober.begin()]
+    tags = [tag for tag in tokens(before.rstrip()) if tag.strip()]
+    if not tags or not is_pair(tags[-1], close):
+        return None, header
+    position = before.rindex(tags[-1])
+    return ReasoningForm(before[position:], close), opened[:position] if opened else header
+
+
+def _has_reasoning(text: str, after: str) -> bool:
     """Returns whether a text has the reasoning once, with something else after it.
 
     A template that prints the parts of a content as a list has them in quotes.
     """
-    if text.count(reasoning) != 1 or after not in text:
+    if text.count(REASONING) != 1 or after not in text:
         return False
-    place = text.index(reasoning)
-    return place < text.index(after) and text[place - 1 : place] not in ("'", '"')
+    position = text.index(REASONING)
+    return position < text.index(after) and text[position - 1 : position] not in ("'", '"')
 
 
-def _after_mirror(form: ReasoningForm) -> str:
-    """Returns the mark before the content, where the mark after reasoning is found to have it."""
+def _after_closing(form: ReasoningForm) -> str:
+    """Returns the marker before the content, if the marker after reasoning ends with it."""
     for tag in TAG.finditer(form.close):
-        if mirrors(form.open, tag[0]):
+        if is_pair(form.open, tag[0]):
             rest = form.close[tag.end() :]
             return rest if rest.strip() else ""
     return ""
 
 
 def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:
-    """Returns the marks of reasoning that a template renders with calls only, or None."""
+    """Returns the markers of reasoning that a template renders with calls only, or None."""
     text = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]})], reasoning=REASONING)
-    if text is None or not _is_between(text, REASONING, NAMES[0]):
+    if text is None or not _has_reasoning(text, NAMES[0]):
         return None
     opened, _, rest = text.partition(REASONING)
-    close = next((mark for mark in tokens(rest) if mark.strip()), "")
+    close = next((marker for marker in tokens(rest) if marker.strip()), "")
     opened = opened.removeprefix(header)
     return ReasoningForm(opened, close) if opened.strip() and TAG.fullmatch(close) else None
 
 
-def _rendered_reasoning(
-    reasoned: str, prober: Prober, header: str
-) -> tuple[ReasoningForm | None, str]:
-    """Returns the marks of reasoning that a template renders, and the header without them."""
-    opened, _, rest = reasoned.partition(REASONING)
-    close = rest.partition(CONTENT)[0]
-    mark = opened.removeprefix(header)
-    if not close.strip():
-        return None, header
-    if mark.strip():
-        return ReasoningForm(mark, close), header
-    # The prompt opens the reasoning, so the mark is in the header, or the question ends with it.
-    before = opened or (prober.question() or "")[: prober.begin()]
-    tags = [tag for tag in tokens(before.rstrip()) if tag.strip()]
-    if not tags or not mirrors(tags[-1], close):
-        return None, header
-    place = before.rindex(tags[-1])
-    return ReasoningForm(before[place:], close), opened[:place] if opened else header
-
-
 def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningForm | None:
-    """Returns the marks of reasoning that a template does not render, or None.
+    """Returns the markers of reasoning that a template does not render, or None.
 
     A prompt has them, which opens or skips the reasoning; or the template removes from a content
     what stands between them.
     """
-    for opened, close in _candidates(prober, source, header):
+    asked = [replace(prober, variables=variables).prompt() for variables in VARIABLES]
+    prompts = [prompt for prompt in asked if prompt is not None]
+    in_prompts = list(_in_prompts(prompts, header))
+    for opened, close in (*in_prompts, *_in_source(prompts[0], source, header)):
         text = f"{opened}{REASONING}{close}\n\n{CONTENT}"
         rendered = [prober.answer(content=text), prober.answer(content=text, is_last=False)]
         if any(one is not None and REASONING not in one and CONTENT in one for one in rendered):
             return ReasoningForm(opened, close)
-    prompts = [prompt for prompt in _prompts(prober) if prompt is not None]
-    for opened, close in _candidates(prober, source, header, by_prompt=True):
+    for opened, close in in_prompts:
         is_written = close in source or any(close in prompt for prompt in prompts)
         begun = header + opened
         if is_written or (header and any(prompt.rstrip().endswith(begun) for prompt in prompts)):
@@ -191,28 +187,27 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
     return None
 
 
-def _prompts(prober: Prober) -> list[str | None]:
-    return [replace(prober, variables=variables).prompt() for variables in VARIABLES]
+def _in_prompts(prompts: Sequence[str], header: str) -> Iterator[tuple[str, str]]:
+    """Yields markers around reasoning that prompts may end with: both, or the opening one."""
+    for prompt in prompts:
+        tail = _after_header(prompt, header)
+        tags = list(TAG.finditer(tail if header else prompt[-40:]))
+        if len(tags) >= 2 and header:
+            yield tail[: tags[-1].start()].rstrip("\n"), tags[-1][0]
+        if tags and not tags[-1][0].startswith(("</", "[/")):
+            yield tags[-1][0], tags[-1][0][0] + "/" + tags[-1][0][1:]
 
 
-def _candidates(
-    prober: Prober, source: str, header: str, *, by_prompt: bool = False
-) -> Iterator[tuple[str, str]]:
-    for prompt in _prompts(prober):
-        if prompt is None:
-            continue
-        tail = prompt[prompt.rindex(header) + len(header) :] if header in prompt else ""
-        marks = list(TAG.finditer(tail if header else prompt[-40:]))
-        if len(marks) >= 2 and header:
-            yield tail[: marks[-1].start()].rstrip("\n"), marks[-1][0]
-        if marks and not marks[-1][0].startswith(("</", "[/")):
-            yield marks[-1][0], marks[-1][0][0] + "/" + marks[-1][0][1:]
-    if by_prompt:
-        return
-    prompt = prober.prompt() or ""
-    tail = prompt[prompt.rindex(header) + len(header) :] if header and header in prompt else ""
-    for mark in dict.fromkeys(first or second for first, second in _SPLITS.findall(source)):
-        if mark[1:2] == "/" and TAG.fullmatch(mark):
-            yield mark[0] + mark[2:], mark
-        elif tail.strip() and len(mark) > 2:
-            yield tail, mark
+def _in_source(prompt: str, source: str, header: str) -> Iterator[tuple[str, str]]:
+    """Yields markers around reasoning, where a template splits a content at the closing one."""
+    tail = _after_header(prompt, header)
+    for close in dict.fromkeys(first or second for first, second in _SPLITS.findall(source)):
+        if close[1:2] == "/" and TAG.fullmatch(close):
+            yield close[0] + close[2:], close
+        elif tail.strip() and len(close) > 2:
+            yield tail, close
+
+
+def _after_header(prompt: str, header: str) -> str:
+    """Returns what a prompt has of an answer after its header; empty if that is unknown."""
+    return prompt.rpartition(header)[2] if header and header in prompt else ""

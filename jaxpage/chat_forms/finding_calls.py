@@ -4,158 +4,141 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from jaxpage.chat_forms.forms import ANY_ID, ARGUMENTS, INDEX, SAME_KEY, SAME_NAME
-from jaxpage.chat_forms.growing import Growing, MismatchError, Wait
-from jaxpage.chat_forms.literals import nested_literal
-from jaxpage.chat_forms.probes import IDS, KEYS, NAMES, TEXTS, Call, Prober
-from jaxpage.chat_forms.values import read_literal
+from jaxpage.chat_forms.literals import nested_literal, read_json, read_python
+from jaxpage.chat_forms.markers import ARGUMENTS, CALL_INDEX
+from jaxpage.chat_forms.probes import KEYS, NAMES, TEXTS, Call, Prober, with_placeholders
+from jaxpage.chat_forms.text_buffer import MismatchError, Parser, TextBuffer
 
 T = TypeVar("T")
-CALLS = tuple(
-    Call(name, {key: text}) for name, key, text in zip(NAMES, KEYS[:2], TEXTS[:2], strict=True)
-)
+CALLS = tuple(Call(name, {key: text}) for name, key, text in zip(NAMES, KEYS, TEXTS, strict=True))
 
 
 @dataclass(frozen=True)
-class Found:
+class RenderedCall:
     """Holds where a call stands in a text.
 
     Attributes:
-        begin: The place of the JSON object or of the name.
-        end: The place after the JSON object, the JSON arguments or the last value.
+        payload: How the call is written; see `ToolForm`.
+        begin: The position of the JSON object or of the name.
+        end: The position after the JSON object, the JSON arguments or the last value.
         mid: The text between the name and JSON arguments.
-        name_path: The keys that lead to the name in a JSON object, or None if it is none.
+        name_path: The keys that lead to the name in a JSON object.
         arguments_path: The keys that lead to the arguments.
         as_text: True if the arguments are JSON text within the JSON object.
         is_code: True if the literals are Python's.
         value: The JSON object, or None.
-        is_json: False if the arguments are neither JSON nor within a JSON object.
     """
 
+    payload: Literal["object", "json", "items"]
     begin: int
     end: int
     mid: str = ""
-    name_path: tuple[str, ...] | None = None
+    name_path: tuple[str, ...] = ()
     arguments_path: tuple[str, ...] = ()
     as_text: bool = False
     is_code: bool = False
     value: Any = None
-    is_json: bool = True
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedAnswer:
     """Holds an answer with the first calls of `CALLS`.
 
     Attributes:
         text: The answer.
-        found: The places of the calls.
+        calls: Where the calls stand.
     """
 
     text: str
-    found: tuple[Found, ...]
+    calls: tuple[RenderedCall, ...]
 
     @property
     def before(self) -> str:
         """Returns what comes before the first call."""
-        return self.text[: self.found[0].begin]
+        return self.text[: self.calls[0].begin]
 
     @property
     def between(self) -> str | None:
         """Returns what comes between two calls, or None if there is one."""
-        if len(self.found) == 1:
+        if len(self.calls) == 1:
             return None
-        return self.text[self.found[0].end : self.found[1].begin]
+        return self.text[self.calls[0].end : self.calls[1].begin]
 
     @property
     def after(self) -> str:
         """Returns what comes after the last call."""
-        return self.text[self.found[-1].end :]
+        return self.text[self.calls[-1].end :]
 
 
-def render_calls(prober: Prober, calls: Sequence[Call], **said: str) -> Written | None:
+def render_calls(prober: Prober, calls: Sequence[Call], **fields: str) -> RenderedAnswer | None:
     """Returns an answer with calls, or None if the template does not render all of them.
 
     Args:
         prober: Renders answers.
         calls: The first calls of `CALLS`.
-        said: What else the answer has, as for `Prober.answer`.
+        fields: What else the answer has, as for `Prober.answer`.
     """
-    text = prober.body(calls, **said)
-    found: list[Found] = []
+    text = prober.body(calls, **fields)
+    if text is None:
+        return None
+    found: list[RenderedCall] = []
     for call, other in zip(calls, reversed(NAMES), strict=False):
-        begin = found[-1].end if found else 0
-        one = None if text is None else _found(text, call, other, begin)
+        one = _find(text, call, other, found[-1].end if found else 0)
         if one is None:
             return None
         found.append(one)
-    return None if text is None else Written(text, tuple(found))
+    return RenderedAnswer(text, tuple(found))
 
 
-def same(text: str, index: int) -> str:
-    """Returns a mark with holes for what is of one call of `CALLS` alone."""
-    text = text.replace(IDS[index], ANY_ID).replace(NAMES[index], SAME_NAME)
-    return text.replace(KEYS[index], SAME_KEY)
-
-
-def _found(text: str, call: Call, other: str, begin: int) -> Found | None:
+def _find(text: str, call: Call, other: str, begin: int) -> RenderedCall | None:
     """Returns where a call stands in a text, or None if its name or its arguments do not.
 
     Args:
         text: The text.
         call: The call.
         other: The name of another call, which is not a part of this one.
-        begin: The place from which on the call is looked for.
+        begin: The position from which on the call is looked for.
     """
-    place = text.find(call.name, begin)
-    if place < 0:
+    position = text.find(call.name, begin)
+    if position < 0:
         return None
-    for start in _braces(text, begin, place):
-        read = _read_at(text, start)
-        if read is None or start + len(read[0]) <= place or other in read[0]:
+    for start, written, value, is_code in _objects(text, begin, position):
+        if start + len(written) <= position or other in written:
             continue
-        shown, value, is_code = read
         if (paths := _paths(value, call)) is not None:
-            return Found(start, start + len(shown), "", *paths, is_code, value)
-    after = place + len(call.name)
-    for start in _braces(text, after, len(text)):
-        read = _read_at(text, start)
-        if read is not None and read[1] == call.arguments:
-            end = start + len(read[0])
-            return Found(place, end, text[after:start], is_code=read[2])
-    last = list(call.arguments.values())[-1]
-    end = text.find(str(last), after)
-    return None if end < 0 else Found(place, end + len(str(last)), is_json=False)
+            return RenderedCall("object", start, start + len(written), "", *paths, is_code, value)
+    after = position + len(call.name)
+    for start, written, value, is_code in _objects(text, after, len(text)):
+        if value == call.arguments:
+            end = start + len(written)
+            return RenderedCall("json", position, end, text[after:start], is_code=is_code)
+    (last,) = call.arguments.values()
+    end = text.find(last, after)
+    return None if end < 0 else RenderedCall("items", position, end + len(last))
 
 
-def _braces(text: str, begin: int, end: int) -> Iterator[int]:
+def _objects(text: str, begin: int, end: int) -> Iterator[tuple[int, str, Any, bool]]:
+    """Yields the objects that begin in a part of a text.
+
+    Each comes with its position, its text, its value, and True if it is Python's and not JSON.
+    """
     while (begin := text.find("{", begin, end)) >= 0:
-        yield begin
+        for read in (read_json, read_python):
+            buffer, is_python = TextBuffer(text[begin:], has_ended=True), read is read_python
+            try:
+                written = result_of(nested_literal(buffer, is_python=is_python))
+                yield begin, written, read(written), is_python
+                break
+            except MismatchError:
+                continue
         begin += 1
 
 
-def _read_at(text: str, begin: int) -> tuple[str, Any, bool] | None:
-    """Returns the object that stands at a place: its text, its value, and if it is Python's."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, begin)
-        return text[begin:end], value, False
-    except (ValueError, RecursionError):
-        pass
-    growing = Growing()
-    growing.push(text[begin:])
-    growing.has_ended = True
-    try:
-        written = done(nested_literal(growing, is_python=True))
-        return written, read_literal(written), True
-    except (MismatchError, ValueError):
-        return None
-
-
-def done(parser: Wait[T]) -> T:
+def result_of(parser: Parser[T]) -> T:
     """Returns the result of a parser whose text has ended."""
     while True:
         try:
@@ -165,24 +148,24 @@ def done(parser: Wait[T]) -> T:
 
 
 def _paths(value: Any, call: Call) -> tuple[tuple[str, ...], tuple[str, ...], bool] | None:
-    if isinstance(value, dict) and value == {call.name: call.arguments}:
+    """Returns the paths to the name and the arguments of a call, or None.
+
+    With them comes True if the arguments are JSON text.
+    """
+    if value == {call.name: call.arguments}:
         return (), (), False
     name = _path(value, call.name)
-    if name is None:
-        return None
-    as_object = _path(value, call.arguments)
-    if as_object is not None:
-        return name, as_object, False
-    for written in (json.dumps(call.arguments), json.dumps(call.arguments, separators=(",", ":"))):
-        as_text = _path(value, written)
-        if as_text is not None:
-            return name, as_text, True
+    texts = (json.dumps(call.arguments), json.dumps(call.arguments, separators=(",", ":")))
+    for arguments in (call.arguments, *texts):
+        path = _path(value, arguments)
+        if name is not None and path is not None:
+            return name, path, isinstance(arguments, str)
     return None
 
 
 def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
     """Returns the keys that lead to a value, or None."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return None
     for key, one in value.items():
         if one == wanted:
@@ -193,13 +176,11 @@ def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
 
 
 def shape_of(text: str) -> str:
-    """Returns the JSON text of the first call with holes for what differs from call to call."""
-    call = CALLS[0]
-    for begin in _braces(text, 1, len(text)):
-        read = _read_at(text, begin)
-        if read is not None and read[1] == call.arguments:
-            text = text[:begin] + ARGUMENTS + text[begin + len(read[0]) :]
+    """Returns the JSON text of the first call, with placeholders for what differs between calls."""
+    for begin, written, value, _ in _objects(text, 1, len(text)):
+        if value == CALLS[0].arguments:
+            text = text[:begin] + ARGUMENTS + text[begin + len(written) :]
             break
     # Numbers that are left are those of the call, in quotes or not.
-    text = re.sub(r'(?<=:)(\s*)("?)\d+\2(?=\s*[,}])', rf"\g<1>\g<2>{INDEX}\g<2>", text)
-    return text.replace(IDS[0], ANY_ID).replace(call.name, SAME_NAME)
+    text = re.sub(r'(?<=:)(\s*)("?)\d+\2(?=\s*[,}])', rf"\g<1>\g<2>{CALL_INDEX}\g<2>", text)
+    return with_placeholders(text)

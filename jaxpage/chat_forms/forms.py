@@ -1,6 +1,6 @@
 """Describes how a model writes its tool calls and its reasoning.
 
-The parts of an answer, and the fields that hold the marks between them:
+The parts of an answer, and the fields that hold the markers between them:
 
     reasoning.open ... reasoning.close  content.opens ... content.closes  calls  tail
 
@@ -11,8 +11,8 @@ The parts of an answer, and the fields that hold the marks between them:
     arguments:  begin  ITEM  between  ITEM  ...
     ITEM:       open  KEY  value.open  VALUE  value.close
 
-White space in a mark is optional when it is read, except next to a value that stands bare.
-A mark may contain holes for what differs from call to call.
+White space in a marker is optional when it is read, except next to a value that stands bare.
+A marker may contain placeholders for what differs from call to call (`markers`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# Characters of a mark that stand for other text. They are from the private area of Unicode.
-ANY_ID = "\ue000"
-SAME_NAME = "\ue001"
-INDEX = "\ue002"
-SAME_KEY = "\ue003"
-ARGUMENTS = "\ue004"
-HOLES = ANY_ID + SAME_NAME + INDEX + SAME_KEY + ARGUMENTS
+from jaxpage.chat_forms.markers import (
+    ARGUMENTS,
+    CALL_ID,
+    CALL_INDEX,
+    KEY,
+    TOOL_NAME,
+    first_chunk,
+)
 
+Encoding = Literal["raw", "xml", "json", "python", "list"]
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
+# Templates and tokenizers name the reasoning of a message in these ways.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class ValueForm:
 
     Attributes:
         types: The JSON types.
-        open: The mark between the key and the value.
-        close: The mark after the value.
+        open: The marker between the key and the value.
+        close: The marker after the value.
         encoding: "raw" for a text as it is, "xml" for one with entities; "json" and "python" for
             literals; "list" for the forms `ToolForm.array` and `ToolForm.object`.
     """
@@ -47,7 +51,17 @@ class ValueForm:
     types: frozenset[str]
     open: str
     close: str
-    encoding: Literal["raw", "xml", "json", "python", "list"]
+    encoding: Encoding
+
+    @property
+    def is_bare(self) -> bool:
+        """Returns whether a string stands between the markers without quotes."""
+        return self.encoding in ("raw", "xml")
+
+    @property
+    def is_literal(self) -> bool:
+        """Returns whether the values are literals of JSON or Python, strings with quotes."""
+        return self.encoding in ("json", "python")
 
 
 @dataclass(frozen=True)
@@ -55,12 +69,11 @@ class ListForm:
     """Describes arguments, an object or an array that is not written as JSON.
 
     Attributes:
-        begin: The mark before the first item.
-        open: The mark before each item.
-        between: The mark between two items.
-        end: The mark after the last item. That of the arguments belongs to the call's `close`.
+        begin: The marker before the first item.
+        open: The marker before each item.
+        between: The marker between two items.
+        end: The marker after the last item. That of the arguments belongs to the call's `close`.
         values: The forms of the values.
-        has_keys: False for an array.
     """
 
     begin: str
@@ -68,7 +81,6 @@ class ListForm:
     between: str
     end: str
     values: tuple[ValueForm, ...]
-    has_keys: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,21 +90,21 @@ class ToolForm:
     Attributes:
         name: A short name for people.
         payload: The kind of a call.
-        begin: The mark before the first call.
-        open: The mark before each call.
-        mid: The mark between the name and JSON arguments.
-        close: The mark after each call.
-        between: The mark between two calls.
-        end: The mark after the last call.
+        begin: The marker before the first call.
+        open: The marker before each call.
+        mid: The marker between the name and JSON arguments.
+        close: The marker after each call.
+        between: The marker between two calls.
+        end: The marker after the last call.
         name_path: The keys that lead to the name in a JSON object; empty if the name is the key.
         arguments_path: The keys that lead to the arguments.
-        shape: The JSON text of a call with holes, in which the arguments are a hole too.
+        shape: The JSON text of a call, with placeholders for the name and the arguments.
         other_keys: What a model may write in place of the last of `arguments_path`.
         arguments_as_text: True if the arguments are JSON text within the JSON object.
         arguments: The form of arguments that are not JSON.
         array: The form of arrays in them, if it is not JSON.
         object: The form of objects in them, if it is not JSON.
-        first: The mark before the first call of an answer, if the prompt ends with the rest of it.
+        first: What an answer has of the marker before its first call, if the prompt has the rest.
         is_code: True if the literals are Python's.
     """
 
@@ -116,34 +128,50 @@ class ToolForm:
     is_code: bool = False
 
     @property
+    def opening(self) -> str:
+        """Returns the marker before the first call, as a template writes it."""
+        return self.begin + self.open
+
+    @property
+    def first_opening(self) -> str:
+        """Returns the marker before the first call, without what the prompt has of it."""
+        return self.opening if self.first is None else self.first
+
+    @property
     def trigger(self) -> str:
-        """Returns the text without white space and holes that calls begin with; may be empty."""
-        return first_chunk(self.begin + self.open)
+        """Returns the text that calls begin with, up to white space or a placeholder."""
+        return first_chunk(self.opening)
 
     @property
     def example(self) -> str:
         """Returns one call as the form writes it, with words in capitals for what differs."""
         body = self.shape
         if self.payload == "json":
-            body = SAME_NAME + self.mid + ARGUMENTS
+            body = TOOL_NAME + self.mid + ARGUMENTS
         elif self.arguments is not None:
             value = self.arguments.values[0]
-            item = self.arguments.open + SAME_KEY + value.open + "VALUE" + value.close
-            body = SAME_NAME + self.arguments.begin + item
-        words = {ANY_ID: "ID", SAME_NAME: "NAME", INDEX: "1", SAME_KEY: "KEY", ARGUMENTS: "{...}"}
-        text = self.begin + self.open + body + self.close + self.end
-        return text.translate({ord(hole): word for hole, word in words.items()})
+            item = self.arguments.open + KEY + value.open + "VALUE" + value.close
+            body = TOOL_NAME + self.arguments.begin + item
+        words = {CALL_ID: "ID", TOOL_NAME: "NAME", CALL_INDEX: "1", KEY: "KEY", ARGUMENTS: "{...}"}
+        text = self.opening + body + self.close + self.end
+        return text.translate({ord(placeholder): word for placeholder, word in words.items()})
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """Returns every mark of the form that has text."""
-        lists = [one for one in (self.arguments, self.array, self.object) if one is not None]
+    def markers(self) -> tuple[str, ...]:
+        """Returns every marker of the form that has text."""
         found = [self.begin, self.open, self.mid, self.close, self.between, self.end]
-        for one in lists:
-            found += [one.begin, one.open, one.between, one.end]
-            for value in one.values:
-                found += [value.open, value.close]
-        return tuple(mark for mark in found if mark.strip())
+        for items in (self.arguments, self.array, self.object):
+            if items is not None:
+                found += [items.begin, items.open, items.between, items.end]
+                for value in items.values:
+                    found += [value.open, value.close]
+        return tuple(marker for marker in found if marker.strip())
+
+    def list_of(self, value: ValueForm) -> ListForm:
+        """Returns the form of arrays or of objects, for a value that is one of them."""
+        form = self.object if value.types == {"object"} else self.array
+        assert form is not None
+        return form
 
 
 @dataclass(frozen=True)
@@ -151,8 +179,8 @@ class ReasoningForm:
     """Describes reasoning, which comes first in an answer.
 
     Attributes:
-        open: The mark before it, which the prompt may have already.
-        close: The mark after it.
+        open: The marker before it, which the prompt may have already.
+        close: The marker after it.
         header: What a prompt has before an answer; empty if that is unknown.
     """
 
@@ -162,12 +190,8 @@ class ReasoningForm:
 
     @property
     def name(self) -> str:
-        """Returns a short name for people: the words of the opening mark."""
-        words = "".join(
-            character if character.isalnum() or character in ":_" else " "
-            for character in self.open
-        )
-        return "-".join(words.split()[:3]) or "marks"
+        """Returns a short name for people: the first words of the opening marker."""
+        return "-".join(re.findall(r"[\w:]+", self.open)[:3]) or "markers"
 
 
 @dataclass(frozen=True)
@@ -175,10 +199,10 @@ class ContentForm:
     """Describes what stands around the content and after an answer.
 
     Attributes:
-        opens: The marks before the content, of which an answer has one or none.
-        closes: The marks between the content and calls.
-        tails: The marks after the whole answer.
-        responses: The marks around a tool's response, where it follows a call in the same answer.
+        opens: The markers before the content, of which an answer has one or none.
+        closes: The markers between the content and calls.
+        tails: The markers after the whole answer.
+        responses: The markers around a tool's response, if it follows a call in the same answer.
     """
 
     opens: tuple[str, ...] = ()
@@ -196,11 +220,11 @@ class HeaderForm:
     The parts of a header come in any order, and not all of them.
 
     Attributes:
-        start: The mark before each message but the first, which the prompt has.
-        channel: The mark before the word that names the channel.
-        body: The mark between a header and the text.
-        ends: The marks after a text.
-        recipient: The mark before the name of the tool that a message calls.
+        start: The marker before each message but the first, which the prompt has.
+        channel: The marker before the word that names the channel.
+        body: The marker between a header and the text.
+        ends: The markers after a text.
+        recipient: The marker before the name of the tool that a message calls.
         reasoning: The channel of reasoning.
         commentary: The channel of calls.
     """
@@ -224,34 +248,8 @@ class HeaderForm:
         _, is_there, rest = prompt.rpartition(self.start)
         if not is_there or any(end in rest for end in self.ends):
             return ""
-        header, mark, _ = rest.partition(self.body)
-        return header + mark
-
-
-NO_MARKS = ContentForm()
-
-
-# A tag, or a run of other characters. White space may come between two of them.
-_CHUNK = re.compile(r"<[^<>\s]*>|\[/?[A-Za-z_]+\]|(?:(?!<[^<>\s]*>|\[/?[A-Za-z_]+\])\S)+")
-
-
-def chunks(mark: str) -> list[str]:
-    """Returns the parts of a mark that white space may come between."""
-    return _CHUNK.findall(mark)
-
-
-def before_hole(mark: str) -> str:
-    """Returns the beginning of a mark up to its first hole."""
-    for place, character in enumerate(mark):
-        if character in HOLES:
-            return mark[:place]
-    return mark
-
-
-def first_chunk(mark: str) -> str:
-    """Returns the first part of a mark, as far as it has no hole; empty if there is none."""
-    found = chunks(before_hole(mark))
-    return found[0] if found else ""
+        header, marker, _ = rest.partition(self.body)
+        return header + marker
 
 
 HERMES = ToolForm(
@@ -260,7 +258,7 @@ HERMES = ToolForm(
     open="<tool_call>\n",
     close="\n</tool_call>",
     between="\n",
-    shape=f'{{"name": "{SAME_NAME}", "arguments": {ARGUMENTS}}}',
+    shape=f'{{"name": "{TOOL_NAME}", "arguments": {ARGUMENTS}}}',
     other_keys=("parameters",),
 )
 LLAMA3_JSON = ToolForm(
@@ -268,7 +266,7 @@ LLAMA3_JSON = ToolForm(
     "object",
     begin="<|python_tag|>",
     between=";",
-    shape=f'{{"name": "{SAME_NAME}", "parameters": {ARGUMENTS}}}',
+    shape=f'{{"name": "{TOOL_NAME}", "parameters": {ARGUMENTS}}}',
     arguments_path=("parameters",),
     other_keys=("arguments",),
     first="",

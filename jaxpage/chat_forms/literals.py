@@ -1,89 +1,199 @@
-"""Reads literals of JSON and Python from a text that grows, and gives up where there is none."""
+"""Reads literals of JSON and Python: finds their ends in a text that grows, and their values."""
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import re
+import uuid
+from typing import Any, NoReturn
 
-from jaxpage.chat_forms.growing import Growing, MismatchError, Wait
+from jaxpage.chat_forms.text_buffer import MismatchError, Parser, TextBuffer
 
-# Outside of strings: what numbers, words, and the marks between them are made of.
+# Outside of strings: what numbers, words, and the punctuation between them are made of.
 _NEXT = re.compile(r"[\"'{}\[\]()]|[^\s\w.,:+\-]")
 _OF_STRING = {
     '"': re.compile(r'[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+'),
     "'": re.compile(r"[^'\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^'\\\x00-\x1f]*+)*+"),
 }
 _CLOSES = {"{": "}", "[": "]", "(": ")"}
-_BARE = re.compile(r"[\w.+\-]+")
+_BARE = re.compile(r"[\w.+\-]*")
+_MAX_LITERAL = 1 << 16  # characters that are read as Python; Python's parser nests on the C stack
+_MAX_DEPTH = 64
 
 
-def string_literal(text: Growing) -> Wait[str]:
-    """Reads a string in quotes and returns it as it is written.
+def literal(buffer: TextBuffer) -> Parser[str]:
+    """Reads any literal and returns it as it is written.
 
     Raises:
         MismatchError: There is none.
     """
-    quote = yield from text.next_character()
-    if quote not in ("'", '"'):
-        raise MismatchError
-    begin, place = text.place, text.place + 1
-    while True:
-        place = _end_of(_OF_STRING[quote], text.text, place)
-        rest = text.text[place : place + 2]
-        if rest[:1] == quote:
-            text.place = place + 1
-            return text.text[begin : text.place]
-        if rest and rest != "\\":  # a string has no control characters
-            raise MismatchError
-        yield from text.more()
+    yield from buffer.skip_space()
+    character = yield from buffer.next_character()
+    if character in ("'", '"'):
+        return (yield from _string(buffer))
+    if character in _CLOSES:
+        return (yield from nested_literal(buffer, is_python=True))
+    return (yield from _bare(buffer))
 
 
-def nested_literal(text: Growing, *, is_python: bool = False) -> Wait[str]:
+def nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parser[str]:
     """Reads an object, an array or a tuple, and returns it as it is written.
 
     Raises:
         MismatchError: What comes is none, as far as brackets and strings tell.
     """
-    begin = text.place
+    begin = buffer.position
     open_brackets: list[str] = []
     while True:
-        found = _NEXT.search(text.text, text.place)
+        found = _NEXT.search(buffer.text, buffer.position)
         if found is None:
-            text.place = len(text.text)
-            yield from text.more()
+            buffer.position = len(buffer.text)
+            yield from buffer.more()
             continue
         character = found[0]
         if not open_brackets and (found.start() > begin or character not in _CLOSES):
             raise MismatchError
-        text.place = found.start()
+        buffer.position = found.start()
         if character == '"' or (character == "'" and is_python):
-            yield from string_literal(text)
+            yield from _string(buffer)
             continue
-        text.place += 1
+        buffer.position += 1
         if character in _CLOSES and (character != "(" or is_python):
             open_brackets.append(_CLOSES[character])
         elif not open_brackets or character != open_brackets.pop():
             raise MismatchError
         if not open_brackets:
-            return text.text[begin : text.place]
+            return buffer.text[begin : buffer.position]
 
 
-def bare_literal(text: Growing) -> Wait[str]:
-    """Reads a number or a word.
-
-    Raises:
-        MismatchError: There is none.
-    """
-    begin = text.place
+def _string(buffer: TextBuffer) -> Parser[str]:
+    """Reads a string in quotes, the first of which is there."""
+    begin, quote = buffer.position, buffer.text[buffer.position]
+    end = begin + 1
     while True:
-        end = _end_of(_BARE, text.text, begin)
-        if end == begin < len(text.text):
+        end = _end_of(_OF_STRING[quote], buffer.text, end)
+        rest = buffer.text[end : end + 2]
+        if rest[:1] == quote:
+            buffer.position = end + 1
+            return buffer.text[begin : buffer.position]
+        if rest and rest != "\\":  # a string has no control characters
             raise MismatchError
-        if end > begin and (end < len(text.text) or text.has_ended):
-            text.place = end
-            return text.text[begin:end]
-        yield from text.more()
+        yield from buffer.more()
+
+
+def _bare(buffer: TextBuffer) -> Parser[str]:
+    """Reads a number or a word."""
+    begin = buffer.position
+    while True:
+        end = _end_of(_BARE, buffer.text, begin)
+        if end == begin < len(buffer.text):
+            raise MismatchError
+        if end > begin and (end < len(buffer.text) or buffer.has_ended):
+            buffer.position = end
+            return buffer.text[begin:end]
+        yield from buffer.more()
 
 
 def _end_of(pattern: re.Pattern[str], text: str, begin: int) -> int:
     found = pattern.match(text, begin)
     return found.end() if found else begin
+
+
+class Number(float):
+    """A number that no float holds, with the digits that the model wrote."""
+
+    digits: str = ""
+
+
+def read_json(text: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        MismatchError: It is no JSON, or has a number that JSON does not have.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+    except (ValueError, RecursionError):
+        raise MismatchError from None
+
+
+def read_python(text: str) -> Any:
+    """Returns the value of a literal of Python, which templates write that print a value.
+
+    Raises:
+        MismatchError: It is no literal that JSON could express.
+    """
+    text = text.strip()
+    depth = text.count("[") + text.count("{") + text.count("(")
+    if len(text) > _MAX_LITERAL or depth > _MAX_DEPTH:
+        raise MismatchError
+    try:
+        value = ast.literal_eval(text)
+        written = json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise MismatchError from None
+    # Python takes `1, 2` for a tuple and passes over the comment of `3 # three`. Both are texts.
+    if (isinstance(value, tuple) and text[0] != "(") or ("#" in text and "#" not in written):
+        raise MismatchError
+    return value
+
+
+def read_literal(text: str) -> Any:
+    """Returns the value of a JSON text or of a literal of Python.
+
+    Raises:
+        MismatchError: It is neither.
+    """
+    try:
+        return read_json(text)
+    except MismatchError:
+        return read_python(text)
+
+
+def as_json(value: Any) -> str:
+    """Returns a value as JSON, with the digits of numbers as they were written.
+
+    Raises:
+        MismatchError: It is nested too deeply.
+    """
+    large: dict[str, str] = {}
+    try:
+        value = _with_names(value, large)
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise MismatchError from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Only an escape can express a lone surrogate.
+        text = json.dumps(value)
+    for name, digits in large.items():
+        text = text.replace(f'"{name}"', digits)
+    return text
+
+
+def _with_names(value: Any, large: dict[str, str]) -> Any:
+    """Returns a value with a unique name for each `Number`, and adds their digits to `large`."""
+    if isinstance(value, Number):
+        large[name := uuid.uuid4().hex] = value.digits
+        return name
+    if isinstance(value, dict):
+        return {key: _with_names(one, large) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_names(one, large) for one in value]
+    return value
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if math.isfinite(value):
+        return value
+    large = Number(value)
+    large.digits = digits
+    return large
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(constant)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
+TextKind = Literal["content", "reasoning"]
+
 
 class Piece(NamedTuple):
     """A part of an answer.
@@ -12,7 +14,7 @@ class Piece(NamedTuple):
     Attributes:
         kind: The kind of the part. A "call" brings the name of the tool, and "arguments" pieces
             continue the arguments of the call before them.
-        text: The text; for a call its arguments so far.
+        text: The text; for a call its arguments so far, as JSON.
         name: The name of the tool, for a call.
     """
 
@@ -30,7 +32,7 @@ class PieceParser(Protocol):
     def push(self, text: str) -> Iterator[Piece]:
         """Yields the pieces that are certain with this text; exhaust it before the next call.
 
-        Text that could still become a mark is held back.
+        Text that could still become a marker is held back.
         """
         ...
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage.chat_forms.marks import common_prefix
+from jaxpage.chat_forms.forms import REASONING_FIELDS
+from jaxpage.chat_forms.markers import ARGUMENTS, CALL_ID, KEY, TOOL_NAME, common_prefix
 
 # (messages, tools, add_generation_prompt, variables) -> text; it raises ValueError where the
 # template refuses.
@@ -16,16 +18,21 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool, Mapp
 
 CONTENT, REASONING, QUESTION, RESULT = "zqContent", "zqReasoning", "zqQuestion", "zqResult"
 NAMES = ("zqNameA", "zqNameB")
-KEYS = ("zqKeyA", "zqKeyB", "zqKeyC")
-TEXTS = ("zqTextA", "zqTextB", "zqTextC")
-IDS = ("zqId0000A", "zqId0000B")  # of nine letters and digits, as some templates demand
-# Templates name what a model thought in these ways.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+KEYS = ("zqKeyA", "zqKeyB")
+TEXTS = ("zqTextA", "zqTextB")
 VARIABLES: tuple[dict[str, Any], ...] = (
     {},
     {"enable_thinking": True, "thinking": True},
     {"enable_thinking": False, "thinking": False},
 )
+_PATTERNS = {CALL_ID: "zqId0000[A-Z]", TOOL_NAME: "zqName[AB]", KEY: "zqKey[AB]"}
+
+
+def with_placeholders(text: str) -> str:
+    """Returns a rendered text with placeholders for the ids, the names and the keys of probes."""
+    for placeholder, pattern in _PATTERNS.items():
+        text = re.sub(pattern, placeholder, text)
+    return text
 
 
 def tool_of(name: str, properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,19 +59,21 @@ class Prober:
     """Renders answers of the assistant by a template.
 
     Attributes:
-        render: Renders a conversation.
+        render: Renders a conversation, given the arguments of `Render` as JSON; None is a refusal.
+        tools: The tools that the conversation has.
         variables: The variables of the template.
         takes_text: True if calls bring their arguments as JSON text.
         named_ids: True if the ids of calls are made of their names, as a template needs that writes
             the id in place of the name.
-        tools: The tools that the conversation has.
+        example: A call with placeholders, if calls are written into the content in this way.
     """
 
-    render: Render
-    variables: Mapping[str, Any]
+    render: Callable[[str], str | None]
+    tools: Sequence[dict[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     takes_text: bool = False
     named_ids: bool = False
-    tools: Sequence[dict[str, Any]] | None = None
+    example: str = ""
 
     def prompt(self) -> str | None:
         """Returns the prompt for an answer, or None if the template refuses."""
@@ -74,9 +83,9 @@ class Prober:
         """Returns the conversation without any answer, or None if the template refuses."""
         return self._rendered((), False)
 
-    def body(self, calls: Sequence[Call], **said: Any) -> str | None:
+    def body(self, calls: Sequence[Call], **fields: Any) -> str | None:
         """Returns an answer without the conversation before it; see `answer`."""
-        whole = self.answer(calls, **said)
+        whole = self.answer(calls, **fields)
         return None if whole is None else whole[self.begin() :]
 
     def begin(self) -> int:
@@ -111,54 +120,53 @@ class Prober:
                 {"type": "text", "text": content},
             ]
         elif reasoning:
-            message |= dict.fromkeys(_THOUGHTS, reasoning)
-        if calls:
+            message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+        if calls and self.example:
+            message["content"] = "\n".join(filter(None, [content, *map(self._written, calls)]))
+        elif calls:
             message["tool_calls"] = [self._call(index, call) for index, call in enumerate(calls)]
-        after = [] if is_last else [{"role": "user", "content": QUESTION}]
+        messages = [message]
+        if not is_last:
+            messages.append({"role": "user", "content": QUESTION})
         if result:
-            called = {"tool_call_id": message["tool_calls"][0]["id"], "name": calls[0].name}
-            after.append({"role": "tool", **called, "content": result})
-        return self._rendered((message, *after), False)
+            call_id, name = self._call(0, calls[0])["id"], calls[0].name
+            messages.append(
+                {"role": "tool", "tool_call_id": call_id, "name": name, "content": result}
+            )
+        return self._rendered(messages, False)
 
     def _call(self, index: int, call: Call) -> dict[str, Any]:
         arguments: Any = dict(call.arguments)
         if self.takes_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        call_id = f"functions.{call.name}:{index}" if self.named_ids else IDS[index]
+        # Nine letters and digits, as some templates demand.
+        call_id = f"zqId0000{chr(ord('A') + index % 26)}"
+        if self.named_ids:
+            call_id = f"functions.{call.name}:{index}"
         function = {"name": call.name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
+    def _written(self, call: Call) -> str:
+        """Returns a call as the example shows it."""
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        name = json.dumps(call.name)[1:-1]
+        return self.example.replace(TOOL_NAME, name).replace(ARGUMENTS, arguments)
+
     def _rendered(self, messages: Sequence[dict[str, Any]], generates: bool) -> str | None:
         asked = [{"role": "user", "content": QUESTION}, *messages]
+        return self.render(
+            json.dumps([asked, list(self.tools) or None, generates, dict(self.variables)])
+        )
+
+
+def prober_of(render: Render) -> Prober:
+    """Returns a prober that remembers what was rendered, for conversations without tools."""
+
+    @functools.cache
+    def rendered(asked: str) -> str | None:
         try:
-            return self.render(asked, list(self.tools or []) or None, generates, self.variables)
+            return render(*json.loads(asked))
         except ValueError:
             return None
 
-
-def probers(render: Render, tools: Sequence[dict[str, Any]] | None) -> list[Prober]:
-    """Returns a prober for each way in which templates take calls, the usual one first."""
-    cached = _cached(render)
-    first = Prober(cached, VARIABLES[0], tools=tools)
-    ways = [(False, False), (True, False), (False, True), (True, True)]
-    return [
-        replace(first, takes_text=takes_text, named_ids=named_ids) for takes_text, named_ids in ways
-    ]
-
-
-def _cached(render: Render) -> Render:
-    known: dict[str, str] = {}
-
-    @functools.wraps(render)
-    def rendered(
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        generates: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        key = json.dumps([messages, tools, generates, dict(variables)])
-        if key not in known:
-            known[key] = render(messages, tools, generates, variables)
-        return known[key]
-
-    return rendered
+    return Prober(rendered)

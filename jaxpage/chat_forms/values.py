@@ -1,111 +1,20 @@
-"""Reads the values of arguments from the text that a model wrote.
+"""Reads the values of arguments that stand bare, by the types that the tool's schema allows.
 
-A form that writes strings bare does not say whether `3` is a number: the tool's schema does.
+A form that writes strings bare does not say whether `3` is a number: the schema does.
 """
 
 from __future__ import annotations
 
-import ast
 import html
-import json
-import math
-import uuid
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxpage.chat_forms.forms import JSON_TYPES, ValueForm
+from jaxpage.chat_forms.literals import read_literal
+from jaxpage.chat_forms.text_buffer import MismatchError
 
-_MAX_LITERAL = 1 << 16  # characters that are read as Python; Python's parser nests on the C stack
-_MAX_DEPTH = 64
 _MAX_SCHEMA_DEPTH = 16
-_SPECIAL = {"NaN", "Infinity", "-Infinity"}
-
-
-class Number(float):
-    """A number that no float holds, with the digits that the model wrote."""
-
-    digits: str = ""
-
-
-def read_json(text: str) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: It is no JSON, or has a number that JSON does not have.
-    """
-    try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_number)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def read_python(text: str) -> Any:
-    """Returns the value of a literal of Python, which templates write that print a value.
-
-    Raises:
-        ValueError: It is no literal that JSON could express.
-    """
-    depth = text.count("[") + text.count("{") + text.count("(")
-    if len(text) > _MAX_LITERAL or depth > _MAX_DEPTH:
-        raise ValueError("too long for a literal")
-    try:
-        value = ast.literal_eval(text.strip())
-        json.dumps(value, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise ValueError("no literal") from None
-    return value
-
-
-def read_literal(text: str) -> Any:
-    """Returns the value of a JSON text or of a literal of Python.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    try:
-        return read_json(text)
-    except ValueError:
-        if text.strip() in _SPECIAL:
-            raise
-        return read_python(text)
-
-
-def as_json(value: Any) -> str:
-    """Returns a value as JSON, with the digits of numbers as they were written."""
-    large: dict[str, str] = {}
-    text = json.dumps(_marked(value, large), ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Only an escape can express a lone surrogate.
-        text = json.dumps(_marked(value, large))
-    for name, digits in large.items():
-        text = text.replace(f'"{name}"', digits)
-    return text
-
-
-def _marked(value: Any, large: dict[str, str]) -> Any:
-    if isinstance(value, Number):
-        large[name := uuid.uuid4().hex] = value.digits
-        return name
-    if isinstance(value, dict):
-        return {key: _marked(one, large) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(one, large) for one in value]
-    return value
-
-
-def _number(digits: str) -> float:
-    value = float(digits)
-    if math.isfinite(value):
-        return value
-    large = Number(value)
-    large.digits = digits
-    return large
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise ValueError(constant)
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def type_of(value: Any) -> str:
@@ -121,13 +30,25 @@ def type_of(value: Any) -> str:
     return "object" if isinstance(value, Mapping) else "array"
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str] | None:
+def types_of(schema: Any, root: Any) -> frozenset[str] | None:
     """Returns the JSON types that a schema allows, or None if it does not say.
 
     Args:
         schema: The schema of a value.
         root: The schema of the arguments, which references lead into.
+    """
+    return _types(schema, root, 0, set())
+
+
+def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> frozenset[str] | None:
+    """Does the work of `types_of`.
+
+    Args:
+        schema: The schema of a value, or a part of it.
+        root: The schema of the arguments.
         depth: The number of schemas that this one is within.
+        followed: The references that were followed. Each is followed once, because unions of
+            references to each other would take exponential time.
     """
     if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
         return None
@@ -142,21 +63,25 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str] | None:
         if schema.get("nullable") is True:
             found.add("null")
         return frozenset(found) & JSON_TYPES
-    for union in ("anyOf", "oneOf"):
+    for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
-            parts = [types_of(one, root, depth + 1) for one in schema[union]]
+            parts = [_types(part, root, depth + 1, followed) for part in schema[union]]
             known = [part for part in parts if part is not None]
-            return frozenset().union(*known) if known else None
-    if isinstance(schema.get("allOf"), list):
-        for one in schema["allOf"]:
-            if (found_in := types_of(one, root, depth + 1)) is not None:
-                return found_in
-    if isinstance(schema.get("$ref"), str):
-        return types_of(_referred(schema["$ref"], root), root, depth + 1)
+            if union != "allOf":
+                return frozenset().union(*known) if known else None
+            if known:
+                return known[0]
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference in followed:
+            return None
+        followed.add(reference)
+        return _types(_referred(reference, root), root, depth + 1, followed)
     return frozenset({"object"}) if "properties" in schema else None
 
 
 def _referred(reference: str, root: Any) -> Any:
+    """Returns the part of a schema that a reference leads to, or None."""
     if not reference.startswith("#"):
         return None
     found = root
@@ -186,22 +111,19 @@ def value_of(text: str, form: ValueForm, allowed: frozenset[str] | None) -> Any:
     another type is a string.
 
     Args:
-        text: The text between the marks.
+        text: The text between the markers.
         form: How values of its types are written.
         allowed: The types that the tool's schema allows, or None if it does not say.
     """
-    types = form.types if allowed is None or not form.types & allowed else form.types & allowed
+    types = form.types & (allowed or form.types) or form.types
     string = html.unescape(text) if form.encoding == "xml" else text
     if types == {"string"}:
         return string
     for spelled in dict.fromkeys((text.strip(), string.strip())):
         try:
             value = read_literal(spelled)
-        except ValueError:
+        except MismatchError:
             value = _WORDS.get(spelled.lower(), string)
         if type_of(value) in types and type_of(value) != "string":
             return value
     return string
-
-
-_WORDS = {"true": True, "false": False, "null": None, "none": None}

@@ -81,7 +81,7 @@ def _params(
         own["logprobs"] = request.top_logprobs or 0
     if (grammar := tools.structured_outputs(context, prompt)) is not None:
         own["structured_outputs"] = grammar
-    if context.has_special_marks(context.chat_format.marks(with_tools=bool(tools.callable))):
+    if context.has_special_marks(context.chat_format.markers(with_tools=bool(tools.callable))):
         own["skip_special_tokens"] = False
     return sampling_params(request, context, **own)
 

@@ -1,0 +1,292 @@
+"""Holds the text of an answer as it arrives, for parsers that are generators.
+
+A parser yields where it needs more text than there is, and goes on when more has come:
+
+    pushed "<tool"      literal("<tool_call>") yields
+    pushed "_call>{"    literal("<tool_call>") returns
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
+
+from jaxpage.chat_forms.markers import (
+    CALL_ID,
+    CALL_INDEX,
+    KEY,
+    PLACEHOLDER,
+    TOOL_NAME,
+    any_of,
+    before_placeholder,
+    chunks,
+    trailing_space,
+)
+from jaxpage.chat_forms.pieces import Piece
+
+T = TypeVar("T")
+Parser = Generator[None, None, T]
+# The id of a call, which may contain its name and its number.
+_ID = re.compile(r"[\w.:\-]+")
+_KEPT = 1 << 16  # characters that were read and are still held; they are removed all at once
+# Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
+# a million opening markers without an end, has no calls from there on.
+_MOST_IN_VAIN = 1 << 23
+
+
+class MismatchError(Exception):
+    """The text does not fit the form."""
+
+
+class EndedError(MismatchError):
+    """The text fits the form as far as it goes, and has ended."""
+
+
+class TextBuffer:
+    """Holds the text that was pushed, and the position to which it was read."""
+
+    def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
+        self.text = text
+        self.position = 0
+        self.reached = 0  # to which the last attempt that failed had read
+        self.has_ended = has_ended
+
+    def push(self, text: str) -> None:
+        """Appends a text.
+
+        Python appends in place if nothing else refers to the text, so that many short texts take no
+        longer than one; a parser that waits should hold no match of a pattern.
+        """
+        held = self.text
+        self.text = ""
+        held += text
+        self.text = held
+
+    def forget(self) -> None:
+        """Removes what was read, if it is much; nobody may go back then."""
+        if self.position > _KEPT:
+            self.text = self.text[self.position :]
+            self.position = 0
+
+    def more(self) -> Parser[None]:
+        """Waits for more text.
+
+        Raises:
+            EndedError: There is no more.
+        """
+        if self.has_ended:
+            raise EndedError
+        yield
+
+    def next_character(self) -> Parser[str]:
+        """Returns the next character without reading it; empty at the end."""
+        while self.position >= len(self.text) and not self.has_ended:
+            yield
+        return self.text[self.position : self.position + 1]
+
+    def skip_space(self) -> Parser[None]:
+        """Reads white space."""
+        while (character := (yield from self.next_character())) and character.isspace():
+            self.position += 1
+
+    def skip_trailing_space(self, marker: str) -> Parser[None]:
+        """Reads the white space that a marker ends with, as far as it is there."""
+        for wanted in trailing_space(marker):
+            if (yield from self.next_character()) != wanted:
+                return
+            self.position += 1
+
+    def literal(
+        self, marker: str, name: str = "", key: str = "", *, before_value: bool = False
+    ) -> Parser[None]:
+        """Reads a marker, with any white space where the marker has some or could have some.
+
+        Args:
+            marker: The marker, in which placeholders stand for what differs.
+            name: The text of the placeholder for the name of the tool.
+            key: The text of the placeholder for the key of the argument.
+            before_value: True if a bare value follows, so that white space after the marker is read
+                only as far as the marker has it.
+
+        Raises:
+            MismatchError: Something else comes.
+        """
+        filled = marker.replace(TOOL_NAME, name).replace(KEY, key)
+        for chunk in chunks(filled):
+            yield from self.skip_space()
+            for part in PLACEHOLDER.split(chunk):
+                if part in (CALL_INDEX, CALL_ID):
+                    yield from self._placeholder(part)
+                else:
+                    yield from self._exact(part)
+        if before_value:
+            yield from self.skip_trailing_space(filled)
+        elif marker[-1:].isspace():
+            yield from self.skip_space()
+
+    def last_literal(self, marker: str, name: str = "") -> Parser[None]:
+        """Reads a marker, or the beginning of it with which the text ends."""
+        try:
+            yield from self.literal(marker, name)
+        except EndedError:
+            self.position = len(self.text)
+
+    def _exact(self, wanted: str) -> Parser[None]:
+        while not self.text.startswith(wanted, self.position):
+            if not wanted.startswith(self.text[self.position :]):
+                raise MismatchError
+            yield from self.more()
+        self.position += len(wanted)
+
+    def _placeholder(self, kind: str) -> Parser[None]:
+        """Reads the id or the number of a call."""
+        while True:
+            found = _ID.match(self.text, self.position)
+            if found is not None and (found.end() < len(self.text) or self.has_ended):
+                break
+            if found is None and self.position < len(self.text):
+                raise MismatchError
+            yield from self.more()
+        digits = re.match(r"\d*", found[0])
+        if kind == CALL_ID:
+            self.position = found.end()
+        elif digits is not None and digits[0]:
+            self.position += digits.end()
+        else:
+            raise MismatchError
+
+    def find(self, stops: tuple[str, ...], limit: float = math.inf) -> Parser[tuple[int, str]]:
+        """Returns the position and the text of the first stop from here on, without reading.
+
+        Args:
+            stops: The texts to look for; of two at one position the longer is found.
+            limit: The most characters before it.
+
+        Raises:
+            MismatchError: None comes within the limit, or the text has ended.
+        """
+        if not stops:
+            raise MismatchError
+        pattern = any_of(stops)
+        longest = max(map(len, stops))
+        begin = self.position
+        while True:
+            found = pattern.search(self.text, begin)
+            if found is None:
+                begin = max(self.position, len(self.text) - longest + 1)
+            elif found.start() - self.position > limit:
+                raise MismatchError
+            elif self.has_ended or found.start() + longest <= len(self.text):
+                return found.start(), found[0]
+            if len(self.text) - self.position > limit + longest:
+                raise MismatchError
+            yield from self.more()
+
+    def next_marker(
+        self, markers: tuple[str, ...], emit: Callable[[str], None]
+    ) -> Parser[str | None]:
+        """Reads the text before the next marker, and returns the marker or None at the end.
+
+        Args:
+            markers: The markers to look for.
+            emit: Takes the text as soon as it is certain that no marker begins in it.
+        """
+        pattern = any_of(markers)
+        while True:
+            found = pattern.search(self.text, self.position)
+            marker = None if found is None else found[0]
+            end = self._certain(markers) if found is None else found.start()
+            if end > self.position:
+                emit(self.text[self.position : end])
+            self.position = end
+            if marker is not None or self.has_ended:
+                return marker
+            self.forget()
+            yield
+
+    def _certain(self, markers: tuple[str, ...]) -> int:
+        """Returns the position from which on the text could be the beginning of a marker."""
+        if not self.has_ended:
+            longest = max(map(len, markers), default=1) - 1
+            for position in range(max(self.position, len(self.text) - longest), len(self.text)):
+                if any(marker.startswith(self.text[position:]) for marker in markers):
+                    return position
+        return len(self.text)
+
+    def comes(self, marker: str) -> Parser[bool]:
+        """Returns whether a marker comes next, up to its first placeholder, without reading it.
+
+        It is also True if the text ends before that is certain, and for a marker without text.
+        """
+        begin = self.position
+        try:
+            yield from self.literal(before_placeholder(marker))
+        except EndedError:
+            return True
+        except MismatchError:
+            return False
+        finally:
+            self.position = begin
+        return True
+
+
+def attempt(buffer: TextBuffer, parser: Parser[T]) -> Parser[T | None]:
+    """Returns the result of a parser, or None and goes back where the text does not fit."""
+    begin = buffer.position
+    try:
+        return (yield from parser)
+    except MismatchError:
+        buffer.reached = len(buffer.text) if buffer.has_ended else buffer.position
+        buffer.position = begin
+        return None
+
+
+def fits(buffer: TextBuffer, parser: Parser[None]) -> Parser[bool]:
+    """Returns whether the text fits a parser; where it does not, reading goes back."""
+
+    def read() -> Parser[bool]:
+        yield from parser
+        return True
+
+    return (yield from attempt(buffer, read())) is not None
+
+
+class BufferedReader:
+    """Runs a parser of one answer on the text as it comes; the base of such `PieceParser`s."""
+
+    def __init__(self) -> None:
+        self._buffer = TextBuffer()
+        self._pieces: list[Piece] = []
+        self._in_vain = 0  # characters
+        self._parser = self._answer()
+
+    def _answer(self) -> Parser[None]:
+        """Reads the whole answer, and appends to `_pieces` what is certain."""
+        raise NotImplementedError
+
+    def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
+        self._buffer.push(text)
+        yield from self._taken()
+
+    def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
+        self._buffer.has_ended = True
+        yield from self._taken()
+
+    def _taken(self) -> list[Piece]:
+        next(self._parser, None)
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def _attempt_call(self, call: Parser[Piece]) -> Parser[Piece | None]:
+        """Returns a call, or None and goes back where the text is none, or after many attempts."""
+        if self._in_vain > _MOST_IN_VAIN:
+            return None
+        begin = self._buffer.position
+        piece = yield from attempt(self._buffer, call)
+        if piece is None:
+            self._in_vain += self._buffer.reached - begin
+        return piece
