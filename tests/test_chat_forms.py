@@ -224,7 +224,7 @@ def test_any_json_is_read_back_however_it_is_cut(
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.DataObject) -> None:
-    """The marks of the form in any order, with calls among them."""
+    """The markers of the form in any order, with calls among them."""
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None
     _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
@@ -248,8 +248,8 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
     assert read(form, cut(text, data), "") == whole
     if not whole["tool_calls"]:
         kept = text
-        for mark in sorted((*form.content.tails, *form.content.closes), key=len, reverse=True):
-            kept = kept.removesuffix(mark.rstrip()).removesuffix(mark.strip())
+        for marker in sorted((*form.content.tails, *form.content.closes), key=len, reverse=True):
+            kept = kept.removesuffix(marker.rstrip()).removesuffix(marker.strip())
         assert "".join(whole["content"].split()).startswith("".join(kept.split())[:1])
         if not form.content.tails and not form.content.closes:
             assert whole["content"] == text
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
     ],
 )
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
-def test_a_long_text_of_marks_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
+def test_a_long_text_of_markers_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
     form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
     assert (message["content"], message["tool_calls"]) == (text, [])
@@ -309,7 +309,7 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, tex
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
 def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -> None:
-    """As in templates that render an earlier answer as it is, and have no mark after reasoning."""
+    """As in templates that render an earlier answer as it is, and have no marker after reasoning."""
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
     source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
@@ -347,6 +347,104 @@ def test_the_schema_decides_what_a_bare_value_is() -> None:
     assert without == {**wanted, "city": 3}, "what reads as JSON is JSON where no schema says more"
 
 
+def parameters_of(name: str, **properties: Any) -> list[dict[str, Any]]:
+    """A tool with these properties, as the only one of a request."""
+    schema = {"type": "object", "properties": properties}
+    return [{"type": "function", "function": {"name": name, "parameters": schema}}]
+
+
+ITEMS = "{% for k, v in f.arguments.items() %}"
+EACH = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}</u>{% else %}<a>{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"  # noqa: E501
+END = "{% endfor %}</a>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+NOT_READABLE = {
+    "values without markers": f"Action: {{{{ f.name }}}}\n{ITEMS}{{{{ k }}}}: {{{{ v }}}}\n{{% endfor %}}",
+    "no marker at all": f"{{{{ f.name }}}}{ITEMS}{{{{ k }}}}{{{{ v }}}}{{% endfor %}}",
+    "a call for each argument": "{% for k, v in (f.arguments or {'': 0}).items() %}"
+    "<call>{{ {'name': f.name, 'arguments': {k: v}} | tojson }}</call>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", NOT_READABLE)
+def test_a_template_whose_calls_cannot_be_read_has_a_problem(name: str) -> None:
+    form, problem = derived(EACH + NOT_READABLE[name] + END)
+    assert form.tool_form is None and form.has_tools and problem
+
+
+def test_a_template_that_always_raises_has_no_form() -> None:
+    assert derived("{{ raise_exception('no') }}") == Derived(ChatFormat(), None)
+
+
+def test_the_marker_of_the_content_may_be_what_ends_the_reasoning() -> None:
+    source = TEMPLATES["object in tags"].replace("</think>\n\n", "").replace("</think>", "")
+    source = source.replace(
+        "{{ m.content }}" + "{% if m.tool_calls %}",
+        "<answer>{{ m.content }}</answer>{% if m.tool_calls %}",
+    )
+    form = derived(source).form
+    assert form.tools is not None and form.reasoning is not None
+    for text in ("<think>\nHm.\n<answer>So.</answer><|im_end|>\n", "<answer>So.</answer>"):
+        message = read(form, [text], "")
+        assert message["content"] == "So.", text
+        assert message["reasoning_content"] == ("Hm." if "Hm" in text else ""), text
+        assert read(form, text, "") == message
+
+
+@pytest.mark.timeout(60)  # a reader or a grammar of exponential time takes longer
+def test_nested_schemas_are_followed_in_little_time() -> None:
+    """References to each other, and arrays in arrays that never end."""
+    refers = [{"$ref": "#/properties/city"}] * 40
+    (tool,) = tools = parameters_of("look-up2", city={"anyOf": [*refers, {"type": "integer"}]})
+    form = derived(TEMPLATES["parameters on lines"]).form
+    prompt, text = answer("parameters on lines", [("look-up2", {"city": "3"})])
+    assert calls_of(read(form, [text], prompt, tools)) == [("look-up2", {"city": 3})]
+    schemas = {"look-up2": tool["function"]["parameters"]}
+    assert "city" in grammar_of(
+        form,
+        schemas,
+        lambda schema: json_rule(json.dumps(schema)),
+        several=False,
+        is_open=False,
+        special_tokens={},
+    )
+    schema: dict[str, Any] = {}
+    for _ in range(26):
+        schema = {"type": "array", "items": schema}
+    text = "<|tool_call>call:look-up2{a:" + "[" * 30
+    form = derived(TEMPLATES["quotes of its own"]).form
+    assert read(form, [text], "", parameters_of("look-up2", a=schema))["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("name, mark, JSON", f"[TOOL_CALLS]{'f' * 300}[ARGS]{{}}"),
+        ("channels", f"<|channel|>analysis {'x' * 600}<|message|>Hm."),
+    ],
+)
+def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(
+    name: str, text: str
+) -> None:
+    form = derived(TEMPLATES[name]).form
+    message = read(form, [text], "", None)
+    assert message == {"content": text, "reasoning_content": "", "tool_calls": []}
+    assert read(form, text, "", None) == message
+
+
+@pytest.mark.parametrize("name", ["name, mark, JSON", "function tag around JSON", "object in tags"])
+def test_the_name_of_a_tool_may_have_spaces(name: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    prompt, text = answer(name, [("look up", {"city": "x"})])
+    tools = parameters_of("look up", city={"type": "string"})
+    assert calls_of(read(form, text, prompt, tools)) == [("look up", {"city": "x"})]
+
+
+@pytest.mark.parametrize("text", ["1, 2", "3 # three", "'a', 'b'", "[1] # one"])
+def test_a_text_that_only_python_reads_as_a_literal_is_a_string(text: str) -> None:
+    form = derived(TEMPLATES["parameters on lines"]).form
+    prompt, written = answer("parameters on lines", [("look-up2", {"city": text})])
+    assert calls_of(read(form, [written], prompt, None)) == [("look-up2", {"city": text})]
+
+
 @pytest.mark.parametrize("kept", [3, 30, 60])
 def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
     for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
@@ -358,7 +456,7 @@ def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
 
 
 def test_a_template_that_changes_values_has_no_form() -> None:
-    """Long strings are written backwards, so that the probes are read and the proofs are not."""
+    """Long strings are written backwards, so that the probes are read and the round trips are not."""
     reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
     form, problem = derived(
         TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses)
@@ -366,7 +464,9 @@ def test_a_template_that_changes_values_has_no_form() -> None:
     assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
 
 
-def test_a_mistake_in_the_reader_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_reader_is_found_by_the_round_trips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("jaxpage.chat_forms.calls.value_of", lambda text, form, allowed: text[:-1])
     derived.cache_clear()
     try:
@@ -480,10 +580,10 @@ RESPONDS = "response:look-up2{value:3}"
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_the_mark_of_a_response_is_no_content_and_what_follows_is(
+def test_the_marker_of_a_response_is_no_content_and_what_follows_is(
     text: str, content: str, num_calls: int, data: st.DataObject
 ) -> None:
-    """A model stops with the mark, or goes on as if it were the tool."""
+    """A model stops with the marker, or goes on as if it were the tool."""
     form = derived(TEMPLATES["a response in the same answer"]).form
     message = read(form, [text], "")
     assert message["content"] == content
@@ -491,7 +591,7 @@ def test_the_mark_of_a_response_is_no_content_and_what_follows_is(
     assert read(form, text, "") == read(form, cut(text, data), "") == message
 
 
-def test_the_mark_of_a_response_is_found_where_an_answer_has_no_end() -> None:
+def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end() -> None:
     form = derived(TEMPLATES["keys and values"]).form
     prompt, text = answer("keys and values", [("look-up2", {"city": "x"})])
     message = read(form, [text, "<|observation|>"], prompt)
@@ -558,6 +658,12 @@ def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None
     assert (message["reasoning_content"], message["content"].strip()) == ("Hm.", "Well")
     assert calls_of(message) == [("look-up2", {"city": "x"})]
     assert "{no}" in read(form, "Well <<<{no}>>> then", "<|assistant|>")["content"]
+    for region in ("3", '{"name": 3}', '{"name": "other"}', '"look-up2"', '[{"arguments": {}}]'):
+        message = read(form, f"Well <<<{region}>>>", "<|assistant|>")
+        assert message["content"] == f"Well {region}" and message["tool_calls"] == []
+    call = '<<<{"name": "look-up2", "arguments": {}}>>>'
+    message = read(form, [call, "<<<{no}>>>"], "<|assistant|>")
+    assert message["content"] == "<<<{no}>>>" and calls_of(message) == [("look-up2", {})]
 
 
 HELD = {

@@ -245,6 +245,9 @@ TEMPLATES = {
     "tags named after keys": _template(
         _each('<invoke name="{{ f.name }}">{{ tag(f.arguments) }}</invoke>', before="<calls>", after="</calls>"), macros=_TAGS
     ),
+    "an id after the name": _template(
+        _each('<call name="{{ f.name }}" id="{{ c.id[:9] }}">' + _items('<arg name="{{ k }}">' + BARE + "</arg>") + "</call>")
+    ),
     "entities": _template(
         _each('<call name="{{ f.name }}">' + _items('<arg name="{{ k }}">{% if v is string %}{{ v | e }}{% else %}{{ v | tojson }}{% endif %}</arg>') + "</call>")
     ),
