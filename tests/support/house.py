@@ -175,6 +175,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage.bench.memory_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
+        "jaxpage/bench/speculation.py",
+        "jaxpage.bench.speculation_plot",
+    ): "the picture needs matplotlib, the rest does not",
+    (
         "tools/paper/main.py",
         "tools.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
