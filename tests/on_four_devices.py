@@ -111,10 +111,12 @@ INDIVISIBLE = (
         "qwen3-5-short",
     ),
     *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
+    *("lfm2-moe-mixed", "lfm2-moe-uncorrected"),
     *(
         "nemotron-h-mixed",
         "mamba-tied",
         "mamba-biases",
+        "falcon-mamba-norms",
         "mamba2-tied",
         "jamba-mixed",
         "jamba-dense",

@@ -499,6 +499,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "jamba-mixed",
         lambda: {"state": roll("x_proj.weight", 0)},
     ),
+    "scales of time steps, B and C forgotten": (
+        "falcon-mamba-norms",
+        lambda: {"spec": {"recurrent": _mamba("falcon-mamba-norms", normed=False)}},
+    ),
     "weights of experts that add up to one": (
         "jamba-mixed",
         lambda: {"spec": {"experts": _routed("jamba-mixed", normalized=True)}},
@@ -506,6 +510,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "gates after the convolution before it": (
         "lfm2-mixed",
         lambda: {"state": roll("conv.in_proj.weight", 0)},
+    ),
+    "corrections of LFM2's experts forgotten": (
+        "lfm2-moe-mixed",
+        lambda: {"state": zero("feed_forward.expert_bias")},
     ),
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
@@ -758,7 +766,7 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
-        if name.startswith(("mamba", "bloom", "mpt")):  # Their class has no longest sequence.
+        if name.startswith(("mamba", "falcon-mamba", "bloom", "mpt")):  # Their class has no longest sequence.
             continue
         config = config_json(name)
         ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * (

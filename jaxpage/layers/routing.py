@@ -41,6 +41,7 @@ class Routing:
         num_experts: The number of experts.
         per_token: The number of experts of a token.
         normalized: True if the weights add up to one, before `factor` multiplies them.
+        epsilon: The number that is added to the sum by which these weights are divided.
         sigmoid: True if a score is the sigmoid of its expert's logit, not a softmax over all.
         bias: True if the logits have biases.
         corrected: True if a rating is the score plus a number of the expert, which has no part in
@@ -54,6 +55,7 @@ class Routing:
     num_experts: int
     per_token: int
     normalized: bool
+    epsilon: float = 1e-20
     sigmoid: bool = False
     bias: bool = False
     corrected: bool = False
@@ -123,7 +125,7 @@ class Router(nnx.Module):
             rated_TE, odds_TE, routing.per_token, corrected=routing.corrected
         )
         if routing.normalized:
-            weight_TX = weight_TX / (_total(weight_TX) + 1e-20)
+            weight_TX = weight_TX / (_total(weight_TX) + routing.epsilon)
         elif not routing.sigmoid:
             weight_TX = weight_TX / _total(odds_TE)
         return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor

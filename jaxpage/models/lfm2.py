@@ -5,7 +5,7 @@ A convolution keeps the inputs of the last few tokens, and no state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpage.layers.convolution import ConvolutionSpec
@@ -50,48 +50,57 @@ class Spec(RotaryDecoderSpec):
             if older in config:
                 config[name] = config.pop(older)
         with Fields(config, "lfm2") as fields:
-            types = _layer_types(fields)
-            convolution = ConvolutionSpec(
-                width=fields.integer("hidden_size"),
-                kernel=fields.integer("conv_L_cache", 3),
-                bias=fields.flag("conv_bias", False),
-            )
-            head_width = head_width_or_quotient(fields)
-            rope, longest = fields.rope(
-                head_width, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
-            )
             return cls._from_fields(
                 fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
-                max_position_embeddings=longest,
-                states=tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
-                rope=(rope, longest),
-                epsilon=("norm_eps", 1e-5),
-                activation="silu",
                 feed_forward_width=_feed_forward_width(fields),
-                tied=True,
-                norm_heads=True,
-                form=FORM,
-                names=NAMES,
-                mlp_names=MLP_NAMES,
-                recurrent=convolution if CONVOLUTION in types else None,
+                **lfm2_knobs(fields, _usual_types(fields), older={"attention": FULL}),
             )
 
 
-def _layer_types(fields: Fields) -> tuple[str, ...]:
-    """Returns the kind of each layer.
+def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Returns the arguments of `_from_fields` for LFM2 with and without experts.
 
-    By default those of `full_attn_idxs` attend, or all if that is absent or null.
+    Args:
+        fields: The fields of the config.
+        types: The kinds of the layers where `layer_types` is absent.
+        **more: Further arguments of `Fields.layer_types`.
     """
+    types = fields.layer_types(types, kinds=(FULL, CONVOLUTION), **more)
+    convolution = ConvolutionSpec(
+        width=fields.integer("hidden_size"),
+        kernel=fields.integer("conv_L_cache", 3),
+        bias=fields.flag("conv_bias", False),
+    )
+    head_width = head_width_or_quotient(fields)
+    rope, longest = fields.rope(
+        head_width, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
+    )
+    return {
+        "num_kv_heads": key_value_heads(fields, 8),
+        "head_width": head_width,
+        "max_position_embeddings": longest,
+        "states": tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
+        "rope": (rope, longest),
+        "epsilon": ("norm_eps", 1e-5),
+        "activation": "silu",
+        "tied": True,
+        "norm_heads": True,
+        "form": FORM,
+        "names": NAMES,
+        "mlp_names": MLP_NAMES,
+        "recurrent": convolution if CONVOLUTION in types else None,
+    }
+
+
+def _usual_types(fields: Fields) -> list[str]:
+    """Returns the kinds of the layers: those of `full_attn_idxs` attend, or all without it."""
     numbers = range(fields.integer("num_hidden_layers"))
     attending = fields.get("full_attn_idxs", None)
     if attending is not None and not isinstance(attending, list):
         text = f"full_attn_idxs must be a list, not {attending!r}"
         fields.note(WrongField(text), full_attn_idxs=None)
         attending = None
-    usual = [FULL if attending is None or index in attending else CONVOLUTION for index in numbers]
-    return fields.layer_types(usual, kinds=(FULL, CONVOLUTION), older={"attention": FULL})
+    return [FULL if attending is None or index in attending else CONVOLUTION for index in numbers]
 
 
 def _feed_forward_width(fields: Fields) -> int:

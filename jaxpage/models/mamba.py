@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
@@ -32,11 +32,13 @@ class Spec(nemotron_h.Spec):
     the convolutions.
     """
 
+    model_type: ClassVar[str] = "mamba"
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "mamba") as fields:
-            mamba = _read_mamba(fields)
+        with Fields(config, cls.model_type) as fields:
+            mamba = cls.read_mamba(fields)
             num_layers = fields.integer("num_hidden_layers")
             # No layer attends. A spec has heads of attention all the same.
             fields.config |= {"num_attention_heads": 1, "intermediate_size": mamba.inner}
@@ -58,19 +60,20 @@ class Spec(nemotron_h.Spec):
         kv = KVSpec(len(states), 1, 64, windows, states=states, decoder_layers=num_layers)
         return replace(spec, kv=kv)
 
-
-def _read_mamba(fields: Fields) -> Mamba1Spec:
-    width = fields.integer("hidden_size")
-    return Mamba1Spec(
-        inner=fields.integer("intermediate_size", fields.integer("expand", 2) * width),
-        vector=fields.integer("state_size", 16),
-        rank=read_rank(fields, "time_step_rank"),
-        kernel=fields.integer("conv_kernel", 4),
-        activation=fields.activation("hidden_act", "silu"),
-        convolution_bias=fields.flag("use_conv_bias", True),
-        bias=fields.flag("use_bias", False),
-        normed=False,
-    )
+    @classmethod
+    def read_mamba(cls, fields: Fields) -> Mamba1Spec:
+        """Returns the description of the layers."""
+        width = fields.integer("hidden_size")
+        return Mamba1Spec(
+            inner=fields.integer("intermediate_size", fields.integer("expand", 2) * width),
+            vector=fields.integer("state_size", 16),
+            rank=read_rank(fields, "time_step_rank"),
+            kernel=fields.integer("conv_kernel", 4),
+            activation=fields.activation("hidden_act", "silu"),
+            convolution_bias=fields.flag("use_conv_bias", True),
+            bias=fields.flag("use_bias", False),
+            normed=False,
+        )
 
 
 class Model(nemotron_h.Model):

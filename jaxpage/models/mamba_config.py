@@ -143,6 +143,8 @@ def _make_mamba1(
 
     def norm(part: str, width: int) -> RMSNorm:
         module = f"{name}.{part}_layernorm"
+        if spec.plain_epsilon is not None:
+            return RMSNorm(width, name=None, epsilon=spec.plain_epsilon, dtype=dtype)
         return RMSNorm(width, name=module, epsilon=epsilon, axis=None, dtype=dtype)
 
     norms = None

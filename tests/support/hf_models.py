@@ -105,8 +105,9 @@ def randomise(
         for factor in ("layer_scalar", "per_expert_scale", "scale", "correct_output_scale"):
             if isinstance(tensor := getattr(module, factor, None), torch.Tensor):
                 tensor.normal_(1.0, 0.2, generator=generator)
-        if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
-            correction.normal_(0.0, 0.3, generator=generator)
+        for correction in ("e_score_correction_bias", "expert_bias"):
+            if isinstance(tensor := getattr(module, correction, None), torch.Tensor):
+                tensor.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):
             draw(module.weight, embedding)
         elif isinstance(module, torch.nn.Linear | transformers.Conv1D):

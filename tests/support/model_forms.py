@@ -20,7 +20,7 @@ _GPTJ = {**_GPT, "rotary_dim": 8}
 _MAMBA = {"vocab_size": 131, "num_hidden_layers": 2}
 SIZES: dict[str, Fields] = {
     **{"opt": _LAYERS, "gpt2": _GPT2, "falcon": _LAYERS},
-    **{"mamba": _MAMBA, "mamba2": _MAMBA},
+    **{"mamba": _MAMBA, "mamba2": _MAMBA, "falcon_mamba": _MAMBA},
     "zamba2": {
         **{**_LAYERS, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8},
         **{"n_mamba_heads": 8, "mamba_d_state": 12, "adapter_rank": 6},
@@ -167,6 +167,21 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"hidden_size": 48, "state_size": 8, "use_bias": True, "use_conv_bias": False},
             **{"conv_kernel": 3, "time_step_rank": 5, "hidden_act": "gelu", "expand": 3},
             **{"layer_norm_epsilon": 1e-2, "tie_word_embeddings": False},
+        },
+    },
+    "falcon_mamba": {
+        "norms": {"hidden_size": 64, "state_size": 12, "time_step_rank": 5, "mixer_rms_eps": 1e-2}
+    },
+    "lfm2_moe": {
+        "mixed": {
+            **{"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+            **{"hidden_size": 64, "num_dense_layers": 1, "moe_intermediate_size": 24},
+            **{"num_experts": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
+        },
+        "uncorrected": {
+            **{"layer_types": ["full_attention", "conv"], "num_dense_layers": 0, "conv_bias": True},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": False},
         },
     },
     "gpt_bigcode": {

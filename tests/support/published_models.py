@@ -213,7 +213,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Jamba Reasoning 3B", "3", "JambaForCausalLM", _ONE_DEVICE),
         ("Command R, R+, Aya", "8, 32, 35, 104", "CohereForCausalLM", ""),
         ("Command R7B, Command A", "8, 111", "Cohere2ForCausalLM", ""),
+        ("Falcon Mamba", "7", "FalconMambaForCausalLM", _ONE_DEVICE),
         ("LFM2", "0.35, 0.7, 1.2, 2.6", "Lfm2ForCausalLM", "one device; no `kv_cache_dtype`"),
+        (
+            *("LFM2 8B-A1B", "8", "Lfm2MoeForCausalLM"),
+            "experts; one device; no `kv_cache_dtype`",
+        ),
         ("Seed-OSS-36B", "36", "SeedOssForCausalLM", ""),
         ("EXAONE 4.0", "1.2, 32", "Exaone4ForCausalLM", ""),
         ("ERNIE 4.5 0.3B", "0.36", "Ernie4_5ForCausalLM", ""),
@@ -235,8 +240,6 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
 # Models that people look for and that do not load: the name, the architecture and the reason.
 NOT_THERE = (
     ("DeepSeek-V3.2", "DeepseekV32ForCausalLM", "attention to tokens that an indexer chooses"),
-    ("Falcon Mamba", "FalconMambaForCausalLM", "near to Mamba, with norms of its states' inputs"),
-    ("LFM2 8B-A1B", "Lfm2MoeForCausalLM", "experts in LFM2's layers"),
     ("Baichuan 2", "BaichuanForCausalLM", "only published as code, which is not run"),
     ("InternLM 2", "InternLM2ForCausalLM", "only published as code, which is not run"),
     ("Qwen, of 2023", "QWenLMHeadModel", "only published as code, which is not run"),

@@ -217,6 +217,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
     (CheckpointError, "mamba-tied", "time_step_rank", {"time_step_rank": "half"}),
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
+    (CheckpointError, "lfm2-moe-mixed", "layer_types", {"layer_types": None}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
