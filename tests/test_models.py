@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import transformers
 from flax import nnx
+from safetensors.numpy import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import jaxpage
+from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.config_file import check_sizes
-from jaxpage.checkpoints.opening import check_spec
+from jaxpage.checkpoints.opening import check_spec, open_model
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
@@ -36,7 +38,7 @@ from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support import measured_errors
 from tests.support.dense import dense_attend, logits_of
-from tests.support.hf_models import MODELS, config_json, make_model
+from tests.support.hf_models import MODELS, config_json, make_model, save_model
 from tests.support.measured_errors import TOLERANCE, WRITE
 from tests.support.refused_configs import REFUSED
 from tests.support.sweeps import few
@@ -91,9 +93,8 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
             tensor = state[names[0]]
             assert tensor.shape == piece.stored_shape, weight
             begins = zip(piece.offset, piece.shape, strict=True)
-            filled[tuple(slice(at, at + size) for at, size in begins)] = (
-                tensor.swapaxes(-1, -2) if piece.transpose else tensor
-            )
+            own = tensor.swapaxes(-1, -2) if piece.transpose else tensor
+            filled[tuple(slice(at, at + size) for at, size in begins)] = own.reshape(piece.shape)
         place = parameters
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
@@ -299,6 +300,34 @@ def test_a_block_of_several_layers_is_held_once_and_goes_by_the_name_of_any_of_t
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
     held = sum(leaf.size for leaf in jax.tree.leaves(expected))
     assert held == sum(each.numel() for each in make_model("zamba2-turns").parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["olmo-hybrid-mixed"]
+)
+def test_files_that_transformers_writes_under_other_names_load(name, tmp_path):
+    model = save_model(name, tmp_path)
+    state = {key: each.detach().numpy() for key, each in model.state_dict().items()}
+    assert not set(load_file(tmp_path / "model.safetensors")) >= state.keys()
+    family, spec = read_spec(name)
+    loaded = load_weights(open_model(tmp_path).plan, "float32", np.asarray)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded, fill(family, spec, state)))
+
+
+def test_kernels_of_queries_keys_and_values_may_be_apart():
+    """They are as wide as these, which is not how transformers divides them."""
+    state, _, _ = oracle("olmo-hybrid-mixed")
+    family, spec = read_spec("olmo-hybrid-mixed")
+    ends = np.cumsum(spec.recurrent.parts)[:-1]
+    apart = {}
+    for key, value in state.items():
+        if "conv1d" in key:
+            parts = zip("qkv", np.split(value, ends), strict=True)
+            apart |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
+    whole = {key: value for key, value in state.items() if "conv1d" not in key}
+    assert len(apart) == 6
+    found, expected = fill(family, spec, whole | apart), fill(family, spec, state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
 def test_only_what_carries_nothing_may_be_left_unused():
@@ -517,6 +546,18 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
+    "betas up to one": (
+        "olmo-hybrid-mixed",
+        lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},
+    ),
+    "the model's epsilon in the norm of outputs": (
+        "olmo-hybrid-plain",
+        lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-plain", epsilon=None)}},
+    ),
+    "positions where there are none": (
+        "olmo-hybrid-plain",
+        lambda: {"spec": {"rope": read_spec("olmo-hybrid-plain", rope_parameters=None)[1].rope}},
+    ),
     "positions without offset": (
         "opt-norm-first",
         lambda: {"state": roll("embed_positions.weight", 0)},

@@ -25,7 +25,7 @@ from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, State
 from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import Axis, parameter, tensor
+from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
 from jaxpage.layers.product import product_by_state
 
 NORM_EPSILON = 1e-6  # Keeps the division by the length of a query or key finite.
@@ -44,6 +44,9 @@ class DeltaWidths:
         grouped: True if the outputs of the two products go by key heads. One product has for each
             key head its query, its key, and the values and gates of its value heads; the other
             has the betas and the time steps of these.
+        apart: True if checkpoints have each product, and the kernels of the convolution, apart.
+        beta_factor: The factor of betas, the sigmoids of what the product gives.
+        epsilon: The epsilon of the norm of the outputs; None for that of the model's norms.
     """
 
     key_heads: int
@@ -52,6 +55,9 @@ class DeltaWidths:
     value: int
     kernel: int
     grouped: bool = False
+    apart: bool = False
+    beta_factor: float = 1.0
+    epsilon: float | None = None
 
     @property
     def per_key(self) -> int:
@@ -124,20 +130,28 @@ class GatedDeltaNet(nnx.Module):
         self.beta_step = beta_step
         self.norm = norm
         self.output = output
-        kernel = (widths.convolved, 1, widths.kernel)
+        kernel = (1, widths.kernel)
         heads = widths.value_heads
+        convolution = [tensor(f"{name}.conv1d.weight", widths.convolved, *kernel)]
+        if widths.apart:
+            # transformers writes three parts of one size, wherever keys and values begin.
+            third = -(-widths.convolved // 3)
+            equal = (third, third, widths.convolved - 2 * third)
+            for parts in dict.fromkeys((equal, widths.parts)):
+                each = [
+                    tensor(f"{name}.{part}_conv1d.weight", rows, *kernel)
+                    for part, rows in zip("qkv", parts, strict=True)
+                ]
+                convolution.insert(0, concatenate(each))
 
-        def declare(part: str, axis: Axis, *shape: int) -> nnx.Param[jax.Array]:
+        def declare(axis: Axis, *shape: int, sources: list[Source]) -> nnx.Param[jax.Array]:
             axes = (axis, *(None,) * (len(shape) - 1))
-            return parameter(
-                shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)]
-            )
+            return parameter(shape, axes=axes, dtype=dtype, sources=sources)
 
-        self.convolution = declare(
-            "conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel
-        )
-        self.rate = declare("A_log", "heads", heads)
-        self.time_step_bias = declare("dt_bias", "heads", heads)
+        axis = tuple(("heads", rows) for rows in widths.parts)
+        self.convolution = declare(axis, widths.convolved, *kernel, sources=convolution)
+        self.rate = declare("heads", heads, sources=[tensor(f"{name}.A_log", heads)])
+        self.time_step_bias = declare("heads", heads, sources=[tensor(f"{name}.dt_bias", heads)])
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -192,8 +206,11 @@ class GatedDeltaNet(nnx.Module):
             each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
         )
         decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(time_step_BN + bias_1N))
+        beta_BN = jax.nn.sigmoid(beta_BN)
+        if widths.beta_factor != 1.0:
+            beta_BN = beta_BN * widths.beta_factor
         v_BNV = v.reshape(-1, widths.value_heads, widths.value)
-        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, jax.nn.sigmoid(beta_BN)
+        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, beta_BN
 
     def _update(
         self, state_BNKV: Float[Array, "B N K V"], prepared: tuple[jax.Array, ...]

@@ -203,8 +203,9 @@ def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tup
 
     Files that were saved from the headless model lack the prefix. Several prefixes are those that
     files may have, the modules' first. A family may have `older_names`: beginnings of names, each
-    with those that older files have in its place. A spec may have `tied_names`: beginnings of names
-    of modules that several layers share, each with those that the other layers give them.
+    with those that older files have in its place; and `renamed`: parts of names, each with the one
+    that other files have in its place. A spec may have `tied_names`: beginnings of names of modules
+    that several layers share, each with those that the other layers give them.
     """
     prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
     own, *others = prefixes
@@ -213,6 +214,8 @@ def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tup
     for begin, others in (*getattr(family, "older_names", ()), *getattr(spec, "tied_names", ())):
         if name.startswith(begin):
             found += [other + name.removeprefix(begin) for other in others]
+    for part, other in getattr(family, "renamed", {}).items():
+        found += [each.replace(part, other) for each in (name, *found) if part in each]
     return tuple(found)
 
 

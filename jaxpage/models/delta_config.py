@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.config_fields import WrongField
+from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
 
 
@@ -23,12 +23,24 @@ def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
         kernel=fields.integer("linear_conv_kernel_dim", 4),
         grouped=grouped,
     )
+    check_heads(fields, widths)
+    return widths
+
+
+def check_heads(fields: Fields, widths: DeltaWidths) -> None:
+    """Notes an error if key heads cannot serve the value heads."""
     if widths.value_heads % widths.key_heads:
         error = WrongField(
             f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
         )
         fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
-    return widths
+
+
+def check_activation(fields: Fields) -> None:
+    """Refuses a model whose convolutions would have another function than silu."""
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
+        fields.note(RefusedField(text), hidden_act="silu")
 
 
 def make_delta_net(
@@ -46,7 +58,7 @@ def make_delta_net(
         widths: The widths of its heads.
         layer_index: The layer's place in its model.
         width: The width of the model.
-        epsilon: The epsilon of the norm.
+        epsilon: The epsilon of the model's norms.
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
@@ -61,10 +73,16 @@ def make_delta_net(
 
     heads = widths.value_heads
     convolved = widths.convolved
-    values = widths.values
+    keys, values = widths.keys, widths.values
     inward = ("embed", "heads")
     outward = ("heads", "embed")
-    if widths.grouped:
+    norm, output = "norm", "out_proj"
+    if widths.apart:
+        modules = ("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("g_proj", values)
+        input = product(width, inward, *modules)
+        beta_step = product(width, inward, ("b_proj", heads), ("a_proj", heads))
+        norm, output = "o_norm", "o_proj"
+    elif widths.grouped:
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
         beta_step = product(width, inward, ("in_proj_ba", 2 * heads))
     else:
@@ -72,12 +90,13 @@ def make_delta_net(
             width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts
         )
         beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
+    epsilon = epsilon if widths.epsilon is None else widths.epsilon
     return GatedDeltaNet(
         layer_index,
         input,
         beta_step,
-        RMSNorm(widths.value, name=f"{name}.norm", epsilon=epsilon, axis=None, dtype=dtype),
-        product(values, outward, ("out_proj", width)),
+        RMSNorm(widths.value, name=f"{name}.{norm}", epsilon=epsilon, axis=None, dtype=dtype),
+        product(values, outward, (output, width)),
         widths,
         name=name,
         dtype=dtype,

@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.block_form import BlockForm
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.delta_config import read_delta
+from jaxpage.models.delta_config import check_activation, read_delta
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, without_axes
 from jaxpage.models.mtp_names import MtpNames, named_apart
@@ -56,9 +55,7 @@ def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bo
 
 def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     """Returns arguments of `RotaryDecoderSpec._from_fields`; for `grouped` see `DeltaWidths`."""
-    if (activation := fields.get("hidden_act", "silu")) != "silu":
-        text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
-        fields.note(RefusedField(text), hidden_act="silu")
+    check_activation(fields)
     every = fields.integer("full_attention_interval", 4)
     numbers = range(1, 1 + fields.integer("num_hidden_layers"))
     types = fields.layer_types(

@@ -80,6 +80,7 @@ FAMILIES = {
     "OlmoForCausalLM": "olmo",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Ministral3ForCausalLM": "ministral3",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",

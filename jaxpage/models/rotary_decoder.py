@@ -65,6 +65,7 @@ class RotaryDecoderSpec:
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
     form: BlockForm = LLAMA_FORM
+    form_by_layer: tuple[BlockForm, ...] = ()  # where layers differ from `form`
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
     attention_scale: float | None = None  # None for head_width ** -0.5
     attention_softcap: float | None = None
@@ -374,22 +375,23 @@ class DecoderLayer(nnx.Module):
             norm_first: False if attention takes the input without a norm (EAGLE).
             dtype: The type of the parameters.
         """
+        form = spec.form_by_layer[layer_index] if spec.form_by_layer else spec.form
 
         def norm(part: str | None) -> Norm | None:
             if part is None:
                 return None
-            return spec.form.norm(
+            return form.norm(
                 spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype
             )
 
-        before_attention, behind_attention, before_mlp, behind_mlp = spec.form.norms
+        before_attention, behind_attention, before_mlp, behind_mlp = form.norms
         self.attention_norm = norm(before_attention) if norm_first else None
         self.attention = make_mixer(spec, layer_index, name=name, dtype=dtype)
         self.behind_attention = norm(behind_attention)
         self.mlp_norm = norm(before_mlp)
         self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)
         self.behind_mlp = norm(behind_mlp)
-        self.parallel = spec.form.parallel
+        self.parallel = form.parallel
         self.residual_scale = spec.residual_scale
 
     def __call__(

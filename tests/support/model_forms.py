@@ -184,6 +184,20 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": False},
         },
     },
+    "olmo_hybrid": {
+        "mixed": {
+            **{"num_hidden_layers": 3, "hidden_size": 64, "rope_theta": 500.0},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+            **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
+        },
+        "plain": {
+            **{"hidden_size": 64, "rope_parameters": {"rope_theta": None}, "rms_norm_eps": 1e-2},
+            **{"layer_types": ["linear_attention", "full_attention"], "attention_bias": True},
+            **{"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 2},
+            **{"num_key_value_heads": 4, "tie_word_embeddings": True},
+        },
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

@@ -187,6 +187,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("OLMo 1B, 7B (files with -hf)", "1.2, 6.9", "OlmoForCausalLM", ""),
         ("OLMo 2", "1.5, 7, 13, 32", "Olmo2ForCausalLM", ""),
         ("OLMo 3 7B, OLMo 3 32B, OLMo 3.1 32B", "7, 32", "Olmo3ForCausalLM", ""),
+        ("Olmo Hybrid 7B", "7", "OlmoHybridForCausalLM", _STATES),
         ("OLMoE 1B-7B", "6.9", "OlmoeForCausalLM", "experts"),
     ),
     "TII": (
