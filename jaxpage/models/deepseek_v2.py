@@ -12,6 +12,7 @@ from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.deepseek_v3 import latent_knobs, read_groups
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -59,5 +60,6 @@ class Spec(RotaryDecoderSpec):
                 sparse_layers=tuple(
                     index >= first for index in range(fields.integer("num_hidden_layers"))
                 ),
+                draft_heads=read_numbered_names(fields),
                 **latent_knobs(fields, longest=2048, query_rank=1536),
             )

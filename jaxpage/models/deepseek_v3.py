@@ -41,6 +41,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=first_dense(fields, 3),
+                draft_heads=read_numbered_names(fields),
                 **latent_knobs(fields, longest=4096, query_rank=1536),
             )
 
@@ -134,5 +135,4 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "draft_heads": read_numbered_names(fields),
     }

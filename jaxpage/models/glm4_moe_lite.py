@@ -9,6 +9,7 @@ from jaxpage.models.config_fields import WrongField
 from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -32,6 +33,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=_sparse_layers(fields),
+                draft_heads=read_numbered_names(fields),
                 **latent_knobs(fields, longest=202_752, query_rank=768, plain=192, value=256),
             )
 

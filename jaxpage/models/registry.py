@@ -37,6 +37,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "YoutuForCausalLM": "youtu",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",

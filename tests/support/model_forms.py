@@ -40,6 +40,10 @@ SIZES: dict[str, Fields] = {
     },
 }
 _CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "num_key_value_heads": 4},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
+}
 
 # What config.json says beyond the sizes, by the module of a family and the name of the form.
 FORMS: dict[str, dict[str, Fields]] = {
@@ -182,6 +186,19 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"layer_types": ["full_attention", "conv"], "num_dense_layers": 0, "conv_bias": True},
             **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
             **{"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": False},
+        },
+    },
+    "youtu": {
+        "yarn": {
+            **_LATENT,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+                **{"rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.3},
+            },
+        },
+        "halves": {
+            **{**_LATENT, "q_lora_rank": None, "rope_interleave": False},
+            **{"attention_bias": True, "tie_word_embeddings": False},
         },
     },
     "olmo_hybrid": {
