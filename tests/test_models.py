@@ -303,7 +303,7 @@ def test_a_block_of_several_layers_is_held_once_and_goes_by_the_name_of_any_of_t
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo-hybrid-mixed"]
+    "name", ["olmo-hybrid-mixed", "axk1-groups"]
 )
 def test_files_that_transformers_writes_under_other_names_load(name, tmp_path):
     model = save_model(name, tmp_path)
@@ -328,6 +328,22 @@ def test_kernels_of_queries_keys_and_values_may_be_apart():
     assert len(apart) == 6
     found, expected = fill(family, spec, whole | apart), fill(family, spec, state)
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+
+
+def test_corrections_that_files_of_a_x_k1_lack_are_zero():
+    name = "axk1-groups"
+    state, token_ids, corrected = oracle(name)
+    model = make_model(name)
+    with torch.no_grad():
+        for key, tensor in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                tensor.zero_()
+        expected = model(torch.tensor(token_ids)[None]).logits[0].numpy()
+    assert np.abs(expected - corrected).max() > TOLERANCE
+    lacking = {key: each for key, each in state.items() if "e_score_correction_bias" not in key}
+    family, spec = read_spec(name, topk_method="greedy")
+    found = logits_of(family, spec, fill(family, spec, lacking), token_ids)
+    assert np.abs(found - expected).max() < TOLERANCE
 
 
 def test_only_what_carries_nothing_may_be_left_unused():
@@ -546,6 +562,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
+    "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
     "betas up to one": (
         "olmo-hybrid-mixed",
         lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},

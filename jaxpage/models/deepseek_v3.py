@@ -52,6 +52,19 @@ def first_dense(fields: Fields, default: int) -> tuple[bool, ...]:
     return tuple(index >= first for index in range(fields.integer("num_hidden_layers")))
 
 
+def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Returns which layers have experts: those that `mlp_layer_types` says, or else the usual."""
+    types = fields.get("mlp_layer_types", None)
+    if types is None:
+        return usual
+    fits = isinstance(types, list) and len(types) == len(usual)
+    if fits and all(kind in ("dense", "sparse") for kind in types):
+        return tuple(kind == "sparse" for kind in types)
+    text = f"mlp_layer_types must say dense or sparse of {len(usual)} layers, not {types!r}"
+    fields.note(WrongField(text), mlp_layer_types=None, num_hidden_layers=len(usual))
+    return usual
+
+
 def corrected_experts(
     fields: Fields,
     *,
@@ -62,10 +75,11 @@ def corrected_experts(
     factor: float,
     normalized: bool = True,
     shared: Any = 1,
+    **routing: Any,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections.
 
-    The arguments are the family's defaults of the fields.
+    The arguments are the family's defaults of the fields, and fields of `Routing` that differ.
     """
     named_count = ("n_routed_experts", count)
     named_width = ("moe_intermediate_size", width)
@@ -80,6 +94,7 @@ def corrected_experts(
             "corrected": True,
             "groups": read_groups(fields, named_count, best=2, default=groups, per_token=per_token),
             "factor": fields.number("routed_scaling_factor", factor),
+            **routing,
         },
         shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", shared),
     )

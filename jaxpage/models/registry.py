@@ -38,6 +38,7 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "YoutuForCausalLM": "youtu",
+    "AXK1ForCausalLM": "axk1",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",

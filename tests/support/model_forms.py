@@ -201,6 +201,17 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"attention_bias": True, "tie_word_embeddings": False},
         },
     },
+    "axk1": {
+        "groups": {
+            **{**_LATENT, **_CORRECTED, "n_group": 4, "topk_group": 2, "num_hidden_layers": 3},
+            **{"rms_norm_eps": 1e-3, "first_k_dense_replace": 1},
+        },
+        "types": {
+            **{**_LATENT, **_CORRECTED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+            **{"mlp_layer_types": ["sparse", "dense"], "n_shared_experts": 2},
+            **{"attention_bias": True, "rope_interleave": False, "hidden_act": "gelu"},
+        },
+    },
     "olmo_hybrid": {
         "mixed": {
             **{"num_hidden_layers": 3, "hidden_size": 64, "rope_theta": 500.0},

@@ -228,6 +228,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "deepseek-v3-groups", "n_group", {"n_group": 3}),
     (CheckpointError, "deepseek-v3-groups", "topk_group", {"topk_group": 1}),
     (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
+    (CheckpointError, "axk1-types", "mlp_layer_types", {"mlp_layer_types": ["dense", "moe"]}),
+    (UnsupportedError, "axk1-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
     *(
         (UnsupportedError, "mpt-scaled", field, {"attn_config": {field: value}})
         for field, value in (("qk_ln", True), ("alibi", False), ("attn_type", "multiquery"))
