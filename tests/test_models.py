@@ -563,6 +563,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
+    "queries of latents that do not grow": (
+        "mistral4-growth",
+        lambda: {"spec": {"query_growth": None}},
+    ),
+    "scores of experts that are sigmoids": (
+        "mistral4-growth",
+        lambda: {"spec": {"experts": _routed("mistral4-growth", sigmoid=True)}},
+    ),
     "betas up to one": (
         "olmo-hybrid-mixed",
         lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},
@@ -852,7 +860,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         )
         if (rank := getattr(theirs, "kv_lora_rank", None)) is not None:
-            width += rank
+            width = rank + theirs.qk_rope_head_dim
             assert (ours.kv.num_kv_heads, ours.kv.value_width) == (1, rank)
         elif not name.startswith(
             "falcon"

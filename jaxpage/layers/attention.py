@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
@@ -190,10 +190,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output for queries and keys that have been normed and turned."""
         if self.query_growth is not None:
-            rate, length, start = self.query_growth
-            position_T = (context.positions_T + start).astype(jnp.float32)
-            growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
-            q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
+            q_TNH = grown(q_TNH, context.positions_T, self.query_growth)
         options = AttentionOptions(
             scale=self.scale,
             sliding_window=None if self.chunked else self.sliding_window,
@@ -219,6 +216,16 @@ class Attention(nnx.Module):
         if self.query_norm is not None:
             q = self.query_norm(q)
         return q, k if k is None or self.key_norm is None else self.key_norm(k)
+
+
+def grown(
+    q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], growth: tuple[float, int, int]
+) -> Float[Array, "T N H"]:
+    """Returns queries that grow with their position; see `Attention.query_growth`."""
+    rate, length, start = growth
+    position_T = (positions_T + start).astype(jnp.float32)
+    growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
+    return q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
 
 
 def query_key_value(

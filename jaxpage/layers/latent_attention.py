@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxpage.layers.attention import grown
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
@@ -70,8 +71,9 @@ class LatentAttention(nnx.Module):
         layer_index: The layer's place in its model.
         num_heads: The number of heads.
         widths: The widths of the heads and of the latent.
-        rope: The rotation.
+        rope: The rotation; None if there is none.
         scale: The factor of the scores.
+        query_growth: See `Attention`.
         queries: The product for the queries of all heads, in each head the plain part first.
         down: The product for the latent and the part that is rotated.
         norm: The norm of the latent.
@@ -91,14 +93,16 @@ class LatentAttention(nnx.Module):
         widths: LatentWidths,
         *,
         num_heads: int,
-        rope: Rope,
+        rope: Rope | None,
         scale: float,
+        query_growth: tuple[float, int, int] | None = None,
     ):
         self.layer_index = layer_index
         self.num_heads = num_heads
         self.widths = widths
         self.rope = rope
         self.scale = scale
+        self.query_growth = query_growth
         self.queries = queries
         self.down = down
         self.norm = norm
@@ -115,14 +119,19 @@ class LatentAttention(nnx.Module):
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
         expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)
         expand_NOR = expand_OR.reshape(self.num_heads, widths.plain + widths.value, widths.rank)
-        angles = context.angles(self.rope)
         absorbed_TNR = product_by_head(
             q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True
         )
-        q_TNH = jnp.concatenate([absorbed_TNR, angles.rotate(q_TNH[..., widths.plain :])], axis=-1)
-        k_T1H = jnp.concatenate(
-            [self.norm(latent_TR)[:, None], angles.rotate(shared_TE[:, None])], axis=-1
-        )
+        turned_TNE = q_TNH[..., widths.plain :]
+        shared_T1E = shared_TE[:, None]
+        if self.rope is not None:
+            angles = context.angles(self.rope)
+            turned_TNE = angles.rotate(turned_TNE)
+            shared_T1E = angles.rotate(shared_T1E)
+        q_TNH = jnp.concatenate([absorbed_TNR, turned_TNE], axis=-1)
+        if self.query_growth is not None:
+            q_TNH = grown(q_TNH, context.positions_T, self.query_growth)
+        k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], shared_T1E], axis=-1)
         options = AttentionOptions(scale=self.scale, value_width=widths.rank)
         out_TNR, layer_pages = context.attend(
             self.layer_index, q_TNH, k_T1H, None, layer_pages, options

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Groups
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.latent import read_latent
+from jaxpage.models.latent import LatentSpec, read_latent
 from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
@@ -135,14 +136,14 @@ def read_groups(
     return Groups(number, kept, best) if kept < number else None
 
 
-def latent_knobs(
-    fields: Fields, *, longest: int, query_rank: int, plain: int = 128, value: int = 128
-) -> dict[str, Any]:
+def latent_knobs(fields: Fields, **defaults: Any) -> dict[str, Any]:
     """Returns arguments of `RotaryDecoderSpec._from_fields`; see `read_latent` for the defaults."""
     fields.only(moe_layer_freq=1, ep_size=1)
-    latent, rope, length = read_latent(
-        fields, longest=longest, query_rank=query_rank, plain=plain, value=value
-    )
+    return knobs_of(*read_latent(fields, **defaults))
+
+
+def knobs_of(latent: LatentSpec, rope: Rope, length: int) -> dict[str, Any]:
+    """Returns arguments of `RotaryDecoderSpec._from_fields` for what `read_latent` returns."""
     return {
         "latent": latent,
         "num_kv_heads": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -32,29 +33,57 @@ class LatentSpec:
     bias: bool
 
 
+def read_widths(
+    fields: Fields, *, query_rank: int | None, plain: int = 128, value: int = 128, rank: int = 512
+) -> LatentWidths:
+    """Returns the widths of latent attention.
+
+    Args:
+        fields: The fields of the config.
+        query_rank: The family's default of `q_lora_rank`.
+        plain: The family's default of `qk_nope_head_dim`.
+        value: The family's default of `v_head_dim`.
+        rank: The family's default of `kv_lora_rank`.
+    """
+    return LatentWidths(
+        rank=fields.integer("kv_lora_rank", rank),
+        turned=fields.integer("qk_rope_head_dim", 64),
+        plain=fields.integer("qk_nope_head_dim", plain),
+        value=fields.integer("v_head_dim", value),
+        query_rank=fields.optional_integer("q_lora_rank", query_rank),
+    )
+
+
 def read_latent(
-    fields: Fields, *, longest: int, query_rank: int, plain: int, value: int
+    fields: Fields, *, longest: int, turns_share: bool = False, **defaults: Any
 ) -> tuple[LatentSpec, Rope, int]:
     """Returns the latent attention, its rotation, and the number of positions for which that holds.
 
     Args:
         fields: The fields of the config.
         longest: The family's default of `max_position_embeddings`.
-        query_rank: The family's default of `q_lora_rank`.
-        plain: The family's default of `qk_nope_head_dim`.
-        value: The family's default of `v_head_dim`.
+        turns_share: True if `partial_rotary_factor` says which share of a head is turned.
+        **defaults: Further arguments of `read_widths`.
     """
-    widths = LatentWidths(
-        rank=fields.integer("kv_lora_rank", 512),
-        turned=fields.integer("qk_rope_head_dim", 64),
-        plain=fields.integer("qk_nope_head_dim", plain),
-        value=fields.integer("v_head_dim", value),
-        query_rank=fields.optional_integer("q_lora_rank", query_rank),
-    )
-    rope, length = fields.rope(widths.turned, fields.integer("max_position_embeddings", longest))
+    widths = read_widths(fields, **defaults)
+    longest = fields.integer("max_position_embeddings", longest)
+    if turns_share:
+        rope, length = _read_share(fields, widths, longest)
+    else:
+        rope, length = fields.rope(widths.turned, longest)
     scale = widths.query**-0.5 * _stretch(fields) ** 2
     spec = LatentSpec(widths, scale, fields.flag("attention_bias", False))
     return spec, replace(rope, interleaved=fields.flag("rope_interleave", True)), length
+
+
+def _read_share(fields: Fields, widths: LatentWidths, longest: int) -> tuple[Rope, int]:
+    """Returns the rotation of a share of each head, which must be as wide as what is rotated."""
+    share = widths.turned / widths.query
+    rope, length = fields.rope(widths.query, longest, partial=share)
+    if 2 * len(rope.frequencies) != widths.turned:
+        text = f"partial_rotary_factor must be {share}, as qk_rope_head_dim = {widths.turned} says"
+        fields.note(WrongField(text), **NO_ROPE)
+    return rope, length
 
 
 def _stretch(fields: Fields) -> float:
@@ -82,7 +111,8 @@ def make_latent_attention(
     *,
     width: int,
     num_heads: int,
-    rope: Rope,
+    rope: Rope | None,
+    query_growth: tuple[float, int, int] | None,
     name: str,
     dtype: DTypeLike,
 ) -> LatentAttention:
@@ -93,7 +123,8 @@ def make_latent_attention(
         layer_index: The layer's place in its model.
         width: The width of the model.
         num_heads: The number of heads.
-        rope: The rotation.
+        rope: The rotation; None if there is none.
+        query_growth: See `Attention`.
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
@@ -138,4 +169,5 @@ def make_latent_attention(
         num_heads=num_heads,
         rope=rope,
         scale=spec.scale,
+        query_growth=query_growth,
     )

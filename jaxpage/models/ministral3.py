@@ -54,17 +54,6 @@ class Spec(RotaryDecoderSpec):
             head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 262_144)
             rope = fields.rope(head_width, longest)
-            parameters = fields.rope_parameters(longest, 10_000.0)
-            rate, length = (
-                parameters.get(name)
-                for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
-            )
-            if rate is not None and (
-                not isinstance(rate, int | float) or type(length) is not int or length < 1
-            ):
-                text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
-                fields.note(WrongField(text), **NO_ROPE)
-                rate = None
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
@@ -74,5 +63,26 @@ class Spec(RotaryDecoderSpec):
                 * fields.integer("num_hidden_layers"),
                 rope=rope,
                 epsilon=("rms_norm_eps", 1e-5),
-                query_growth=None if rate is None else (float(rate), length, 0),
+                query_growth=read_growth(fields, longest),
             )
+
+
+def read_growth(fields: Fields, longest: int) -> tuple[float, int, int] | None:
+    """Returns `Attention.query_growth` from rope parameters; None if they have no rate.
+
+    Args:
+        fields: The fields of the config.
+        longest: The number of positions.
+    """
+    parameters = fields.rope_parameters(longest, 10_000.0)
+    rate, length = (
+        parameters.get(name)
+        for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if rate is None:
+        return None
+    if not isinstance(rate, int | float) or type(length) is not int or length < 1:
+        text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
+        fields.note(WrongField(text), **NO_ROPE)
+        return None
+    return float(rate), length, 0

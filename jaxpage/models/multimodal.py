@@ -80,7 +80,10 @@ MULTIMODAL = {
         {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
-        {"mistral": "mistral", "ministral3": "ministral3"}, _LLAVA, "images", tied_by_files=True
+        {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
+        _LLAVA,
+        "images",
+        tied_by_files=True,
     ),
     "Qwen2VLForConditionalGeneration": Wrapper(
         {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"},

@@ -39,6 +39,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "YoutuForCausalLM": "youtu",
     "AXK1ForCausalLM": "axk1",
+    "Mistral4ForCausalLM": "mistral4",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",

@@ -218,7 +218,8 @@ def make_attention(
             layer_index,
             width=spec.model_width,
             num_heads=spec.num_query_heads,
-            rope=spec.rope,
+            rope=spec.rope_of(layer_index),
+            query_growth=spec.query_growth,
             name=name,
             dtype=dtype,
         )

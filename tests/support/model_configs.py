@@ -729,6 +729,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
+    "mistral3-latents": (
+        "mistral3",
+        {
+            **{**_LATENT, "model_type": "mistral4", "qk_nope_head_dim": 16},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", **_YARN, "llama_4_scaling_beta": 0.3},
+        },
+    ),
     "mistral3-growth": (
         "mistral3",
         {

@@ -212,6 +212,21 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"attention_bias": True, "rope_interleave": False, "hidden_act": "gelu"},
         },
     },
+    "mistral4": {
+        "growth": {
+            **{**_LATENT, **_CORRECTED, "qk_nope_head_dim": 16, "n_group": 4, "topk_group": 2},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12},
+                **{"rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.3, "beta_fast": 4.0},
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+        "plain": {
+            **{**_LATENT, **_CORRECTED, "q_lora_rank": None, "first_k_dense_replace": 1},
+            **{"norm_topk_prob": False, "n_shared_experts": 2, "attention_bias": True},
+            **{"rope_interleave": False, "routed_scaling_factor": 1.5},
+        },
+    },
     "olmo_hybrid": {
         "mixed": {
             **{"num_hidden_layers": 3, "hidden_size": 64, "rope_theta": 500.0},

@@ -132,6 +132,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Ministral 3 3B, 8B, 14B", "4, 9, 14", "Mistral3ForConditionalGeneration", _TEXT),
         ("Devstral 2 123B", "123", "Ministral3ForCausalLM", "published in fp8: half of this"),
         ("Ministral 3, the text model alone", "3, 8, 14", "Ministral3ForCausalLM", ""),
+        (
+            "Mistral Small 4, the text model alone",
+            "119",
+            "Mistral4ForCausalLM",
+            f"experts; {_LATENT}",
+        ),
         ("Mamba-Codestral-7B", "7.3", "Mamba2ForCausalLM", _ONE_DEVICE),
     ),
     "DeepSeek": (

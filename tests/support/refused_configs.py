@@ -230,6 +230,12 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
     (CheckpointError, "axk1-types", "mlp_layer_types", {"mlp_layer_types": ["dense", "moe"]}),
     (UnsupportedError, "axk1-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
+    (
+        CheckpointError,
+        "mistral4-growth",
+        "partial_rotary_factor",
+        {"rope_parameters": {"type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.25}},
+    ),
     *(
         (UnsupportedError, "mpt-scaled", field, {"attn_config": {field: value}})
         for field, value in (("qk_ln", True), ("alibi", False), ("attn_type", "multiquery"))
