@@ -82,7 +82,7 @@ ELSEWHERE = {"llama", "mistral", "opt", "qwen3_5"}
 ALWAYS = (
     *("apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
     *("falcon_h1", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_oss", "gptj", "granitemoehybrid"),
-    *("jamba", "lfm2", "llama4", "mamba", "ministral3", "nemotron", "nemotron_h"),
+    *("jamba", "kimi_linear", "lfm2", "llama4", "mamba", "ministral3", "nemotron", "nemotron_h"),
     *("olmo", "olmo3", "olmo_hybrid", "olmoe", "phimoe", "qwen3", "qwen3_next", "stablelm"),
     *("xglm", "zamba2"),
 )
@@ -124,7 +124,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
         ):  # else blocks that fell out of the window are enough
             assert llm.stats()["num_preemptions_total"]["recompute"] > 0
     # torch computes recurrences in chunks
-    chunked = ("qwen3-5", "qwen3-next", "granitemoehybrid", "zamba2", "olmo-hybrid")
+    chunked = ("qwen3-5", "qwen3-next", "granitemoehybrid", "zamba2", "olmo-hybrid", "kimi-linear")
     tolerance = 2e-4 if name.startswith(chunked) else 1e-4
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens, logits = greedy_with_logits(model, prompt, NUM_TOKENS)

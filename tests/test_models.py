@@ -303,7 +303,7 @@ def test_a_block_of_several_layers_is_held_once_and_goes_by_the_name_of_any_of_t
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo-hybrid-mixed", "axk1-groups"]
+    "name", ["olmo-hybrid-mixed", "kimi-linear-mixed", "kimi-linear-groups", "axk1-groups"]
 )
 def test_files_that_transformers_writes_under_other_names_load(name, tmp_path):
     model = save_model(name, tmp_path)
@@ -570,6 +570,15 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "scores of experts that are sigmoids": (
         "mistral4-growth",
         lambda: {"spec": {"experts": _routed("mistral4-growth", sigmoid=True)}},
+    ),
+    "decays of other channels": (
+        "kimi-linear-mixed",
+        lambda: {"state": roll("f_b_proj.weight", 0)},
+    ),
+    "gates of other channels": ("kimi-linear-mixed", lambda: {"state": roll("g_b_proj.weight", 0)}),
+    "latents that are turned": (
+        "kimi-linear-mixed",
+        lambda: {"spec": {"rope": read_spec("deepseek-v3-groups")[1].rope}},
     ),
     "betas up to one": (
         "olmo-hybrid-mixed",

@@ -25,7 +25,7 @@ from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, State
 from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
+from jaxpage.layers.parameter import Axis, Piece, Source, concatenate, parameter, tensor
 from jaxpage.layers.product import product_by_state
 
 NORM_EPSILON = 1e-6  # Keeps the division by the length of a query or key finite.
@@ -47,6 +47,8 @@ class DeltaWidths:
         apart: True if checkpoints have each product, and the kernels of the convolution, apart.
         beta_factor: The factor of betas, the sigmoids of what the product gives.
         epsilon: The epsilon of the norm of the outputs; None for that of the model's norms.
+        by_channel: True if each number of a key head has a decay of its own, and gates are
+            sigmoids (Kimi Linear).
     """
 
     key_heads: int
@@ -58,11 +60,17 @@ class DeltaWidths:
     apart: bool = False
     beta_factor: float = 1.0
     epsilon: float | None = None
+    by_channel: bool = False
 
     @property
     def per_key(self) -> int:
         """Returns the number of value heads of a key head."""
         return self.value_heads // self.key_heads
+
+    @property
+    def decays(self) -> int:
+        """Returns the number of decays of a value head."""
+        return self.key if self.by_channel else 1
 
     @property
     def keys(self) -> int:
@@ -89,10 +97,31 @@ class DeltaWidths:
         """Returns the shapes of the state: a matrix for each value head.
 
         The input of a token has the numbers that are convolved, and for each value head its beta
-        and its time step, from which the decay is computed.
+        and its time steps, from which the decays are computed.
         """
         shape = (self.value_heads, self.key, self.value)
-        return StateSpec(shape, self.convolved + 2 * self.value_heads, self.kernel - 1)
+        numbers = self.value_heads * (1 + self.decays)
+        return StateSpec(shape, self.convolved + numbers, self.kernel - 1)
+
+
+class ChannelProducts(nnx.Module):
+    """Computes time steps of channels, and gates, each by two products with few numbers between.
+
+    Attributes:
+        ranks: The first products of both.
+        time_steps: The second product for the time steps.
+        gates: The second product for the gates.
+    """
+
+    def __init__(self, ranks: Linear, time_steps: Linear, gates: Linear):
+        self.ranks = ranks
+        self.time_steps = time_steps
+        self.gates = gates
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[jax.Array, jax.Array]:
+        """Returns the time steps and the gates of all heads."""
+        time_step_TR, gate_TR = jnp.split(self.ranks(x_TD), 2, axis=1)
+        return self.time_steps(time_step_TR), self.gates(gate_TR)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -101,15 +130,17 @@ class GatedDeltaNet(nnx.Module):
     Attributes:
         layer_index: The layer's place in its model.
         widths: The widths of the heads.
-        input: The product for queries, keys, values and then the gates of the outputs.
-        beta_step: The product for betas and time steps. It is apart because quantised checkpoints
-            do not quantise its weight. In both products the parts of all heads come one after
-            another, unless `DeltaWidths.grouped` is True.
+        input: The product for queries, keys, values and then the gates of the outputs, unless
+            `channels` has these.
+        beta_step: The product for betas and time steps, unless `channels` has these. It is apart
+            because quantised checkpoints do not quantise its weight. In both products the parts of
+            all heads come one after another, unless `DeltaWidths.grouped` is True.
         norm: The norm over the output of each value head, before its gate.
         output: The product for the output.
+        channels: The products for time steps of channels, and gates; None for other layers.
         convolution: The kernel of the convolution.
         rate: The logarithm of each value head's rate of decay.
-        time_step_bias: The bias of each value head's time step.
+        time_step_bias: The biases of time steps.
     """
 
     def __init__(
@@ -121,6 +152,7 @@ class GatedDeltaNet(nnx.Module):
         output: Linear,
         widths: DeltaWidths,
         *,
+        channels: ChannelProducts | None = None,
         name: str,
         dtype: DTypeLike,
     ):
@@ -130,6 +162,7 @@ class GatedDeltaNet(nnx.Module):
         self.beta_step = beta_step
         self.norm = norm
         self.output = output
+        self.channels = channels
         kernel = (1, widths.kernel)
         heads = widths.value_heads
         convolution = [tensor(f"{name}.conv1d.weight", widths.convolved, *kernel)]
@@ -143,6 +176,10 @@ class GatedDeltaNet(nnx.Module):
                     for part, rows in zip("qkv", parts, strict=True)
                 ]
                 convolution.insert(0, concatenate(each))
+        rate = tensor(f"{name}.A_log", heads)
+        if widths.by_channel:
+            rate = Source((heads,), (Piece(f"{name}.A_log", (1, 1, heads, 1), (heads,), (0,)),))
+        num_steps = heads * widths.decays
 
         def declare(axis: Axis, *shape: int, sources: list[Source]) -> nnx.Param[jax.Array]:
             axes = (axis, *(None,) * (len(shape) - 1))
@@ -150,8 +187,10 @@ class GatedDeltaNet(nnx.Module):
 
         axis = tuple(("heads", rows) for rows in widths.parts)
         self.convolution = declare(axis, widths.convolved, *kernel, sources=convolution)
-        self.rate = declare("heads", heads, sources=[tensor(f"{name}.A_log", heads)])
-        self.time_step_bias = declare("heads", heads, sources=[tensor(f"{name}.dt_bias", heads)])
+        self.rate = declare("heads", heads, sources=[rate])
+        self.time_step_bias = declare(
+            "heads", num_steps, sources=[tensor(f"{name}.dt_bias", num_steps)]
+        )
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -162,7 +201,8 @@ class GatedDeltaNet(nnx.Module):
         recurrence = Recurrence(self._prepare, self._update, widths.state)
         out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
         shape = (x_TD.shape[0], widths.value_heads, widths.value)
-        gate_TNH = jax.nn.silu(gate.astype(jnp.float32)).reshape(shape)
+        activation = jax.nn.sigmoid if widths.by_channel else jax.nn.silu
+        gate_TNH = activation(gate.astype(jnp.float32)).reshape(shape)
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
@@ -174,6 +214,9 @@ class GatedDeltaNet(nnx.Module):
         num_tokens = x_TD.shape[0]
         mixed = self.input(x_TD)
         numbers = self.beta_step(x_TD)
+        if self.channels is not None:
+            time_steps, gate = self.channels(x_TD)
+            return jnp.concatenate([mixed, numbers, time_steps], axis=1), gate
         if not widths.grouped:
             mixed, gate = jnp.split(mixed, [widths.convolved], axis=1)
             return jnp.concatenate([mixed, numbers], axis=1), gate
@@ -187,7 +230,7 @@ class GatedDeltaNet(nnx.Module):
         return of_all, gate.reshape(num_tokens, -1)
 
     def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
-        """Returns a token's query, key, value, decay and beta for each value head, in float32.
+        """Returns a token's query, key, value, decays and beta for each value head, in float32.
 
         Keys have length one, and queries the length `key ** -0.5`.
         """
@@ -201,22 +244,33 @@ class GatedDeltaNet(nnx.Module):
             length = jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + NORM_EPSILON)
             return jnp.repeat(x * length, widths.per_key, axis=1)
 
-        beta_BN, time_step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
-        rate_1N, bias_1N = (
-            each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
+        beta_BN, time_step_BE = jnp.split(
+            inputs_BWE[:, -1, widths.convolved :], [widths.value_heads], axis=-1
         )
-        decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(time_step_BN + bias_1N))
         beta_BN = jax.nn.sigmoid(beta_BN)
         if widths.beta_factor != 1.0:
             beta_BN = beta_BN * widths.beta_factor
         v_BNV = v.reshape(-1, widths.value_heads, widths.value)
-        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, beta_BN
+        decay_BNK = self._decay(time_step_BE)
+        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BNK, beta_BN
+
+    def _decay(self, time_step_BE: Float[Array, "B E"]) -> Float[Array, "B N K"]:
+        """Returns the decay of each value head, or of each number of its key."""
+        rate_1N, bias_1E = (
+            each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
+        )
+        rate_1N = jnp.exp(rate_1N)
+        time_step_BE = jax.nn.softplus(time_step_BE + bias_1E)
+        if not self.widths.by_channel:
+            return jnp.exp(-rate_1N * time_step_BE)[..., None]
+        time_step_BNK = time_step_BE.reshape(-1, self.widths.value_heads, self.widths.decays)
+        return jnp.exp(-rate_1N[..., None] * time_step_BNK)
 
     def _update(
         self, state_BNKV: Float[Array, "B N K V"], prepared: tuple[jax.Array, ...]
     ) -> tuple[Float[Array, "B N K V"], Float[Array, "B _"]]:
-        q_BNK, k_BNK, v_BNV, decay_BN, beta_BN = prepared
-        state_BNKV = state_BNKV * decay_BN[..., None, None]
+        q_BNK, k_BNK, v_BNV, decay_BNK, beta_BN = prepared
+        state_BNKV = state_BNKV * decay_BNK[..., None]
         change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
         state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
         return state_BNKV, product_by_state(q_BNK, state_BNKV).reshape(len(q_BNK), -1)

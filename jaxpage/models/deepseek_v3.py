@@ -76,13 +76,15 @@ def corrected_experts(
     factor: float,
     normalized: bool = True,
     shared: Any = 1,
+    count_field: str = "n_routed_experts",
     **routing: Any,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections.
 
-    The arguments are the family's defaults of the fields, and fields of `Routing` that differ.
+    The arguments are the family's defaults of the fields, the field of the number of experts, and
+    fields of `Routing` that differ.
     """
-    named_count = ("n_routed_experts", count)
+    named_count = (count_field, count)
     named_width = ("moe_intermediate_size", width)
     return read_experts(
         fields,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jax.typing import DTypeLike
 
-from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
+from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths, GatedDeltaNet
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.config_fields import RefusedField, WrongField
@@ -64,7 +64,10 @@ def make_delta_net(
     """
 
     def product(
-        num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()
+        num_in: int,
+        axes: tuple[str | None, str | None],
+        *modules: tuple[str, int],
+        each: tuple[int, ...] = (),
     ) -> Linear:
         """Returns a linear layer; for `each` of the first module see `Part`."""
         parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
@@ -78,9 +81,12 @@ def make_delta_net(
     outward = ("heads", "embed")
     norm, output = "norm", "out_proj"
     if widths.apart:
-        modules = ("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("g_proj", values)
-        input = product(width, inward, *modules)
-        beta_step = product(width, inward, ("b_proj", heads), ("a_proj", heads))
+        gated = () if widths.by_channel else (("g_proj", values),)
+        stepped = () if widths.by_channel else (("a_proj", heads),)
+        input = product(
+            width, inward, ("q_proj", keys), ("k_proj", keys), ("v_proj", values), *gated
+        )
+        beta_step = product(width, inward, ("b_proj", heads), *stepped)
         norm, output = "o_norm", "o_proj"
     elif widths.grouped:
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
@@ -90,6 +96,13 @@ def make_delta_net(
             width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts
         )
         beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
+    channels = None
+    if widths.by_channel:
+        rank = widths.key
+        ranks = product(width, ("embed", None), ("f_a_proj", rank), ("g_a_proj", rank))
+        time_steps = product(rank, (None, "heads"), ("f_b_proj", widths.keys))
+        gates = product(rank, (None, "heads"), ("g_b_proj", values))
+        channels = ChannelProducts(ranks, time_steps, gates)
     epsilon = epsilon if widths.epsilon is None else widths.epsilon
     return GatedDeltaNet(
         layer_index,
@@ -98,6 +111,7 @@ def make_delta_net(
         RMSNorm(widths.value, name=f"{name}.{norm}", epsilon=epsilon, axis=None, dtype=dtype),
         product(values, outward, (output, width)),
         widths,
+        channels=channels,
         name=name,
         dtype=dtype,
     )

@@ -43,9 +43,8 @@ def make_recurrent(
         )
     if isinstance(spec, ConvolutionSpec):
         return make_convolution(spec, layer_index, name=f"{layer}.conv", dtype=dtype)
-    return make_delta_net(
-        spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.linear_attn", dtype=dtype
-    )
+    name = f"{layer}.self_attn" if spec.by_channel else f"{layer}.linear_attn"
+    return make_delta_net(spec, layer_index, width=width, epsilon=epsilon, name=name, dtype=dtype)
 
 
 def make_convolution(

@@ -38,6 +38,7 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "YoutuForCausalLM": "youtu",
+    "KimiLinearForCausalLM": "kimi_linear",
     "AXK1ForCausalLM": "axk1",
     "Mistral4ForCausalLM": "mistral4",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",

@@ -254,7 +254,8 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
     num_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 2)
     if name in _VALUES:
         return chance.choice(_VALUES[name])
-    if name == "layer_types" and {"linear_num_key_heads", "mamba_n_heads"} & config.keys():
+    linear = {"linear_num_key_heads", "mamba_n_heads", "linear_num_heads", "linear_attn_config"}
+    if name == "layer_types" and linear & config.keys():
         kinds: tuple[Any, ...] = ("full_attention", "linear_attention")
         return [chance.choice(kinds) for _ in range(num_layers)]
     if name == "layer_types" and "conv_L_cache" in config:

@@ -227,6 +227,24 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"rope_interleave": False, "routed_scaling_factor": 1.5},
         },
     },
+    "kimi_linear": {
+        "mixed": {
+            **{**_LATENT, "q_lora_rank": None, "num_hidden_layers": 3, "hidden_size": 64},
+            "linear_attn_config": {
+                **{"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4},
+                **{"full_attn_layers": [2], "kda_layers": [1, 3]},
+            },
+            **{"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 24},
+            "rms_norm_eps": 1e-3,
+        },
+        "groups": {
+            **{**_LATENT, "layer_types": ["full_attention", "linear_attention"]},
+            **{"mlp_layer_types": ["sparse", "sparse"], "num_local_experts": 8, "n_group": 4},
+            **{"topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"norm_topk_prob": False, "n_shared_experts": 2, "attention_bias": True},
+            **{"linear_head_dim": 12, "linear_num_heads": 4, "linear_conv_kernel_dim": 2},
+        },
+    },
     "olmo_hybrid": {
         "mixed": {
             **{"num_hidden_layers": 3, "hidden_size": 64, "rope_theta": 500.0},

@@ -226,6 +226,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             *("LFM2 8B-A1B", "8", "Lfm2MoeForCausalLM"),
             "experts; one device; no `kv_cache_dtype`",
         ),
+        (
+            "Kimi Linear 48B-A3B (Moonshot AI)",
+            "48",
+            "KimiLinearForCausalLM",
+            f"experts; {_STATES}; its tokenizer is code, which is not run",
+        ),
         ("Youtu-LLM-2B", "2", "YoutuForCausalLM", _LATENT),
         ("A.X K1", "519", "AXK1ForCausalLM", f"experts; {_LATENT}"),
         ("Seed-OSS-36B", "36", "SeedOssForCausalLM", ""),

@@ -219,6 +219,16 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "olmo-hybrid-mixed", "hidden_act", {"hidden_act": "gelu"}),
     (UnsupportedError, "olmo-hybrid-mixed", "sliding", {"layer_types": ["sliding_attention"] * 3}),
     (CheckpointError, "olmo-hybrid-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
+    *(
+        (kind, "kimi-linear-mixed", field, {field: value})
+        for kind, field, value in (
+            *((UnsupportedError, "hidden_act", "gelu"), (UnsupportedError, "mla_use_nope", False)),
+            *((UnsupportedError, "layer_types", ["sliding_attention"] * 3),),
+            *((UnsupportedError, "tie_word_embeddings", True),),
+            *((CheckpointError, "linear_attn_config", [1]),),
+            (CheckpointError, "linear_attn_config", {"full_attn_layers": [1], "kda_layers": [3]}),
+        )
+    ),
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
     (CheckpointError, "lfm2-moe-mixed", "layer_types", {"layer_types": None}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
