@@ -83,6 +83,7 @@ PLANTED = {
         "deepseek-v3-groups": "expand",
         "qwen3-5-mixed": "convolution",
         "qwen3-next-mixed": "beta_step",
+        "lfm3-mixed": "head_gates",
     },
 }
 # Sizes that four devices can share, of others.
@@ -90,6 +91,10 @@ SWEPT = {
     "falcon-one-norm": FAMILIES["falcon-grouped"],
     "mpt-six-heads": {"n_heads": 8},
     "opt-norm-first": {"hidden_size": 64},
+    "lfm3-mixed": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     **{
         name: {"n_routed_experts": 4}
         for name in ("deepseek-v2-greedy", "deepseek-v3-halves", "glm4-moe-lite-mixed")
@@ -111,7 +116,7 @@ INDIVISIBLE = (
         "qwen3-5-short",
     ),
     *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
-    *("lfm2-moe-mixed", "lfm2-moe-uncorrected"),
+    *("lfm2-moe-mixed", "lfm2-moe-uncorrected", "lfm3-plain"),
     *(
         "nemotron-h-mixed",
         "mamba-tied",

@@ -561,6 +561,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"state": zero("feed_forward.expert_bias")},
     ),
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
+    "gates of other heads, one for each": (
+        "lfm3-mixed",
+        lambda: {"state": roll("g_proj.weight", 0)},
+    ),
+    "norms behind the halves forgotten": (
+        "lfm3-mixed",
+        lambda: {"spec": _form("lfm3-mixed", norms=("operator_norm", None, "ffn_norm", None))},
+    ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
     "queries of latents that do not grow": (
@@ -841,11 +849,14 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
-        if name.startswith(("mamba", "falcon-mamba", "bloom", "mpt")):  # Their class has no longest sequence.
+        if name.startswith(
+            ("mamba", "falcon-mamba", "bloom", "mpt")
+        ):  # Their class has no longest sequence.
             continue
         config = config_json(name)
         ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * (
             "growth" not in name
+            and not name.startswith("lfm3")  # which turns the first half of the pairs
         )
         for field in (
             "rms_norm_eps",

@@ -50,8 +50,10 @@ class Attention(nnx.Module):
             each of them its queries, its key and its value (Falcon); otherwise None.
         limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
             together (`clip_qkv` of OLMo); None to leave them.
-        gated: True if each query head is followed by a gate of the same width, whose sigmoid
-            multiplies the head's output (Qwen3-Next).
+        num_gates: The number of gates that follow each query head in what `projected` returns.
+            Their sigmoids multiply the head's output. With `gated` there is one for each number
+            of the head (Qwen3-Next), with `head_gates` one for the head.
+        head_gates: The product for a gate of each head (LFM3); None if there is none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Attention(nnx.Module):
         num_groups: int | None = None,
         limit: float | None = None,
         gated: bool = False,
+        head_gates: Linear | None = None,
     ):
         self.layer_index = layer_index
         self.query_key_value = query_key_value
@@ -90,7 +93,8 @@ class Attention(nnx.Module):
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
         self.num_groups = num_groups
-        self.gated = gated
+        self.num_gates = head_width if gated else 0 if head_gates is None else 1
+        self.head_gates = head_gates
         self.limit = limit
         self.head_width = head_width
         self.sliding_window = sliding_window
@@ -118,6 +122,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns queries, keys and values [T, heads x H]; see `query_key_value`.
 
+        Each query head is followed by its gates, where it has any.
+
         A model over several devices calls this and `attended` by themselves, with a norm over all
         devices in between.
         """
@@ -125,13 +131,22 @@ class Attention(nnx.Module):
         if self.num_groups is None:
             ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
             q, *kept = jnp.split(fused, ends[:-1], axis=-1)
+            q = self._with_gates(q, x_TI)
             return (q, kept[0], kept[-1]) if kept else (q, None, None)
         num_tokens = fused.shape[0]
         grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
-        q = grouped[:, :, :-2]
+        q = self._with_gates(grouped[:, :, :-2].reshape(num_tokens, -1), x_TI)
         k = grouped[:, :, -2]
         v = grouped[:, :, -1]
-        return q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
+        return q, k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
+
+    def _with_gates(self, q: jax.Array, x_TI: Float[Array, "T I"]) -> jax.Array:
+        """Returns queries, each head followed by its gate if there is a product for gates."""
+        if self.head_gates is None:
+            return q
+        gate_TN1 = self.head_gates(x_TI)[:, :, None]
+        q_TNH = q.reshape(*gate_TN1.shape[:2], -1)
+        return jnp.concatenate([q_TNH, gate_TN1], axis=-1).reshape(len(q), -1)
 
     def attended(
         self,
@@ -152,8 +167,9 @@ class Attention(nnx.Module):
             k = None if k is None else jnp.clip(k, -self.limit, self.limit)
             v = None if v is None else jnp.clip(v, -self.limit, self.limit)
         gate_TNH = None
-        if self.gated:
-            q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
+        if self.num_gates:
+            q_TNG = q.reshape(len(q), -1, self.head_width + self.num_gates)
+            q, gate_TNH = jnp.split(q_TNG, [self.head_width], axis=-1)
         heads = (len(q), -1, self.head_width)
         q_TNH = q.reshape(heads)
         k_TKH = None if k is None else k.reshape(heads)
@@ -175,7 +191,7 @@ class Attention(nnx.Module):
         """Returns whether nothing but a rotation is between the product and attention."""
         norms = (self.query_norm, self.key_norm, self.value_norm)
         parts = self.query_key_value.spec.parts
-        is_plain = self.limit is None and not self.gated and norms == (None, None, None)
+        is_plain = self.limit is None and not self.num_gates and norms == (None, None, None)
         return len(parts) == 3 and is_plain
 
     def _over_heads(

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
@@ -37,6 +36,7 @@ from jaxpage.models.gemma4_layer import (
     shared_places,
 )
 from jaxpage.models.layer_windows import layer_types
+from jaxpage.models.proportional_rope import read_rope
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -48,7 +48,6 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 OVERFLOWS_FLOAT16 = True
-NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
@@ -163,33 +162,8 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     ropes = {}
     for kind, (_, width) in heads.items():
         of_kind = given.get(kind) if isinstance(given, dict) else None
-        ropes[kind] = _rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
+        ropes[kind] = read_rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
     return ropes, longest
-
-
-def _rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) -> Rope:
-    """Returns the rotation of one type of layer.
-
-    A proportional one turns the first pairs of a head, with the frequencies of the whole head.
-    """
-    numbers = {**NUMBERS, **{name: value for name, value in given.items() if value is not None}}
-    rope_type = numbers.pop("rope_type", "default")
-    theta, share, factor = (numbers[name] for name in NUMBERS)
-    about = f"rope_parameters of {kind}: {dict(given)!r}"
-    if rope_type not in ("default", "proportional") or numbers.keys() != NUMBERS.keys():
-        text = f"{about} is not supported: only default and proportional are"
-        fields.note(RefusedField(text), rope_parameters=None)
-        theta = share = factor = 1.0
-    elif not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers.values()):
-        text = f"{about} must have a positive rope_theta, and no other numbers below zero"
-        fields.note(WrongField(text), rope_parameters=None)
-        theta = share = factor = 1.0
-    if rope_type == "default":
-        share = factor = 1.0
-    turned = int(min(share, 1.0) * head_width // 2)
-    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_width)
-    frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
-    return Rope((*map(float, frequencies), *(0.0,) * (head_width // 2 - turned)))
 
 
 def _inputs(fields: Fields) -> dict[str, Any]:

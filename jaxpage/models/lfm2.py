@@ -66,11 +66,6 @@ def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, A
         **more: Further arguments of `Fields.layer_types`.
     """
     types = fields.layer_types(types, kinds=(FULL, CONVOLUTION), **more)
-    convolution = ConvolutionSpec(
-        width=fields.integer("hidden_size"),
-        kernel=fields.integer("conv_L_cache", 3),
-        bias=fields.flag("conv_bias", False),
-    )
     head_width = head_width_or_quotient(fields)
     rope, longest = fields.rope(
         head_width, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
@@ -79,7 +74,6 @@ def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, A
         "num_kv_heads": key_value_heads(fields, 8),
         "head_width": head_width,
         "max_position_embeddings": longest,
-        "states": tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
         "rope": (rope, longest),
         "epsilon": ("norm_eps", 1e-5),
         "activation": "silu",
@@ -88,6 +82,25 @@ def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, A
         "form": FORM,
         "names": NAMES,
         "mlp_names": MLP_NAMES,
+        **convolution_knobs(fields, types, kernel=3),
+    }
+
+
+def convolution_knobs(fields: Fields, types: Sequence[str], *, kernel: int) -> dict[str, Any]:
+    """Returns the arguments of `_from_fields` about the layers that are convolutions.
+
+    Args:
+        fields: The fields of the config.
+        types: The kinds of the layers.
+        kernel: The default of the number of tokens that a convolution spans.
+    """
+    convolution = ConvolutionSpec(
+        width=fields.integer("hidden_size"),
+        kernel=fields.integer("conv_L_cache", kernel),
+        bias=fields.flag("conv_bias", False),
+    )
+    return {
+        "states": tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
         "recurrent": convolution if CONVOLUTION in types else None,
     }
 

@@ -21,7 +21,7 @@ from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
-from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
 from jaxpage.layers.norms import HeadNorm, add_and_norm
 from jaxpage.layers.parameter import parameter, tensor
@@ -75,6 +75,7 @@ class RotaryDecoderSpec:
     latent: LatentSpec | None = None  # latent attention, if the model has it
     recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
+    head_gates: bool = False  # True if each head has a gate; see `Attention`
     query_growth: tuple[float, int, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # the factor of each half's output, before it is added
@@ -272,6 +273,7 @@ def make_attention(
         sinks=_sinks(spec, name, dtype),
         alibi_slopes=spec.alibi_slopes,
         gated=spec.attention_gated,
+        head_gates=_head_gates(spec, input_width or width, name, dtype),
     )
 
 
@@ -289,6 +291,17 @@ def make_mixer(
         layer=name,
         dtype=dtype,
     )
+
+
+def _head_gates(
+    spec: RotaryDecoderSpec, input_width: int, name: str, dtype: DTypeLike
+) -> Linear | None:
+    if not spec.head_gates:
+        return None
+    part = Part(spec.num_query_heads, "heads", f"{name}.gate_proj")
+    # In memory transformers has it under the other name.
+    other = f"{name}.g_proj"
+    return linear(input_width, part, fused=other, input_axis="embed", bias=False, dtype=dtype)
 
 
 def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[jax.Array] | None:

@@ -259,6 +259,21 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"num_key_value_heads": 4, "tie_word_embeddings": True},
         },
     },
+    "lfm3": {
+        "mixed": {
+            **{"num_hidden_layers": 3, "hidden_size": 64, "head_dim": 16, "sliding_window": 7},
+            "layer_types": ["sliding_attention", "conv", "full_attention"],
+        },
+        "plain": {
+            **{"layer_types": ["full_attention", "conv"], "hidden_size": 64, "head_dim": 16},
+            **{"use_attention_gate": False, "use_sandwich_norm": False, "norm_eps": 1e-3},
+            **{"attention_bias": True, "conv_bias": True, "conv_L_cache": 2},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 500.0}
+            },
+            "tie_word_embeddings": False,
+        },
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

@@ -234,6 +234,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ),
         ("Youtu-LLM-2B", "2", "YoutuForCausalLM", _LATENT),
         ("A.X K1", "519", "AXK1ForCausalLM", f"experts; {_LATENT}"),
+        ("LFM3 1.7B", "1.7", "Lfm3ForCausalLM", "one device; no `kv_cache_dtype`"),
         ("Seed-OSS-36B", "36", "SeedOssForCausalLM", ""),
         ("EXAONE 4.0", "1.2, 32", "Exaone4ForCausalLM", ""),
         ("ERNIE 4.5 0.3B", "0.36", "Ernie4_5ForCausalLM", ""),

@@ -232,6 +232,19 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
     (CheckpointError, "lfm2-moe-mixed", "layer_types", {"layer_types": None}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
+    (
+        UnsupportedError,
+        "lfm3-mixed",
+        "only default and proportional",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": {"rope_type": "linear", "factor": 2.0},
+            }
+        },
+    ),
+    (CheckpointError, "lfm3-mixed", "object for sliding_", {"rope_parameters": {"rope_theta": 1}}),
+    (CheckpointError, "lfm3-mixed", "head_dim = 7", {"head_dim": 7}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),

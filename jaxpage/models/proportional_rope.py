@@ -1,0 +1,46 @@
+"""Reads a rotation of one type of layer that is plain or proportional (Gemma 4, LFM3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpage.layers.rope import Rope
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.fields import Fields
+
+NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
+
+
+def read_rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) -> Rope:
+    """Returns the rotation of one type of layer.
+
+    A proportional one turns the first pairs of a head, with the frequencies of the whole head.
+
+    Args:
+        fields: The fields of the config.
+        kind: The type of layer.
+        given: The rope parameters of this type.
+        head_width: The width of a head.
+    """
+    numbers = {**NUMBERS, **{name: value for name, value in given.items() if value is not None}}
+    rope_type = numbers.pop("rope_type", "default")
+    theta, share, factor = (numbers[name] for name in NUMBERS)
+    about = f"rope_parameters of {kind}: {dict(given)!r}"
+    if rope_type not in ("default", "proportional") or numbers.keys() != NUMBERS.keys():
+        text = f"{about} is not supported: only default and proportional are"
+        fields.note(RefusedField(text), rope_parameters=None)
+        theta = share = factor = 1.0
+    elif not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers.values()):
+        text = f"{about} must have a positive rope_theta, and no other numbers below zero"
+        fields.note(WrongField(text), rope_parameters=None)
+        theta = share = factor = 1.0
+    if rope_type == "default":
+        share = factor = 1.0
+    turned = int(min(share, 1.0) * head_width // 2)
+    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_width)
+    frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
+    return Rope((*map(float, frequencies), *(0.0,) * (head_width // 2 - turned)))
