@@ -569,6 +569,15 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "lfm3-mixed",
         lambda: {"spec": _form("lfm3-mixed", norms=("operator_norm", None, "ffn_norm", None))},
     ),
+    "bases of other layers": (
+        "granite-swa-bases",
+        lambda: {"spec": {"rope_by_layer": read_spec("granite-swa-bases")[1].rope_by_layer[::-1]}},
+    ),
+    "sinks of other heads of Granite": ("granite-swa-bases", lambda: {"state": roll("sinks", 0)}),
+    "the expert of all tokens dropped": (
+        "granitemoe-swa-shared",
+        lambda: {"state": zero("shared_mlp.output_linear.weight")},
+    ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
     "queries of latents that do not grow": (

@@ -275,9 +275,7 @@ class Fields(ConfigFields):
                 family whose config class has that field.
         """
         parameters = self.rope_parameters(max_position_embeddings, theta, original)
-        return self._rope_of(
-            parameters, head_width, max_position_embeddings, partial, aliases or {}
-        )
+        return self.rope_of(parameters, head_width, max_position_embeddings, partial, aliases)
 
     def ropes_by_type(
         self, head_width: int, max_position_embeddings: int, theta: Mapping[str, tuple[str, float]]
@@ -318,22 +316,22 @@ class Fields(ConfigFields):
             if parameters["rope_type"] == "yarn" and not parameters.get("truncate", True):
                 text = "rope truncate = false of a layer type is not supported: transformers reads"
                 self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
-            ropes[kind], reach = self._rope_of(
-                parameters, head_width, max_position_embeddings, None, {}
-            )
+            ropes[kind], reach = self.rope_of(parameters, head_width, max_position_embeddings)
             limit = min(limit, reach)
         return ropes, limit
 
-    def _rope_of(
+    def rope_of(
         self,
         parameters: dict[str, Any],
         head_width: int,
         longest: int,
-        partial: float | None,
-        aliases: Mapping[str, str],
+        partial: float | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> tuple[Rope, int]:
+        """Returns what `rope` does for parameters of the form that `rope_parameters` returns."""
         kind = parameters["rope_type"]
-        parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
+        if aliases and isinstance(kind, str):
+            parameters["rope_type"] = aliases.get(kind, kind)
         # In transformers too, the share in the dict outranks the one at the top of the file.
         factor = (
             parameters.get("partial_rotary_factor")

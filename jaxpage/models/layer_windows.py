@@ -43,13 +43,13 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(map(bool, rotates))
 
 
-def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
+def layer_types(fields: Fields, every: int, first: int = 1) -> tuple[str, ...]:
     """Returns `Fields.layer_types`, with one full layer in `every` by default.
 
-    By default a layer sees everything if `every` divides its number, from 1; the others have a
-    window.
+    By default a layer sees everything if `every` divides its number, and the others have a window.
+    The first layer has the number `first`.
     """
-    numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    numbers = range(first, first + fields.integer("num_hidden_layers"))
     return fields.layer_types(
         ["sliding_attention" if number % every else "full_attention" for number in numbers]
     )

@@ -130,6 +130,7 @@ _KINDS = {
     "layer_types": ("full_attention", "sliding_attention"),
     "mlp_layer_types": ("dense", "sparse"),
     "no_rope_layers": (0, 1),
+    "layer_rope_theta": (0, 300.0, 10_000),
     "activation_sparsity_pattern": (0.0, 0.5, 0.95),
 }
 

@@ -274,6 +274,27 @@ FORMS: dict[str, dict[str, Fields]] = {
             "tie_word_embeddings": False,
         },
     },
+    "granite_swa": {
+        "bases": {
+            **{"num_hidden_layers": 3, "layer_rope_theta": [0, 300.0, 10_000], "hidden_size": 64},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "sliding_window": 7},
+            **{"residual_multiplier": 0.6, "logits_scaling": 2.0},
+        },
+        "biases": {
+            **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size": 64},
+            **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+            **{"sliding_window": 7, "layer_rope_theta": [500.0, 500.0]},
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+        },
+    },
+    "granitemoe_swa": {
+        "shared": {
+            **{"num_local_experts": 4, "shared_intermediate_size": 24, "intermediate_size": 40},
+            **{"attention_multiplier": 0.2, "residual_multiplier": 0.6, "hidden_size": 64},
+            **{"sliding_window": 7, "layer_rope_theta": [0, 300.0]},
+        },
+        "plain": {"num_local_experts": 4, "sliding_window": 7, "rope_theta": 500.0},
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

@@ -178,6 +178,8 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "GraniteMoeHybridForCausalLM",
             _ONE_DEVICE,
         ),
+        ("Granite Swash 2B", "2", "GraniteSWAForCausalLM", ""),
+        ("Granite Swash 3B-A600M", "3", "GraniteMoeSWAForCausalLM", "experts"),
         ("Bamba 9B", "9.8", "BambaForCausalLM", _ONE_DEVICE),
     ),
     "NVIDIA": (

@@ -320,5 +320,9 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
     (CheckpointError, "gptj-plain", "rotary_dim", {"rotary_dim": 7}),
+    *(
+        (CheckpointError, "granite-swa-bases", "layer_rope_theta", {"layer_rope_theta": thetas})
+        for thetas in ([500.0], [0, 500.0, -1.0], [0, True, 500.0], 500.0)
+    ),
     (UnsupportedError, "gpt-neo-plain", "attention_types", {"attention_types": [[["global"], 5]]}),
 ]
