@@ -39,6 +39,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "Llama4ForCausalLM",
             'experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
         ),
+        ("CWM (Code World Model)", "32", "CwmForCausalLM", ""),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),
         ("TinyLlama 1.1B Chat", "1.1", "LlamaForCausalLM", ""),
