@@ -56,6 +56,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
+    "VaultGemmaForCausalLM": "vaultgemma",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3nForCausalLM": "gemma3n",
     "Gemma3nForConditionalGeneration": "gemma3n",

@@ -302,6 +302,12 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"max_position_embeddings": 131_072, "bos_token_id": 1},
         }
     },
+    "vaultgemma": {
+        "caps": {
+            **{"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
+        }
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

@@ -88,6 +88,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     "Google": (
         ("Gemma 2B, 7B, CodeGemma", "2.5, 8.5", "GemmaForCausalLM", ""),
         ("Gemma 2", "2.6, 9, 27", "Gemma2ForCausalLM", ""),
+        ("VaultGemma 1B", "1", "VaultGemmaForCausalLM", ""),
         ("Gemma 3 270M, Gemma 3 1B", "0.27, 1", "Gemma3ForCausalLM", ""),
         ("Gemma 3 4B, 12B, 27B", "4, 12, 27", "Gemma3ForConditionalGeneration", _TEXT),
         ("MedGemma 4B, 27B (files with images)", "4, 27", "Gemma3ForConditionalGeneration", _TEXT),
