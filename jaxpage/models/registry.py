@@ -71,6 +71,7 @@ FAMILIES = {
     "ApertusForCausalLM": "apertus",
     "HeliumForCausalLM": "helium",
     "NemotronForCausalLM": "nemotron",
+    "Jais2ForCausalLM": "jais2",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",

@@ -308,6 +308,13 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
         }
     },
+    "jais2": {
+        "biases": {"head_dim": 16},
+        "plain": {
+            **{"attention_bias": False, "mlp_bias": False, "hidden_act": "gelu"},
+            **{"layer_norm_eps": 1e-2, "tie_word_embeddings": True},
+        },
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

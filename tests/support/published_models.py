@@ -247,6 +247,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Hunyuan-A13B", "80", "HunYuanMoEV1ForCausalLM", "experts"),
         ("MiniMax-M2", "230", "MiniMaxM2ForCausalLM", "experts"),
         ("dots.llm1", "143", "Dots1ForCausalLM", "experts"),
+        ("Jais 2 8B, 70B", "8, 70", "Jais2ForCausalLM", ""),
         ("Apertus 8B, 70B", "8, 70", "ApertusForCausalLM", ""),
         ("Helium 1 2B", "2", "HeliumForCausalLM", ""),
         ("AFM-4.5B", "4.6", "ArceeForCausalLM", ""),
