@@ -21,7 +21,7 @@ class BlockForm:
             feed-forward half, after it; None for a norm that does not exist.
         kind: "rms" for RMS norms; "layer" for a LayerNorm with scale and bias, "layer-bias" for one
             with a scale alone, "plain" for one with neither; "rms+1" and "layer+1" for those whose
-            stored scale is less 1.
+            stored scale is less 1, and "rms-plain" for RMS norms without scales.
         together: True if norms of queries and keys are over all heads together (see `norm_heads`).
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
             `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
@@ -60,7 +60,8 @@ class BlockForm:
                 offset=offset,
                 dtype=dtype,
             )
-        return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
+        own = None if self.kind == "rms-plain" else name
+        return RMSNorm(width, name=own, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
     def head_norm(
         self,

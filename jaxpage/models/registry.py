@@ -85,6 +85,7 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Lfm3ForCausalLM": "lfm3",
     "ArceeForCausalLM": "arcee",
+    "NanoChatForCausalLM": "nanochat",
     "Starcoder2ForCausalLM": "starcoder2",
     "StableLmForCausalLM": "stablelm",
     "OlmoForCausalLM": "olmo",

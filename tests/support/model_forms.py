@@ -315,6 +315,14 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"layer_norm_eps": 1e-2, "tie_word_embeddings": True},
         },
     },
+    "nanochat": {
+        "backwards": {"hidden_size": 64, "final_logit_softcapping": 8.0},
+        "uncapped": {
+            **{"hidden_size": 64, "final_logit_softcapping": None, "attention_bias": True},
+            **{"tie_word_embeddings": True, "hidden_act": "gelu", "rms_norm_eps": 1e-2},
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+        },
+    },
     "gpt_bigcode": {
         "multi-query": {},
         "heads": {"multi_query": False, "n_inner": 72, "scale_attn_weights": False},

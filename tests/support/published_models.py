@@ -250,6 +250,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Jais 2 8B, 70B", "8, 70", "Jais2ForCausalLM", ""),
         ("Apertus 8B, 70B", "8, 70", "ApertusForCausalLM", ""),
         ("Helium 1 2B", "2", "HeliumForCausalLM", ""),
+        ("nanochat d32 (files for transformers)", "1.9", "NanoChatForCausalLM", ""),
         ("AFM-4.5B", "4.6", "ArceeForCausalLM", ""),
         ("StableLM 3B, StableLM 2", "1.6, 2.8, 12", "StableLmForCausalLM", ""),
         ("OPT", "0.13 to 66", "OPTForCausalLM", ""),
