@@ -88,7 +88,15 @@ def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_trans
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3-growth", "llama4-images"]
+    "name",
+    [
+        "qwen2-vl",
+        "qwen3-vl",
+        "qwen3-vl-moe",
+        "mistral3-growth",
+        "llama4-images",
+        "exaone4-5-images",
+    ],
 )
 def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> None:
     """Each field alone is left out, and the config that transformers makes of the rest is read."""

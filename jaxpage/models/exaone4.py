@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
@@ -16,7 +17,6 @@ from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
-    ignored,
     key_value_heads,
     prefix,
 )
@@ -24,6 +24,8 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+# Files of EXAONE 4.5 have layers that predict further tokens, which are not loaded.
+ignored = (*rotary_decoder.ignored, "mtp.*")
 FORM = BlockForm(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
 
 

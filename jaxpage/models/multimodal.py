@@ -63,6 +63,9 @@ _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 8
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 MULTIMODAL = {
+    "Exaone4_5_ForConditionalGeneration": Wrapper(
+        {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}
+    ),
     "Gemma3ForConditionalGeneration": Wrapper(
         {"gemma3_text": "gemma3"},
         _LLAVA,

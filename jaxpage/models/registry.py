@@ -66,6 +66,7 @@ FAMILIES = {
     "GraniteSWAForCausalLM": "granite_swa",
     "SeedOssForCausalLM": "seed_oss",
     "Exaone4ForCausalLM": "exaone4",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "ApertusForCausalLM": "apertus",

@@ -728,6 +728,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 12},
         },
     ),
+    "exaone4-5-images": (
+        "exaone4_5",
+        {
+            **{"model_type": "exaone4", "head_dim": 16, "sliding_window": 7},
+            **{"num_hidden_layers": 3, "sliding_window_pattern": 3},
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3},
+        },
+    ),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-latents": (
         "mistral3",
@@ -768,6 +776,7 @@ _ARCHITECTURES = {
     "llama4": "Llama4ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma3n": "Gemma3nForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",

@@ -241,6 +241,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("LFM3 1.7B", "1.7", "Lfm3ForCausalLM", "one device; no `kv_cache_dtype`"),
         ("Seed-OSS-36B", "36", "SeedOssForCausalLM", ""),
         ("EXAONE 4.0", "1.2, 32", "Exaone4ForCausalLM", ""),
+        ("EXAONE 4.5 33B", "33", "Exaone4_5_ForConditionalGeneration", _TEXT),
         ("ERNIE 4.5 0.3B", "0.36", "Ernie4_5ForCausalLM", ""),
         ("ERNIE 4.5 21B-A3B, 300B-A47B", "21, 300", "Ernie4_5_MoeForCausalLM", "experts"),
         ("Hunyuan 0.5B, 1.8B, 4B, 7B", "0.5, 1.8, 4, 7", "HunYuanDenseV1ForCausalLM", ""),
