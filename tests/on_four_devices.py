@@ -117,6 +117,7 @@ INDIVISIBLE = (
     ),
     *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
     *("lfm2-moe-mixed", "lfm2-moe-uncorrected", "lfm3-plain"),
+    *("mimo-v2-flash-windows", "mimo-v2-flash-wide-values"),
     *(
         "nemotron-h-mixed",
         "mamba-tied",

@@ -560,6 +560,26 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "lfm2-moe-mixed",
         lambda: {"state": zero("feed_forward.expert_bias")},
     ),
+    "gates of other heads' outputs": (
+        "afmoe-gates",
+        lambda: {"state": roll("self_attn.gate_proj.weight", 0)},
+    ),
+    "corrections of Trinity's experts forgotten": (
+        "afmoe-gates",
+        lambda: {"state": zero("mlp.expert_bias")},
+    ),
+    "values that are not scaled": (
+        "mimo-v2-flash-windows",
+        lambda: {"spec": {"value_scale": 1.0}},
+    ),
+    "sinks of other heads than those of the layer": (
+        "mimo-v2-flash-windows",
+        lambda: {"state": roll("self_attn.sinks", 0)},
+    ),
+    "values of heads that are narrower": (
+        "mimo-v2-flash-windows",
+        lambda: {"state": roll("v_proj.weight", 0)},
+    ),
     "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates of other heads, one for each": (
         "lfm3-mixed",

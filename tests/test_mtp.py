@@ -25,8 +25,9 @@ from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.mtp import MtpHead
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from tests.support.model_configs import config_json
 from tests.support.mtp import MODELS, Model, save_with_head, states_of, torch
-from tests.support.random_checkpoints import write_tensors
+from tests.support.random_checkpoints import random_tensors, write_tensors
 from tests.support.sweeps import few
 from tests.test_eagle import LENGTH, TOKENS, Run, Target, expected, run
 
@@ -228,6 +229,26 @@ def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_pat
     directory = changed(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedError, match="needs a model with MTP heads"):
         open_drafter(MTP, open_model(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("exaone-moe-windows", "mtp."),
+        ("mellum-windows", "mtp."),
+        ("mimo-v2-flash-windows", "model.mtp."),
+    ],
+)
+def test_heads_that_are_not_read_are_passed_over_and_refused(
+    name: str, start: str, tmp_path: Path
+) -> None:
+    """transformers passes them over, too."""
+    tensors = random_tensors(config_json(name))
+    config = config_json(name, num_nextn_predict_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tensors(tmp_path, {**tensors, f"{start}norm.weight": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match="heads of this family are not read"):
+        open_drafter(MTP, open_model(tmp_path))
 
 
 def test_auto_is_mtp_where_the_checkpoint_has_a_head(

@@ -31,6 +31,9 @@ class Attention(nnx.Module):
             reads the keys and values of another one, whose number and pages it has.
         output: The product for the output.
         head_width: The width of a head (H).
+        value_head_width: The width of a value, where it is less than that of a key; a value is kept
+            with zeros at its end.
+        value_scale: The factor of values.
         scale: The factor of the scores; `head_width ** -0.5` where None is given.
         sliding_window: See `AttentionOptions`.
         chunked: True if this window does not slide: it is the size of chunks of positions
@@ -63,6 +66,8 @@ class Attention(nnx.Module):
         output: Linear,
         *,
         head_width: int,
+        value_head_width: int | None = None,
+        value_scale: float = 1.0,
         scale: float | None = None,
         sliding_window: int | None = None,
         rope: Rope | None = None,
@@ -97,6 +102,8 @@ class Attention(nnx.Module):
         self.head_gates = head_gates
         self.limit = limit
         self.head_width = head_width
+        self.value_head_width = value_head_width or head_width
+        self.value_scale = value_scale
         self.sliding_window = sliding_window
         self.chunked = False
         self.rope = rope
@@ -173,7 +180,7 @@ class Attention(nnx.Module):
         heads = (len(q), -1, self.head_width)
         q_TNH = q.reshape(heads)
         k_TKH = None if k is None else k.reshape(heads)
-        v_TKH = None if v is None else v.reshape(heads)
+        v_TKH = None if v is None else self._values(v)
         if not self.norm_together and not self.turned_first:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.value_norm is not None and v_TKH is not None:
@@ -192,7 +199,8 @@ class Attention(nnx.Module):
         norms = (self.query_norm, self.key_norm, self.value_norm)
         parts = self.query_key_value.spec.parts
         is_plain = self.limit is None and not self.num_gates and norms == (None, None, None)
-        return len(parts) == 3 and is_plain
+        is_usual = self.value_head_width == self.head_width and self.value_scale == 1.0
+        return len(parts) == 3 and is_plain and is_usual
 
     def _over_heads(
         self,
@@ -218,9 +226,19 @@ class Attention(nnx.Module):
         out_TNH, layer_pages = context.attend(
             self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options
         )
+        if self.value_head_width < self.head_width:
+            out_TNH = out_TNH[..., : self.value_head_width]
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(len(q_TNH), -1)), layer_pages
+
+    def _values(self, v: jax.Array) -> jax.Array:
+        """Returns the values of each head, as wide as keys."""
+        v_TKH = v.reshape(len(v), -1, self.value_head_width)
+        if self.value_scale != 1.0:
+            v_TKH = v_TKH * self.value_scale
+        missing = self.head_width - self.value_head_width
+        return jnp.pad(v_TKH, ((0, 0), (0, 0), (0, missing))) if missing else v_TKH
 
     def _slopes(self, num_heads: int, place: jax.Array | int) -> jax.Array | None:
         if self.alibi_slopes is None:

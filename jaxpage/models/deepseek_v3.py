@@ -77,12 +77,13 @@ def corrected_experts(
     normalized: bool = True,
     shared: Any = 1,
     count_field: str = "n_routed_experts",
+    shared_field: str | None = "n_shared_experts",
     **routing: Any,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections.
 
-    The arguments are the family's defaults of the fields, the field of the number of experts, and
-    fields of `Routing` that differ.
+    The arguments are the family's defaults of the fields, the fields of the numbers of experts and
+    of shared ones (None if there are none), and fields of `Routing` that differ.
     """
     named_count = (count_field, count)
     named_width = ("moe_intermediate_size", width)
@@ -99,7 +100,8 @@ def corrected_experts(
             "factor": fields.number("routed_scaling_factor", factor),
             **routing,
         },
-        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", shared),
+        shared_width=shared_field
+        and fields.integer(*named_width) * fields.integer(shared_field, shared),
     )
 
 

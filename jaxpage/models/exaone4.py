@@ -39,7 +39,7 @@ class Spec(RotaryDecoderSpec):
             head_width = head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 2048)
             window = fields.optional_integer("sliding_window", 4096)
-            types = fields.layer_types(_usual_types(fields, window))
+            types = fields.layer_types(usual_types(fields, window))
             rope, longest = fields.rope(head_width, longest)
             return cls._from_fields(
                 fields,
@@ -58,7 +58,7 @@ class Spec(RotaryDecoderSpec):
             )
 
 
-def _usual_types(fields: Fields, window: int | None) -> list[str]:
+def usual_types(fields: Fields, window: int | None) -> list[str]:
     """Returns the types of layers that `layer_types` does not name."""
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
     pattern = fields.get("sliding_window_pattern", 4)

@@ -278,7 +278,11 @@ class Fields(ConfigFields):
         return self.rope_of(parameters, head_width, max_position_embeddings, partial, aliases)
 
     def ropes_by_type(
-        self, head_width: int, max_position_embeddings: int, theta: Mapping[str, tuple[str, float]]
+        self,
+        head_width: int,
+        max_position_embeddings: int,
+        theta: Mapping[str, tuple[str, float]],
+        partial: float | None = None,
     ) -> tuple[dict[str, Rope], int]:
         """Returns the rotary embedding of each layer type, and the positions for which all hold.
 
@@ -288,6 +292,7 @@ class Fields(ConfigFields):
             head_width: The width of a head.
             max_position_embeddings: The number of positions of the config.
             theta: For each layer type the field of older configs, or "" for none, and the default.
+            partial: See `rope`.
         """
         given = self.get("rope_parameters", None) or {}
         scaling = self.get("rope_scaling", None) or {}
@@ -316,7 +321,9 @@ class Fields(ConfigFields):
             if parameters["rope_type"] == "yarn" and not parameters.get("truncate", True):
                 text = "rope truncate = false of a layer type is not supported: transformers reads"
                 self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
-            ropes[kind], reach = self.rope_of(parameters, head_width, max_position_embeddings)
+            ropes[kind], reach = self.rope_of(
+                parameters, head_width, max_position_embeddings, partial
+            )
             limit = min(limit, reach)
         return ropes, limit
 

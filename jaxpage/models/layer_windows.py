@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.fields import NO_ROPE, Fields
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
@@ -61,3 +61,14 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
         text = "layer_types has sliding_attention, but there is no window in use"
         fields.note(WrongField(text), layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def refuse_rope_scaling(fields: Fields) -> None:
+    """Refuses `rope_scaling` in a family whose class has ropes by layer type alone.
+
+    transformers puts it in the place of `rope_parameters`, null too, and then makes no model.
+    """
+    given = fields.get("rope_parameters", None)
+    if fields.get("rope_scaling", given) != given:
+        text = "rope_scaling is not supported in this family: rope_parameters takes its place"
+        fields.note(RefusedField(text), **NO_ROPE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
@@ -90,3 +90,16 @@ def named_apart(count: int, field: str, refusal: str = "") -> MtpNames:
         "mtp.norm",
         refusal=refusal,
     )
+
+
+def unread_heads(fields: Fields, start: str = "mtp.") -> MtpNames:
+    """Returns the names of heads that are passed over, and refused where they are asked for.
+
+    Args:
+        fields: The fields of the config, of which the number of heads may be null.
+        start: The beginning of the names of all heads' tensors.
+    """
+    field = "num_nextn_predict_layers"
+    count = 0 if fields.get(field, None) is None else fields.integer(field, 0, least=0)
+    names = named_apart(count, field, "heads of this family are not read")
+    return replace(names, prefixes=(start,))

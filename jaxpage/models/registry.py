@@ -35,6 +35,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
+    "FlexOlmoForCausalLM": "flex_olmo",
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -45,11 +46,17 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",
+    "SolarOpenForCausalLM": "solar_open",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "AfmoeForCausalLM": "afmoe",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
+    "MellumForCausalLM": "mellum",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "PhimoeForCausalLM": "phimoe",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
@@ -112,7 +119,11 @@ FAMILIES = {
 }
 
 # Names that published files have for architectures of which transformers writes the name otherwise.
-OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
+OTHER_NAMES = {
+    "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+}
 
 # Packages that bring a family have entries `architecture = "module"` in this group.
 ENTRY_POINTS = "jaxpage.models"

@@ -45,6 +45,15 @@ _LATENT = {
     **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
 }
 
+_BY_TYPE = {
+    "full_attention": {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+        "original_max_position_embeddings": 32,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+_HALVES = {kind: {**rope, "partial_rotary_factor": 0.5} for kind, rope in _BY_TYPE.items()}
+
 # What config.json says beyond the sizes, by the module of a family and the name of the form.
 FORMS: dict[str, dict[str, Fields]] = {
     "glm4_moe": {
@@ -58,6 +67,51 @@ FORMS: dict[str, dict[str, Fields]] = {
         "windows": {
             **{**_CORRECTED, "sliding_window": 7, "max_window_layers": 1, "n_shared_experts": 1},
             **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+        }
+    },
+    "solar_open": {
+        "groups": {
+            **{**_CORRECTED, "head_dim": 16, "n_group": 4, "topk_group": 2, "attention_bias": True},
+            **{"routed_scaling_factor": 2.5, "n_shared_experts": 2, "rope_theta": 500.0},
+        }
+    },
+    "exaone_moe": {
+        "windows": {
+            **{"head_dim": 16, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "sliding_window": 7, "sliding_window_pattern": 3},
+            **{"n_group": 4, "topk_group": 2},
+        },
+        "types": {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2},
+            **{"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
+            **{"norm_topk_prob": False, "tie_word_embeddings": True},
+        },
+    },
+    "afmoe": {
+        "gates": {
+            **{"head_dim": 16, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "sliding_window": 7, "global_attn_every_n_layers": 3},
+            **{"attention_bias": True, "mup_enabled": True, "route_scale": 2.5},
+        }
+    },
+    "mimo_v2_flash": {
+        "windows": {
+            **{**_CORRECTED, "head_dim": 16, "v_head_dim": 12, "num_hidden_layers": 3},
+            **{"sliding_window": 7, "attention_bias": True, "rope_parameters": _HALVES},
+        },
+        "wide-values": {
+            **{**_CORRECTED, "head_dim": 24, "v_head_dim": 24, "sliding_window_size": 6},
+            **{"attention_value_scale": None, "routed_scaling_factor": None, "n_group": 4},
+            **{"topk_group": 2, "mlp_layer_types": ["sparse", "dense"], "norm_topk_prob": False},
+        },
+    },
+    "mellum": {
+        "windows": {
+            **{"head_dim": 16, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "sliding_window": 7, "rope_parameters": _BY_TYPE},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         }
     },
     "ernie4_5": {"interleaved": {"head_dim": 16}, "biases": {"head_dim": 12, "use_bias": True}},
@@ -92,6 +146,20 @@ FORMS: dict[str, dict[str, Fields]] = {
         "factors": {
             **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
             **{"residual_multiplier": 0.6, "logits_scaling": 2.0, "num_local_experts": 4},
+        }
+    },
+    "granitemoeshared": {
+        "shared": {
+            **{"hidden_size": 64, "num_local_experts": 4, "shared_intermediate_size": 24},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.6, "logits_scaling": 2.0},
+        },
+        "routed": {"num_local_experts": 4, "attention_bias": True, "tie_word_embeddings": True},
+    },
+    "flex_olmo": {
+        "norms": {
+            **{"hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"attention_bias": True, "norm_topk_prob": True},
         }
     },
     "phi": {

@@ -175,6 +175,10 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Granite 3.0 to 3.3 2B, 8B", "2.5, 8.2", "GraniteForCausalLM", ""),
         ("Granite 3.0, 3.1 1B-A400M, 3B-A800M", "1.3, 3.3", "GraniteMoeForCausalLM", "experts"),
         (
+            *("moe-7b-1b-active-shared-experts", "7", "GraniteMoeSharedForCausalLM"),
+            "experts",
+        ),
+        (
             "Granite 4.0 Micro, H Micro, H Tiny, H Small",
             "3, 3, 7, 32",
             "GraniteMoeHybridForCausalLM",
@@ -199,6 +203,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("OLMo 3 7B, OLMo 3 32B, OLMo 3.1 32B", "7, 32", "Olmo3ForCausalLM", ""),
         ("Olmo Hybrid 7B", "7", "OlmoHybridForCausalLM", _STATES),
         ("OLMoE 1B-7B", "6.9", "OlmoeForCausalLM", "experts"),
+        ("FlexOlmo 7x7B", "33", "FlexOlmoForCausalLM", "experts"),
     ),
     "TII": (
         ("Falcon 7B, 11B, 40B, 180B", "7, 11, 40, 180", "FalconForCausalLM", ""),
@@ -242,6 +247,14 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("Seed-OSS-36B", "36", "SeedOssForCausalLM", ""),
         ("EXAONE 4.0", "1.2, 32", "Exaone4ForCausalLM", ""),
         ("EXAONE 4.5 33B", "33", "Exaone4_5_ForConditionalGeneration", _TEXT),
+        ("K-EXAONE 236B-A23B", "236", "ExaoneMoEForCausalLM", "experts"),
+        ("Solar Open 100B", "102", "SolarOpenForCausalLM", "experts"),
+        ("Trinity Nano Preview, Trinity Mini", "6, 26", "AfmoeForCausalLM", "experts"),
+        (
+            *("MiMo-V2-Flash", "309", "MiMoV2FlashForCausalLM"),
+            "experts; one device; published in fp8: half of this",
+        ),
+        ("Mellum 2 12B-A2.5B", "12", "MellumForCausalLM", "experts"),
         ("ERNIE 4.5 0.3B", "0.36", "Ernie4_5ForCausalLM", ""),
         ("ERNIE 4.5 21B-A3B, 300B-A47B", "21, 300", "Ernie4_5_MoeForCausalLM", "experts"),
         ("Hunyuan 0.5B, 1.8B, 4B, 7B", "0.5, 1.8, 4, 7", "HunYuanDenseV1ForCausalLM", ""),

@@ -259,6 +259,20 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         "partial_rotary_factor",
         {"rope_parameters": {"type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.25}},
     ),
+    (UnsupportedError, "solar-open-groups", "use_qk_norm", {"use_qk_norm": True}),
+    (UnsupportedError, "exaone-moe-windows", "pattern", {"sliding_window_pattern": "LLG"}),
+    (CheckpointError, "exaone-moe-types", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
+    (UnsupportedError, "afmoe-gates", "score_func", {"score_func": "softmax"}),
+    *(
+        (kind, f"mimo-v2-flash-{name}", field, {field: value})
+        for kind, name, field, value in (
+            (CheckpointError, "windows", "num_key_value_heads", 4),
+            (UnsupportedError, "windows", "v_head_dim", 20),
+            (UnsupportedError, "windows", "hybrid_layer_pattern", [0, 1, 0]),
+            (UnsupportedError, "wide-values", "rope_theta", 10_000),
+        )
+    ),
+    (UnsupportedError, "mellum-windows", "rope_scaling", {"rope_scaling": {"type": "default"}}),
     *(
         (UnsupportedError, "mpt-scaled", field, {"attn_config": {field: value}})
         for field, value in (("qk_ln", True), ("alibi", False), ("attn_type", "multiquery"))

@@ -1,0 +1,69 @@
+"""K-EXAONE (LG AI Research, 2026) has the windows of EXAONE 4 and the experts of DeepSeek-V3.
+
+Layers with windows rotate, and the others have no positions. Norms come before both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, sparse_by_type
+from jaxpage.models.exaone4 import usual_types
+from jaxpage.models.experts import DEEPSEEK_NAMES
+from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+NAMES = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")
+
+
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `ExaoneMoeConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        with Fields(config, "exaone_moe") as fields:
+            head_width = head_width_or_quotient(fields)
+            window = fields.integer("sliding_window", 4096)
+            types = fields.layer_types(usual_types(fields, window))
+            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 32),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, window),
+                rope=(rope, longest),
+                rope_by_layer=tuple(
+                    rope if kind == "sliding_attention" else None for kind in types
+                ),
+                epsilon=("rms_norm_eps", 1e-5),
+                norm_heads=True,
+                experts=corrected_experts(
+                    fields,
+                    count_field="num_experts",
+                    shared_field="num_shared_experts",
+                    count=64,
+                    per_token=8,
+                    width=1024,
+                    groups=(1, 1),
+                    factor=2.5,
+                ),
+                expert_names=NAMES,
+                sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
+                draft_heads=unread_heads(fields),
+            )

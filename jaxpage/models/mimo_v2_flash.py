@@ -1,0 +1,194 @@
+"""MiMo-V2-Flash (Xiaomi, 2026) has more key/value heads, and sinks, in layers with windows.
+
+Those are five of six layers. Values are narrower than keys, and scaled; the cache keeps them as
+wide as keys, with zeros at their ends. Experts are those of DeepSeek-V3 without a shared one:
+
+    layers           0 full   1 to 4 sliding   5 full   6 to 10 sliding   11 full
+    key/value heads  4        8                4        8                 4
+    sinks                     yes                       yes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from jaxpage.layers.attention import Attention
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.rope import Rope
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.deepseek_v3 import corrected_experts, sparse_by_type
+from jaxpage.models.experts import DEEPSEEK_NAMES
+from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
+from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.rotary_decoder import (
+    DecoderLayer,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+THETA = {FULL: ("", 5_000_000.0), SLIDING: ("", 10_000.0)}
+SHARE = 0.334  # The share of a head that a default rotation turns.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(RotaryDecoderSpec):
+    """Reads transformers' `MiMoV2FlashConfig`.
+
+    Attributes:
+        value_head_width: The width of a value.
+        value_scale: The factor of values.
+    """
+
+    value_head_width: int = 128
+    value_scale: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
+        config = dict(config)
+        if config.get("routed_scaling_factor", 1.0) is None:
+            config["routed_scaling_factor"] = 1.0
+        with Fields(config, "mimo_v2_flash", {"n_routed_experts": "num_local_experts"}) as fields:
+            num_layers = fields.integer("num_hidden_layers")
+            types = fields.layer_types(
+                [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
+            )
+            sparse = sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
+            num_kv_heads, head_width, value_width = _widths(fields, types)
+            _refuse_contradictions(fields, types, sparse)
+            ropes, longest = _ropes(fields, head_width)
+            spec = cls._from_fields(
+                fields,
+                num_kv_heads=num_kv_heads,
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, _window(fields)),
+                attention_input_bias=fields.flag("attention_bias", False),
+                rope=(ropes[FULL], longest),
+                rope_by_layer=tuple(ropes[kind] for kind in types),
+                epsilon=("rms_norm_eps", 1e-5),
+                experts=corrected_experts(
+                    fields,
+                    shared_field=None,
+                    count=256,
+                    per_token=8,
+                    width=2048,
+                    groups=(1, 1),
+                    factor=1.0,
+                ),
+                expert_names=DEEPSEEK_NAMES,
+                sparse_layers=sparse,
+                draft_heads=unread_heads(fields, "model.mtp."),
+                value_head_width=value_width,
+                value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
+            )
+            heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_width) for kind in types)
+            return replace(spec, kv=replace(spec.kv, heads=heads))
+
+
+def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
+    """Returns the number of key/value heads of full layers, and the widths of keys and values."""
+    num_kv_heads = fields.integer("num_key_value_heads", 4)
+    num_heads = fields.integer("num_attention_heads")
+    if SLIDING in types and num_heads % (2 * num_kv_heads):
+        text = f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads = {num_kv_heads} (layers with windows)"
+        fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
+    head_width = fields.integer("head_dim", 192)
+    value_width = fields.integer("v_head_dim", 128)
+    if value_width > head_width:
+        text = f"v_head_dim = {value_width} above head_dim = {head_width} is not supported"
+        fields.note(RefusedField(text), v_head_dim=head_width, head_dim=head_width)
+    fields.only(swa_num_attention_heads=num_heads, swa_num_key_value_heads=2 * num_kv_heads)
+    fields.only(swa_head_dim=head_width, swa_v_head_dim=value_width)
+    return num_kv_heads, head_width, min(value_width, head_width)
+
+
+def _window(fields: Fields) -> int:
+    """Returns the window, which `sliding_window_size` gives without the token itself."""
+    size = fields.optional_integer("sliding_window_size", None)
+    return fields.integer("sliding_window", 129) if size is None else size + 1
+
+
+def _ropes(fields: Fields, head_width: int) -> tuple[dict[str, Rope], int]:
+    """Returns the rotation of each type of layer, and the number of positions."""
+    refuse_rope_scaling(fields)
+    # transformers reads none of these.
+    fields.only(rope_theta=5_000_000, swa_rope_theta=10_000, partial_rotary_factor=SHARE)
+    given = fields.get("rope_parameters", None)
+    if isinstance(given, dict):
+        fields.config["rope_parameters"] = {
+            kind: {"partial_rotary_factor": 1.0, **each} if _is_scaled(each) else each
+            for kind, each in given.items()
+        }
+    longest = fields.integer("max_position_embeddings", 131_072)
+    return fields.ropes_by_type(head_width, longest, THETA, partial=SHARE)
+
+
+def _is_scaled(rope: Any) -> bool:
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    return kind not in (None, "default")
+
+
+def _refuse_contradictions(fields: Fields, types: Sequence[str], sparse: Sequence[bool]) -> None:
+    """Refuses what published files say in words of their own, where it is not as it is here."""
+    fields.only(hybrid_layer_pattern=[int(kind == SLIDING) for kind in types])
+    fields.only(moe_layer_freq=[int(each) for each in sparse])
+    fields.only(scoring_func="sigmoid", topk_method="noaux_tc", n_shared_experts=0)
+    fields.only(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
+    fields.only(layernorm_epsilon=fields.number("rms_norm_eps", 1e-5))
+
+
+def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike) -> Attention:
+    """Returns the attention of a layer; `name` is that of the attention in the checkpoint."""
+    num_heads = spec.num_query_heads
+    num_kv_heads, head = spec.kv.heads_of(layer_index)
+    window = spec.kv.sliding_windows[layer_index]
+    parts = (
+        Part(num_heads * head, "heads", f"{name}.q_proj"),
+        Part(num_kv_heads * head, "kv_heads", f"{name}.k_proj"),
+        Part(num_kv_heads * spec.value_head_width, "kv_heads", f"{name}.v_proj"),
+    )
+    bias = spec.attention_input_bias
+    width = spec.model_width
+    out = Part(width, "embed", f"{name}.o_proj")
+    sinks = None
+    if window is not None:
+        source = tensor(f"{name}.attention_sink_bias", num_heads, aliases=(f"{name}.sinks",))
+        sinks = parameter((num_heads,), axes=("heads",), dtype=dtype, sources=[source])
+    return Attention(
+        layer_index,
+        linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
+        linear(num_heads * spec.value_head_width, out, input_axis="heads", bias=False, dtype=dtype),
+        head_width=head,
+        value_head_width=spec.value_head_width,
+        value_scale=spec.value_scale,
+        sliding_window=window,
+        rope=spec.rope_of(layer_index),
+        sinks=sinks,
+    )
+
+
+class MimoLayer(DecoderLayer):
+    """Computes a layer with the attention of this family."""
+
+    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
+        super().__init__(spec, layer_index, name=name, dtype=dtype)
+        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+
+
+class Model(RotaryDecoder):
+    """Computes MiMo-V2-Flash; see `models.base.Model`."""
+
+    layer = MimoLayer
