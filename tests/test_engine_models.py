@@ -80,11 +80,21 @@ OF_FAMILY = {
 ELSEWHERE = {"llama", "mistral", "opt", "qwen3_5"}
 # Of the others these, which have every trait of all; the rest in a sweep.
 ALWAYS = (
-    *("apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
-    *("falcon_h1", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_oss", "gptj", "granitemoehybrid"),
+    *("afmoe", "apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
+    *(
+        "falcon_h1",
+        "falcon_mamba",
+        "gemma2",
+        "gemma3n",
+        "gemma4",
+        "gpt2",
+        "gpt_oss",
+        "gptj",
+        "granitemoehybrid",
+    ),
     *("jamba", "kimi_linear", "lfm2", "lfm3", "llama4", "mamba", "mimo_v2_flash", "ministral3"),
-    *("nemotron", "nemotron_h", "olmo", "olmo3", "olmoe", "phimoe", "qwen3"),
-    *("qwen3_next", "stablelm", "xglm", "zamba2"),
+    *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo3", "olmo_hybrid", "olmoe", "phimoe"),
+    *("qwen3", "qwen3_next", "stablelm", "xglm", "zamba2"),
 )
 # Fields of a spec that are names of tensors.
 NAMES = ("names", "mlp_names", "expert_names", "name", "draft_heads", "not_loaded")
