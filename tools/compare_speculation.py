@@ -1,11 +1,12 @@
 """Measures what llama.cpp's own speculation gives, as `jaxpage bench speculation` measures jaxpage.
 
 `llama-server` gets the prompts of the same tasks as token ids, as many at once as there are rows,
-greedy, each for the same number of tokens. Each type of drafts by n-grams runs between two runs without drafts, and its
-ratio is to the mean of these two. A run without drafts is compared with the one before it, too:
-what that ratio differs from 1 by is noise. Each run has a server of its own with as many slots as
-rows, because some types draft from what the server wrote before. All types have the server's
-defaults unless `--flags` says otherwise; a draft model of llama.cpp is measured with `--draft`.
+greedy, each for the same number of tokens. Each type of drafts by n-grams runs between two runs
+without drafts, and its ratio is to the mean of these two. A run without drafts is compared with the
+one before it, too: what that ratio differs from 1 by is noise. Each run has a server of its own
+with as many slots as rows, because some types draft from what the server wrote before. All types
+have the server's defaults unless `--flags` says otherwise; a draft model of llama.cpp is measured
+with `--draft`.
 
     cmake -B build && cmake --build build --target llama-server    # of llama.cpp
     SERVER=build/bin/llama-server
