@@ -585,9 +585,9 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "lfm3-mixed",
         lambda: {"state": roll("g_proj.weight", 0)},
     ),
-    "norms behind the halves forgotten": (
+    "norms after the halves swapped": (
         "lfm3-mixed",
-        lambda: {"spec": _form("lfm3-mixed", norms=("operator_norm", None, "ffn_norm", None))},
+        lambda: {"state": swap("post_operator_norm", "post_ffn_norm")},
     ),
     "bases of other layers": (
         "granite-swa-bases",
