@@ -276,6 +276,8 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
 # Models that people look for and that do not load: the name, the architecture and the reason.
 NOT_THERE = (
     ("DeepSeek-V3.2", "DeepseekV32ForCausalLM", "attention to tokens that an indexer chooses"),
+    ("DBRX", "DbrxForCausalLM", "experts in a layout of their own"),
+    ("Zamba 7B, of 2024", "ZambaForCausalLM", "Mamba with heads, and a block that layers share"),
     ("Baichuan 2", "BaichuanForCausalLM", "only published as code, which is not run"),
     ("InternLM 2", "InternLM2ForCausalLM", "only published as code, which is not run"),
     ("Qwen, of 2023", "QWenLMHeadModel", "only published as code, which is not run"),
