@@ -37,7 +37,8 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "lfm2_moe") as fields:
             num_layers = fields.integer("num_hidden_layers", 32)
             if fields.get("layer_types", None) is None:
-                fields.note(WrongField("layer_types is missing"), layer_types=[FULL] * num_layers)
+                text = f"layer_types must name each of the {num_layers} layers, not None"
+                fields.note(WrongField(text), layer_types=[FULL] * num_layers)
             num_dense = fields.integer("num_dense_layers", 2, least=0)
             return cls._from_fields(
                 fields,
