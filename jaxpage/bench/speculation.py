@@ -164,7 +164,7 @@ def measure(
 
     Args:
         engines: The engines by their ways to draft.
-        prompts: The prompts.
+        prompts: The prompts, of which each run takes one for each row.
         params: The sampling parameters of each row of the batch.
         repeats: The turns that are counted.
         apart: True gives each request a cache salt of its own, so that no method drafts from what
