@@ -1,12 +1,12 @@
 """Measures what llama.cpp's own speculation gives, as `jaxpage bench speculation` measures jaxpage.
 
 `llama-server` gets the prompts of the same tasks as token ids, as many at once as there are rows,
-greedy, each for the same number of tokens. Each type of drafts by n-grams runs between two runs
-without drafts, and its ratio is to the mean of these two. A run without drafts is compared with the
-one before it, too: what that ratio differs from 1 by is noise. Each run has a server of its own
-with as many slots as rows, because some types draft from what the server wrote before. All types
-have the server's defaults unless `--flags` says otherwise; a draft model of llama.cpp is measured
-with `--draft`.
+greedy, each for the same number of tokens. Each n-gram type of speculation runs between two runs
+without drafts, and its ratio is to the mean of these two. Each run without drafts is also compared
+with the one before it: the difference of this ratio from 1 is noise. Each run has a server of its
+own, because some types draft from what the server wrote before. The server has as many slots as
+there are rows. All types have the server's defaults unless `--flags` says otherwise. `--draft`
+measures a draft model of llama.cpp.
 
     cmake -B build && cmake --build build --target llama-server    # of llama.cpp
     SERVER=build/bin/llama-server
@@ -15,8 +15,8 @@ with `--draft`.
     python tools/compare_speculation.py models/smollm2 --server $SERVER --flags "-fa off"
 
 The shortest n-gram that is looked up is 12 tokens long by default (`--spec-ngram-simple-size-n`).
-The model is a Llama in Hugging Face's format, of which a GGUF file is written for the time of the
-measurement, or a GGUF file with a tokenizer that jaxpage reads.
+The model is a GGUF file with a tokenizer that jaxpage reads, or a Llama in Hugging Face's format. Of
+the latter a GGUF file is written, and removed after the measurement.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ def measure(
 ) -> dict[Way, Pairs]:
     """Measures one batch: an engine with drafts next to two engines without.
 
-    The first turn is not counted. Each run takes the next prompts, and the first again after the
-    last.
+    The first turn is not counted. Each run takes the prompts that follow those of the run before.
+    After the last prompt the first one comes again.
 
     Args:
         engines: The engines by their ways to draft.
-        prompts: The prompts.
+        prompts: The prompts, of which each run takes one for each row.
         params: The sampling parameters of each row of the batch.
         repeats: The turns that are counted.
         apart: True gives each request a cache salt of its own, so that no method drafts from what
@@ -349,9 +349,9 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
 
 
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str, Prompts]:
-    """Returns the prompts of tasks, or else prompts for the largest batch under an empty name.
+    """Returns the prompts of each task; without tasks, those of the largest batch under "".
 
-    Those that are of no task have 64 tokens each: parts of the text, or random ids.
+    Prompts of no task have 64 tokens each: parts of the text, or random ids.
     """
     count = max(arguments.batches)
     if arguments.tasks:

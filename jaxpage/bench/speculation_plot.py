@@ -1,4 +1,4 @@
-"""Draws what `jaxpage bench speculation` measured: bars of each way to draft, by task and batch.
+"""Draws the results of `jaxpage bench speculation` as bars: one for each way to draft and task.
 
 It needs matplotlib, as `memory_plot` does.
 """
@@ -20,10 +20,10 @@ COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#9
 def draw(cells: Sequence[Cell]) -> Figure:
     """Returns the picture, which has a panel for each batch.
 
-    The bars are the tokens per second as ratios to those without drafts, at which a line is drawn.
+    A bar shows the tokens per second as a ratio to those without drafts. A line is drawn at 1.
 
     Args:
-        cells: The results of ways to draft; the picture leaves out those without drafts.
+        cells: The results. Those without drafts are left out.
     """
     drafting = [cell for cell in cells if cell.num_speculative_tokens not in ("", "again")]
     tasks = list(dict.fromkeys(cell.task for cell in drafting))

@@ -31,9 +31,9 @@ class Attention(nnx.Module):
             reads the keys and values of another one, whose number and pages it has.
         output: The product for the output.
         head_width: The width of a head (H).
-        value_head_width: The width of a value, where it is less than that of a key; a value is kept
-            with zeros at its end.
-        value_scale: The factor of values.
+        value_head_width: The width of a value head, at most `head_width`. The cache pads narrower
+            values with zeros.
+        value_scale: The factor by which values are multiplied.
         scale: The factor of the scores; `head_width ** -0.5` where None is given.
         sliding_window: See `AttentionOptions`.
         chunked: True if this window does not slide: it is the size of chunks of positions
@@ -53,10 +53,10 @@ class Attention(nnx.Module):
             each of them its queries, its key and its value (Falcon); otherwise None.
         limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
             together (`clip_qkv` of OLMo); None to leave them.
-        num_gates: The number of gates that follow each query head in what `projected` returns.
-            Their sigmoids multiply the head's output. With `gated` there is one for each number
-            of the head (Qwen3-Next), with `head_gates` one for the head.
-        head_gates: The product for a gate of each head (LFM3); None if there is none.
+        num_gates: The number of gates of a query head: one for each channel with `gated`
+            (Qwen3-Next), one with `head_gates`, otherwise none. They follow their head in what
+            `projected` returns, and their sigmoids multiply the head's output.
+        head_gates: The product for one gate of each head (LFM3); None if there is none.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Attention(nnx.Module):
 def grown(
     q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], growth: tuple[float, int, int]
 ) -> Float[Array, "T N H"]:
-    """Returns queries that grow with their position; see `Attention.query_growth`."""
+    """Returns queries scaled by their positions; see `Attention.query_growth`."""
     rate, length, start = growth
     position_T = (positions_T + start).astype(jnp.float32)
     growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))

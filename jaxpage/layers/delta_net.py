@@ -44,11 +44,13 @@ class DeltaWidths:
         grouped: True if the outputs of the two products go by key heads. One product has for each
             key head its query, its key, and the values and gates of its value heads; the other
             has the betas and the time steps of these.
-        apart: True if checkpoints have each product, and the kernels of the convolution, apart.
-        beta_factor: The factor of betas, the sigmoids of what the product gives.
+        apart: True if checkpoints have a tensor for each product, and may have one for each of the
+            convolution kernels of queries, keys and values.
+        beta_factor: The factor of betas, which are sigmoids. With 2 the transition of a state may
+            have negative eigenvalues (OLMo Hybrid).
         epsilon: The epsilon of the norm of the outputs; None for that of the model's norms.
-        by_channel: True if each number of a key head has a decay of its own, and gates are
-            sigmoids (Kimi Linear).
+        by_channel: True if each channel of a key head has its own decay, and gates are sigmoids
+            and not SiLU (Kimi Linear).
     """
 
     key_heads: int
@@ -105,10 +107,10 @@ class DeltaWidths:
 
 
 class ChannelProducts(nnx.Module):
-    """Computes time steps of channels, and gates, each by two products with few numbers between.
+    """Computes the time steps of channels, and gates, each by two products of low rank.
 
     Attributes:
-        ranks: The first products of both.
+        ranks: The first products of both, to the low rank.
         time_steps: The second product for the time steps.
         gates: The second product for the gates.
     """
@@ -130,14 +132,15 @@ class GatedDeltaNet(nnx.Module):
     Attributes:
         layer_index: The layer's place in its model.
         widths: The widths of the heads.
-        input: The product for queries, keys, values and then the gates of the outputs, unless
-            `channels` has these.
-        beta_step: The product for betas and time steps, unless `channels` has these. It is apart
-            because quantised checkpoints do not quantise its weight. In both products the parts of
-            all heads come one after another, unless `DeltaWidths.grouped` is True.
+        input: The product for queries, keys and values, and then for the gates of the outputs,
+            unless `channels` computes them.
+        beta_step: The product for betas, and for time steps unless `channels` computes them. It is
+            apart because quantised checkpoints do not quantise its weight. In both products the
+            parts of all heads come one after another, unless `DeltaWidths.grouped` is True.
         norm: The norm over the output of each value head, before its gate.
         output: The product for the output.
-        channels: The products for time steps of channels, and gates; None for other layers.
+        channels: The products for time steps and gates if `DeltaWidths.by_channel` is True; None
+            otherwise.
         convolution: The kernel of the convolution.
         rate: The logarithm of each value head's rate of decay.
         time_step_bias: The biases of time steps.
@@ -167,7 +170,7 @@ class GatedDeltaNet(nnx.Module):
         heads = widths.value_heads
         convolution = [tensor(f"{name}.conv1d.weight", widths.convolved, *kernel)]
         if widths.apart:
-            # transformers writes three parts of one size, wherever keys and values begin.
+            # transformers saves three parts of equal size, even if keys and values differ in width.
             third = -(-widths.convolved // 3)
             equal = (third, third, widths.convolved - 2 * third)
             for parts in dict.fromkeys((equal, widths.parts)):
@@ -255,7 +258,7 @@ class GatedDeltaNet(nnx.Module):
         return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BNK, beta_BN
 
     def _decay(self, time_step_BE: Float[Array, "B E"]) -> Float[Array, "B N K"]:
-        """Returns the decay of each value head, or of each number of its key."""
+        """Returns the decay of each value head, or of each channel of its key."""
         rate_1N, bias_1E = (
             each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
         )

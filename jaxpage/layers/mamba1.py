@@ -46,7 +46,7 @@ class Mamba1Spec:
         convolution_bias: True if the convolution has a bias.
         bias: True if the products for the input and for the output have biases.
         normed: True if the ranks of time steps, B and C have norms.
-        plain_epsilon: The epsilon of these norms where they have no scales; None where they have.
+        plain_epsilon: The epsilon of these norms if they have no scales; None if they have.
     """
 
     inner: int

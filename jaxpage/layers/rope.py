@@ -23,7 +23,7 @@ class Rope:
     Attributes:
         frequencies: The radians per position of each pair of a head, each exactly a float32. Where
             there are fewer than H / 2, the rest of the head is not turned. Those of nanochat are
-            below zero: it turns the other way.
+            negative, because it turns in the opposite direction.
         attention_factor: The factor of sines and cosines, hence of queries and keys (YaRN and
             LongRoPE).
         interleaved: True if the pairs are neighbours, (2 i, 2 i + 1), and not (i, i + E).

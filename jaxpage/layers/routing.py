@@ -41,7 +41,7 @@ class Routing:
         num_experts: The number of experts.
         per_token: The number of experts of a token.
         normalized: True if the weights add up to one, before `factor` multiplies them.
-        epsilon: The number that is added to the sum by which these weights are divided.
+        epsilon: The number that is added to the sum of the weights before it divides them.
         sigmoid: True if a score is the sigmoid of its expert's logit, not a softmax over all.
         bias: True if the logits have biases.
         corrected: True if a rating is the score plus a number of the expert, which has no part in

@@ -1,7 +1,7 @@
-"""Trinity (Arcee AI, 2025) has gates of the heads' outputs, from a product of their own.
+"""Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing.
 
-Layers with windows rotate, and the others have no positions. Each half has a norm before it and
-one after it. The scores of experts are sigmoids.
+A separate product computes the gates. Sliding-window layers have rotary embeddings, and the others
+have none. Attention and the MLP each have a norm before and a norm after.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Spec(RotaryDecoderSpec):
 
 
 def _read_experts(fields: Fields) -> ExpertsSpec:
-    # Published files name these, which transformers' class does not have.
+    # Published files have these fields; transformers' class does not.
     fields.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
     fields.only(num_expert_groups=1, num_limited_groups=1)
     width = ("moe_intermediate_size", 1408)
@@ -105,7 +105,7 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
 
 
 class GatedAttention(Attention):
-    """Takes the gates of the heads' outputs from a product of their own.
+    """Computes attention whose gates come from a separate product.
 
     Attributes:
         gate: The product for the gates.

@@ -20,16 +20,16 @@ Model = RotaryDecoder
 NORM = "post_mlp_layernorm"
 REFUSAL = "heads of A.X K1 are not read"
 FORM = dataclasses.replace(LLAMA_FORM, norms=(*LLAMA_FORM.norms[:3], NORM))
-# Published files have the norm in all layers, and transformers uses it in those with experts.
+# Published files have this norm in all layers; transformers uses it only in layers with experts.
 ignored = (*rotary_decoder.ignored, f"*.{NORM}.weight")
-renamed = {f".{NORM}": f".mlp.{NORM}"}  # as transformers has it in memory
+renamed = {f".{NORM}": f".mlp.{NORM}"}  # the name that transformers has in memory
 
 
 class Spec(RotaryDecoderSpec):
     """Reads transformers' `AXK1Config`.
 
-    `topk_method`, which transformers passes over, says whether ratings of experts are corrected:
-    transformers takes corrections for zero where files have none.
+    The router has a correction bias only if `topk_method` is `noaux_tc` or absent. transformers
+    does not read this field: where files have no bias, it takes zeros.
     """
 
     @classmethod

@@ -203,9 +203,9 @@ def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tup
 
     Files that were saved from the headless model lack the prefix. Several prefixes are those that
     files may have, the modules' first. A family may have `older_names`: beginnings of names, each
-    with those that older files have in its place; and `renamed`: parts of names, each with the one
-    that other files have in its place. A spec may have `tied_names`: beginnings of names of modules
-    that several layers share, each with those that the other layers give them.
+    with those that older files have in its place. It may have `renamed`: parts of names, each with
+    the part that other files have in its place. A spec may have `tied_names`: beginnings of names
+    of modules that several layers share, each with those that the other layers give them.
     """
     prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
     own, *others = prefixes

@@ -1,6 +1,6 @@
-"""CWM, the Code World Model (FAIR CodeGen team, 2025), is Llama with windows.
+"""CWM, the Code World Model (FAIR CodeGen team, 2025), is Llama with sliding windows.
 
-Three of four layers have one.
+By default three of four layers have one.
 """
 
 from __future__ import annotations

@@ -54,14 +54,14 @@ def first_dense(fields: Fields, default: int) -> tuple[bool, ...]:
 
 
 def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Returns which layers have experts: those that `mlp_layer_types` says, or else the usual."""
+    """Returns which layers have experts, by `mlp_layer_types`; `usual` if there is none."""
     types = fields.get("mlp_layer_types", None)
     if types is None:
         return usual
     fits = isinstance(types, list) and len(types) == len(usual)
     if fits and all(kind in ("dense", "sparse") for kind in types):
         return tuple(kind == "sparse" for kind in types)
-    text = f"mlp_layer_types must say dense or sparse of {len(usual)} layers, not {types!r}"
+    text = f"mlp_layer_types must say dense or sparse for each of {len(usual)} layers, not {types!r}"
     fields.note(WrongField(text), mlp_layer_types=None, num_hidden_layers=len(usual))
     return usual
 
@@ -80,10 +80,11 @@ def corrected_experts(
     shared_field: str | None = "n_shared_experts",
     **routing: Any,
 ) -> ExpertsSpec:
-    """Returns the experts of a family whose scores are sigmoids with corrections.
+    """Returns the experts of a family whose scores are sigmoids with corrections by default.
 
-    The arguments are the family's defaults of the fields, the fields of the numbers of experts and
-    of shared ones (None if there are none), and fields of `Routing` that differ.
+    `count_field` and `shared_field` name the fields with the numbers of experts and of shared ones;
+    `shared_field` is None if there are no shared experts. `routing` has fields of `Routing` that
+    differ. The other arguments are the family's defaults of fields.
     """
     named_count = (count_field, count)
     named_width = ("moe_intermediate_size", width)

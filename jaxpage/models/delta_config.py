@@ -28,7 +28,7 @@ def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
 
 
 def check_heads(fields: Fields, widths: DeltaWidths) -> None:
-    """Notes an error if key heads cannot serve the value heads."""
+    """Notes an error if the number of key heads does not divide that of value heads."""
     if widths.value_heads % widths.key_heads:
         error = WrongField(
             f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
@@ -37,7 +37,7 @@ def check_heads(fields: Fields, widths: DeltaWidths) -> None:
 
 
 def check_activation(fields: Fields) -> None:
-    """Refuses a model whose convolutions would have another function than silu."""
+    """Refuses a `hidden_act` other than silu, which the convolutions have."""
     if (activation := fields.get("hidden_act", "silu")) != "silu":
         text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
         fields.note(RefusedField(text), hidden_act="silu")

@@ -1,6 +1,7 @@
-"""K-EXAONE (LG AI Research, 2026) has the windows of EXAONE 4 and the experts of DeepSeek-V3.
+"""K-EXAONE (LG AI Research, 2026) has EXAONE 4's sliding windows, and DeepSeek-V3's experts.
 
-Layers with windows rotate, and the others have no positions. Norms come before both halves.
+Sliding-window layers have rotary embeddings, and the others have none. Norms come before attention
+and before the MLP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Falcon Mamba (TII, 2024) is Mamba with norms of time steps, B and C, which have no scales."""
+"""Falcon Mamba (TII, 2024) is Mamba 1 with RMS norms, without scales, of time steps, B and C."""
 
 from __future__ import annotations
 

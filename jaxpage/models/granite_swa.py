@@ -1,6 +1,7 @@
-"""Granite Swash (IBM, 2026) is Granite with sinks, and with windows in three of four layers.
+"""Granite Swash (IBM, 2026) is Granite with attention sinks and sliding windows.
 
-Each layer has a base of its own for its rotation, or no positions.
+By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or no
+rotary embedding.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def swash_knobs(fields: Fields, longest: int) -> dict[str, Any]:
 
 
 def _thetas(fields: Fields, usual: float) -> list[float]:
-    """Returns the base of each layer's rotation: by default `usual`, and 0 for no positions."""
+    """Returns `rope_theta` of each layer, by default `usual`; 0 means no rotary embedding."""
     num_layers = fields.integer("num_hidden_layers")
     thetas = fields.get("layer_rope_theta", None)
     thetas = [usual] * num_layers if thetas is None else thetas

@@ -1,4 +1,4 @@
-"""Granite Swash with experts (IBM, 2026) may have an expert of all tokens next to the others."""
+"""Granite Swash with experts (IBM, 2026) may have a shared expert next to the routed ones."""
 
 from __future__ import annotations
 

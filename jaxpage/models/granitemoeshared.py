@@ -1,4 +1,4 @@
-"""Granite with experts and an expert of all tokens (IBM, 2025); attention is in all layers."""
+"""GraniteMoeShared (IBM, 2025) is Granite with routed experts and a shared expert."""
 
 from __future__ import annotations
 

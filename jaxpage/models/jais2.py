@@ -1,4 +1,4 @@
-"""Jais 2 (MBZUAI, Inception, Cerebras, 2025) is Llama with LayerNorm, squared ReLU, biases."""
+"""Jais 2 (MBZUAI, Inception, Cerebras, 2025) is Llama with LayerNorm, squared ReLU and biases."""
 
 from __future__ import annotations
 

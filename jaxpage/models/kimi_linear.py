@@ -1,6 +1,6 @@
-"""Kimi Linear (Moonshot AI, 2025) has a delta rule whose decays differ in all numbers of a key.
+"""Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of a key.
 
-Every fourth layer has the latent attention of DeepSeek-V3 without positions.
+Every fourth layer has the latent attention of DeepSeek-V3 without rotary embedding.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EXPERT_NAMES = ExpertNames(EXPERTS, "w1", "w3", "w2", shared=("shared_experts", 
 HALF = ("shared_experts", "gate_proj", "up_proj", "down_proj")
 DECAY = ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
 renamed = {
-    # transformers renames whole halves where it saves a model, also those without experts.
+    # When transformers saves a model, it renames these in all layers, also in dense ones.
     **{f".mlp.{part}": f".{EXPERTS}.{part}" for part in HALF},
-    # as transformers has them in memory
+    # These are the names that transformers has in memory.
     **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in DECAY},
 }
 ALIASES = {
@@ -40,7 +40,7 @@ ALIASES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-# Fields of `linear_attn_config`, which published files have, and those of the class.
+# Fields of `linear_attn_config` in published files, with their names in transformers' class.
 NESTED = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -89,7 +89,7 @@ class Spec(RotaryDecoderSpec):
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuses what published configs may say and transformers does not have."""
+    """Refuses values of published configs that transformers does not implement."""
     fields.only(
         mla_use_nope=True,
         moe_router_activation_func="sigmoid",
@@ -98,7 +98,7 @@ def _refuse(fields: Fields) -> None:
     )
     if fields.flag("tie_word_embeddings", False):
         text = (
-            "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
+            "tie_word_embeddings = true is not supported for this family: transformers ignores it"
         )
         fields.note(RefusedField(text), tie_word_embeddings=False)
 

@@ -77,11 +77,11 @@ def read_latent(
 
 
 def _read_share(fields: Fields, widths: LatentWidths, longest: int) -> tuple[Rope, int]:
-    """Returns the rotation of a share of each head, which must be as wide as what is rotated."""
+    """Returns the rotation; `partial_rotary_factor` must agree with the widths of the head."""
     share = widths.turned / widths.query
     rope, length = fields.rope(widths.query, longest, partial=share)
     if 2 * len(rope.frequencies) != widths.turned:
-        text = f"partial_rotary_factor must be {share}, as qk_rope_head_dim = {widths.turned} says"
+        text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.turned}"
         fields.note(WrongField(text), **NO_ROPE)
     return rope, length
 

@@ -46,8 +46,8 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
 def layer_types(fields: Fields, every: int, first: int = 1) -> tuple[str, ...]:
     """Returns `Fields.layer_types`, with one full layer in `every` by default.
 
-    By default a layer sees everything if `every` divides its number, and the others have a window.
-    The first layer has the number `first`.
+    By default a layer has full attention if `every` divides its number, and otherwise a window. The
+    first layer has the number `first`.
     """
     numbers = range(first, first + fields.integer("num_hidden_layers"))
     return fields.layer_types(
@@ -66,9 +66,9 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
 def refuse_rope_scaling(fields: Fields) -> None:
     """Refuses `rope_scaling` in a family whose class has ropes by layer type alone.
 
-    transformers puts it in the place of `rope_parameters`, null too, and then makes no model.
+    transformers replaces `rope_parameters` by it, even if it is null, and then fails.
     """
     given = fields.get("rope_parameters", None)
     if fields.get("rope_scaling", given) != given:
-        text = "rope_scaling is not supported in this family: rope_parameters takes its place"
+        text = "rope_scaling is not supported in this family, which has rope_parameters instead"
         fields.note(RefusedField(text), **NO_ROPE)

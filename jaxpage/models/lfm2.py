@@ -87,12 +87,12 @@ def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, A
 
 
 def convolution_knobs(fields: Fields, types: Sequence[str], *, kernel: int) -> dict[str, Any]:
-    """Returns the arguments of `_from_fields` about the layers that are convolutions.
+    """Returns the arguments of `_from_fields` about convolution layers.
 
     Args:
         fields: The fields of the config.
         types: The kinds of the layers.
-        kernel: The default of the number of tokens that a convolution spans.
+        kernel: The default kernel width, in tokens.
     """
     convolution = ConvolutionSpec(
         width=fields.integer("hidden_size"),

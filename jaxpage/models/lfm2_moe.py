@@ -1,4 +1,4 @@
-"""LFM2 with experts (Liquid AI, 2025) has the layers of LFM2, and experts behind the first few."""
+"""LFM2 with experts (Liquid AI, 2025) is LFM2 with experts in all but the first few layers."""
 
 from __future__ import annotations
 

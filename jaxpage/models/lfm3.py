@@ -1,7 +1,7 @@
-"""LFM3 (Liquid AI, 2026) is LFM2 with layers that have windows, and with gates of heads.
+"""LFM3 (Liquid AI, 2026) is LFM2 with sliding windows in some layers, and a gate for each head.
 
-Both halves of a layer have a norm before them and after them. Layers with windows and those that
-see everything turn positions differently.
+By default there are norms before and after attention, the convolution and the MLP. Full-attention
+and sliding-window layers have different rotary embeddings.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class Spec(RotaryDecoderSpec):
 
 
 def _usual_type(number: int) -> str:
-    """Returns the type of a layer that `layer_types` does not name."""
+    """Returns the default type of a layer."""
     if number % 4 == 2:
         return FULL
     return CONVOLUTION if number % 2 or number == 0 else SLIDING
 
 
 def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, Rope]:
-    """Returns the rotation of each type of layer that attends.
+    """Returns the rotary embedding of each type of attention layer.
 
-    As in transformers, fields at the top of the file are defaults of each type's own.
+    As in transformers, fields at the top of the config are defaults for all types.
     """
     given = fields.get("rope_scaling", None) or fields.get("rope_parameters", None)
     given = ROPES if given is None else given

@@ -1,6 +1,6 @@
-"""Mellum 2 (JetBrains, 2026) is Qwen3 with experts, and with windows in the layers that say so.
+"""Mellum 2 (JetBrains, 2026) is Qwen3 with experts, and with sliding windows in some layers.
 
-Layers with windows have a rotation of their own.
+`layer_types` says in which layers. They have their own rotary embedding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Spec(RotaryDecoderSpec):
         """Returns the spec of a config.json."""
         with Fields(config, "mellum", ALIASES) as fields:
             refuse_rope_scaling(fields)
-            fields.only(rope_theta=500_000.0)  # transformers does not read it.
+            fields.only(rope_theta=500_000.0)  # transformers does not read this field.
             head_width = fields.integer("head_dim", 128)
             num_layers = fields.integer("num_hidden_layers")
             types = fields.layer_types(["full_attention"] * num_layers)

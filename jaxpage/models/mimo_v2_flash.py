@@ -1,7 +1,8 @@
-"""MiMo-V2-Flash (Xiaomi, 2026) has more key/value heads, and sinks, in layers with windows.
+"""MiMo-V2-Flash (Xiaomi, 2026) has sinks and more key/value heads in sliding-window layers.
 
-Those are five of six layers. Values are narrower than keys, and scaled; the cache keeps them as
-wide as keys, with zeros at their ends. Experts are those of DeepSeek-V3 without a shared one:
+By default five of six layers have a sliding window. Values are multiplied by a factor. They are
+narrower than keys, and the cache pads them with zeros to the width of keys. Experts are routed as
+in DeepSeek-V3, and none is shared. The first layers are:
 
     layers           0 full   1 to 4 sliding   5 full   6 to 10 sliding   11 full
     key/value heads  4        8                4        8                 4
@@ -39,7 +40,7 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 THETA = {FULL: ("", 5_000_000.0), SLIDING: ("", 10_000.0)}
-SHARE = 0.334  # The share of a head that a default rotation turns.
+SHARE = 0.334  # The default `partial_rotary_factor` where `rope_type` is `default`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class Spec(RotaryDecoderSpec):
     """Reads transformers' `MiMoV2FlashConfig`.
 
     Attributes:
-        value_head_width: The width of a value.
-        value_scale: The factor of values.
+        value_head_width: The width of a value head.
+        value_scale: The factor by which values are multiplied.
     """
 
     value_head_width: int = 128
@@ -103,7 +104,7 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
     num_kv_heads = fields.integer("num_key_value_heads", 4)
     num_heads = fields.integer("num_attention_heads")
     if SLIDING in types and num_heads % (2 * num_kv_heads):
-        text = f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads = {num_kv_heads} (layers with windows)"
+        text = f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads = {num_kv_heads} (sliding-window layers)"
         fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
     head_width = fields.integer("head_dim", 192)
     value_width = fields.integer("v_head_dim", 128)
@@ -116,7 +117,7 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
 
 
 def _window(fields: Fields) -> int:
-    """Returns the window, which `sliding_window_size` gives without the token itself."""
+    """Returns the window; `sliding_window_size` does not count the token itself."""
     size = fields.optional_integer("sliding_window_size", None)
     return fields.integer("sliding_window", 129) if size is None else size + 1
 
@@ -142,7 +143,7 @@ def _is_scaled(rope: Any) -> bool:
 
 
 def _refuse_contradictions(fields: Fields, types: Sequence[str], sparse: Sequence[bool]) -> None:
-    """Refuses what published files say in words of their own, where it is not as it is here."""
+    """Refuses further fields of published files that contradict the fields that are read."""
     fields.only(hybrid_layer_pattern=[int(kind == SLIDING) for kind in types])
     fields.only(moe_layer_freq=[int(each) for each in sparse])
     fields.only(scoring_func="sigmoid", topk_method="noaux_tc", n_shared_experts=0)

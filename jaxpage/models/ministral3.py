@@ -68,7 +68,7 @@ class Spec(RotaryDecoderSpec):
 
 
 def read_growth(fields: Fields, longest: int) -> tuple[float, int, int] | None:
-    """Returns `Attention.query_growth` from rope parameters; None if they have no rate.
+    """Returns `Attention.query_growth`; None if there is no `llama_4_scaling_beta`.
 
     Args:
         fields: The fields of the config.

@@ -1,6 +1,6 @@
-"""Mistral 4 (Mistral AI, 2026) has latent attention, with queries that grow, and experts.
+"""Mistral 4 (Mistral AI, 2026) has latent attention, queries scaled by position, and experts.
 
-The scores of experts are a softmax. Ministral 3 scales its queries by position as well.
+Experts are routed by a softmax. Queries are scaled as in Ministral 3.
 """
 
 from __future__ import annotations

@@ -93,10 +93,10 @@ def named_apart(count: int, field: str, refusal: str = "") -> MtpNames:
 
 
 def unread_heads(fields: Fields, start: str = "mtp.") -> MtpNames:
-    """Returns the names of heads that are passed over, and refused where they are asked for.
+    """Returns the names of MTP heads that are not loaded, and that no method can use.
 
     Args:
-        fields: The fields of the config, of which the number of heads may be null.
+        fields: The fields of the config. The number of heads may be null.
         start: The beginning of the names of all heads' tensors.
     """
     field = "num_nextn_predict_layers"

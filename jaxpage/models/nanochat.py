@@ -1,6 +1,6 @@
 """nanochat (Karpathy, 2025) has RMS norms without scales, and squared ReLU.
 
-The embedding of a token is normalised too, and positions turn queries and keys the other way.
+Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ class Model(RotaryDecoder):
     def embedded(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
-        """Returns the input of the first layer: the norms have no scales, so that one is all."""
+        """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
         return self.norm(super().embedded(token_ids_T, positions_T))

@@ -1,7 +1,7 @@
-"""OLMo Hybrid (Ai2, 2026) is OLMo 3 with a gated delta rule in three of four layers.
+"""OLMo Hybrid (Ai2, 2026) is OLMo 2 with a gated delta rule in three of four layers.
 
-These layers have norms before both halves, the others after both, as OLMo 2 has them. Published
-models have no positions.
+These layers have norms before the delta rule and before the MLP. The others have norms after
+attention and after the MLP, as in OLMo 2. Published models have no rotary embedding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Spec(RotaryDecoderSpec):
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
-    """Returns the kinds of the layers; by default every fourth attends, or else the last one."""
+    """Returns the kinds of the layers.
+
+    By default every fourth has attention. If there are fewer than four, the last one has.
+    """
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
     usual = [LINEAR if number % 4 else FULL for number in numbers]
     if FULL not in usual:
@@ -91,7 +94,10 @@ def _read_delta(fields: Fields) -> DeltaWidths:
 
 
 def _read_rope(fields: Fields, head_width: int) -> tuple[Rope, int]:
-    """Returns the rotation, and the positions for which it holds; null as theta means none."""
+    """Returns the rotary embedding and its number of positions.
+
+    There is no rotary embedding if `rope_theta` is null.
+    """
     longest = fields.integer("max_position_embeddings", 65_536)
     given = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     theta = fields.get("rope_theta", 10_000.0)

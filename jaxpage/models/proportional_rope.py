@@ -1,4 +1,4 @@
-"""Reads a rotation of one type of layer that is plain or proportional (Gemma 4, LFM3)."""
+"""Reads the default or proportional rotary embedding of one layer type (Gemma 4, LFM3)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
 
 
 def read_rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) -> Rope:
-    """Returns the rotation of one type of layer.
+    """Returns the rotary embedding of one type of layer.
 
-    A proportional one turns the first pairs of a head, with the frequencies of the whole head.
+    A proportional one turns only the first pairs of a head. Their frequencies are those that they
+    have where all pairs are turned.
 
     Args:
         fields: The fields of the config.
@@ -35,7 +36,7 @@ def read_rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: i
         fields.note(RefusedField(text), rope_parameters=None)
         theta = share = factor = 1.0
     elif not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers.values()):
-        text = f"{about} must have a positive rope_theta, and no other numbers below zero"
+        text = f"{about} must have rope_theta, and all its numbers must be positive"
         fields.note(WrongField(text), rope_parameters=None)
         theta = share = factor = 1.0
     if rope_type == "default":

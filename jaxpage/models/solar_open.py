@@ -28,7 +28,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "solar_open", {"n_routed_experts": "num_local_experts"}) as fields:
-            # Published files name these, which transformers' class does not have.
+            # Published files have these fields; transformers' class does not.
             fields.only(first_k_dense_replace=0, use_qk_norm=False)
             head_width = fields.integer("head_dim", 128)
             longest = fields.integer("max_position_embeddings", 131_072)
@@ -43,7 +43,7 @@ class Spec(RotaryDecoderSpec):
                 attention_input_bias=fields.flag("attention_bias", False),
                 rope=fields.rope(head_width, longest, theta=1_000_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
-                feed_forward_width=experts.width,  # No layer has such a half.
+                feed_forward_width=experts.width,  # No layer is dense.
                 experts=experts,
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=(True,) * fields.integer("num_hidden_layers"),
