@@ -15,8 +15,8 @@ measures a draft model of llama.cpp.
     python tools/compare_speculation.py models/smollm2 --server $SERVER --flags "-fa off"
 
 The shortest n-gram that is looked up is 12 tokens long by default (`--spec-ngram-simple-size-n`).
-The model is a GGUF file with a tokenizer that jaxpage reads, or a Llama in Hugging Face's format. Of
-the latter a GGUF file is written, and removed after the measurement.
+The model is a GGUF file with a tokenizer that jaxpage reads, or a Llama in Hugging Face's format.
+Of the latter a GGUF file is written, and removed after the measurement.
 """
 
 from __future__ import annotations

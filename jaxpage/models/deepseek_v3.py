@@ -61,7 +61,9 @@ def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
     fits = isinstance(types, list) and len(types) == len(usual)
     if fits and all(kind in ("dense", "sparse") for kind in types):
         return tuple(kind == "sparse" for kind in types)
-    text = f"mlp_layer_types must say dense or sparse for each of {len(usual)} layers, not {types!r}"
+    text = (
+        f"mlp_layer_types must say dense or sparse for each of {len(usual)} layers, not {types!r}"
+    )
     fields.note(WrongField(text), mlp_layer_types=None, num_hidden_layers=len(usual))
     return usual
 
