@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, zip_longest
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -175,7 +175,8 @@ def measure(
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for index in range((1 + repeats) * runs_of_a_turn):
         ways.append(ways.pop(0))  # so that each engine is first in its turn
-        rows = [*islice(cycle(prompts), index * len(params), (index + 1) * len(params))]
+        first = (index - runs_of_a_turn) * len(params)  # what is counted begins with the first
+        rows = [prompts[(first + row) % len(prompts)] for row in range(len(params))]
         if apart:
             params = [replace(each, cache_salt=f"{index} {row}") for row, each in enumerate(params)]
         runs = dict(
