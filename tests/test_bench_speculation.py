@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -103,9 +104,11 @@ def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
         assert all(share <= 1 for share in cell["accepted"])
         assert cell["tokens_per_step"] < 2, "no text is known from an earlier run"
     picture = (tmp_path / "ratios.svg").read_text()
-    drawn = [f"<!-- {cell['ratio']:.2f} -->" for cell in cells if cell["method"] == "suffix"]
-    assert all(f"<!-- {word} -->" in picture for word in ("chat", "translate", "suffix auto"))
-    assert all(text in picture for text in drawn) and "again" not in picture
+    # Text is outlines with a comment, or text where another test has asked matplotlib for it.
+    texts = {one or other for one, other in re.findall(r"<!-- (.*?) -->|>([^<>]*)</text>", picture)}
+    ratios = {f"{cell['ratio']:.2f}" for cell in cells if cell["method"] == "suffix"}
+    assert {"chat", "translate", "suffix auto", *ratios} <= texts
+    assert not any("again" in text for text in texts)
 
 
 def test_each_task_has_twenty_prompts_that_differ():

@@ -16,7 +16,6 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
-    "CwmForCausalLM": "cwm",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",

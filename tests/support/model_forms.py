@@ -363,13 +363,6 @@ FORMS: dict[str, dict[str, Fields]] = {
         },
         "plain": {"num_local_experts": 4, "sliding_window": 7, "rope_theta": 500.0},
     },
-    "cwm": {
-        "windows": {
-            **{"num_hidden_layers": 3, "sliding_window": 7, "head_dim": 16, "mlp_bias": True},
-            # The class takes no null.
-            **{"max_position_embeddings": 131_072, "bos_token_id": 1},
-        }
-    },
     "vaultgemma": {
         "caps": {
             **{"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},

@@ -39,7 +39,6 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "Llama4ForCausalLM",
             'experts; on a GPU up to 8,192 positions, or `attention_backend="scan"`',
         ),
-        ("CWM (Code World Model)", "32", "CwmForCausalLM", ""),
         ("DeepSeek-R1-Distill-Llama", "8, 70", "LlamaForCausalLM", ""),
         ("DeepSeek LLM, DeepSeek Coder", "1.3, 6.7, 7, 33, 67", "LlamaForCausalLM", ""),
         ("TinyLlama 1.1B Chat", "1.1", "LlamaForCausalLM", ""),
@@ -276,6 +275,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
 # Models that people look for and that do not load: the name, the architecture and the reason.
 NOT_THERE = (
     ("DeepSeek-V3.2", "DeepseekV32ForCausalLM", "attention to tokens that an indexer chooses"),
+    ("CWM (Code World Model)", "CwmForCausalLM", "the example of a family that a package brings"),
     ("DBRX", "DbrxForCausalLM", "experts in a layout of their own"),
     ("Zamba 7B, of 2024", "ZambaForCausalLM", "Mamba with heads, and a block that layers share"),
     ("Baichuan 2", "BaichuanForCausalLM", "only published as code, which is not run"),
