@@ -83,7 +83,7 @@ PLANTED = {
         "deepseek-v3-groups": "expand",
         "qwen3-5-mixed": "convolution",
         "qwen3-next-mixed": "beta_step",
-        "lfm3-mixed": "head_gates",
+        "lfm3-mixed": "gates",
     },
 }
 # Sizes that four devices can share, of others.

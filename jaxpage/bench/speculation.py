@@ -71,6 +71,11 @@ class Cell:
     ratios: tuple[float, float] = (1.0, 1.0)
     accepted: tuple[float, ...] = ()
 
+    @property
+    def way(self) -> str:
+        """Returns the method and the number of drafts, as they are printed."""
+        return f"{self.method} {self.num_speculative_tokens}".strip()
+
 
 def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
@@ -126,7 +131,11 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                 # A long measurement that is interrupted has shown what it found.
                 found = [cell(task, batch, way) for task, batch in cases]
                 tqdm.write(table(found), file=sys.stderr)
-    cells = [cell(*key) for key in pairs]
+    _report([cell(*key) for key in pairs], arguments, config)
+
+
+def _report(cells: Sequence[Cell], arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints the table and the JSON object, and draws the picture if it is asked for."""
     print(table(cells))
     print(
         f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
@@ -245,7 +254,6 @@ def table(cells: Sequence[Cell]) -> str:
         ratios = [
             other.ratio for other in cells if (other.task, other.batch) == (cell.task, cell.batch)
         ]
-        way = f"{cell.method} {cell.num_speculative_tokens}".strip()
         numbers = (
             f"{cell.tokens_per_step:.2f}",
             f"{cell.tokens_per_second:.1f}",
@@ -255,7 +263,7 @@ def table(cells: Sequence[Cell]) -> str:
         rows.append(
             [
                 *([cell.task] if has_tasks else []),
-                way,
+                cell.way,
                 str(cell.batch),
                 *numbers[:2],
                 numbers[2] + mark,

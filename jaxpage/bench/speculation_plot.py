@@ -6,12 +6,10 @@ It needs matplotlib, as `memory_plot` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from jaxpage.bench.speculation import Cell
+from jaxpage.bench.speculation import NONE, Cell
 
 # The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#999999")
@@ -25,11 +23,11 @@ def draw(cells: Sequence[Cell]) -> Figure:
     Args:
         cells: The results. Those without drafts are left out.
     """
-    drafting = [cell for cell in cells if cell.num_speculative_tokens not in ("", "again")]
+    drafting = [cell for cell in cells if cell.method != NONE]
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     batches = list(dict.fromkeys(cell.batch for cell in drafting))
-    ways = list(dict.fromkeys(_way(cell) for cell in drafting))
-    ratios = {(cell.batch, cell.task, _way(cell)): cell.ratio for cell in drafting}
+    ways = list(dict.fromkeys(cell.way for cell in drafting))
+    ratios = {(cell.batch, cell.task, cell.way): cell.ratio for cell in drafting}
     figure = Figure(figsize=(9.6, 2.4 * len(batches) + 0.6), dpi=150, layout="constrained")
     height = 0.8 / len(ways)
     panels = figure.subplots(len(batches), 1, sharex=True, squeeze=False)[:, 0]
@@ -51,7 +49,3 @@ def draw(cells: Sequence[Cell]) -> Figure:
     figure.supylabel("tokens per second, as a ratio to no drafts", fontsize=9)
     figure.legend(loc="outside upper left", ncols=len(ways), frameon=False, fontsize=9)
     return figure
-
-
-def _way(cell: Cell) -> str:
-    return f"{cell.method} {cell.num_speculative_tokens}"

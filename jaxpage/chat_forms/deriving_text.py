@@ -169,7 +169,7 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
     """Returns the markers of reasoning that a template does not render, or None.
 
     A prompt has them, which opens or skips the reasoning; or the template removes from a content
-    what stands between them.
+    what is between them.
     """
     asked = [replace(prober, variables=variables).prompt() for variables in VARIABLES]
     prompts = [prompt for prompt in asked if prompt is not None]

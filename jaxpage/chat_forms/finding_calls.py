@@ -1,4 +1,4 @@
-"""Finds where the calls of a probe stand in the answer that a template renders."""
+"""Finds the calls of a probe in the answer that a template renders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = tuple(Call(name, {key: text}) for name, key, text in zip(NAMES, KEYS, TE
 
 @dataclass(frozen=True)
 class RenderedCall:
-    """Holds where a call stands in a text.
+    """Holds the position of a call in a text.
 
     Attributes:
         payload: How the call is written; see `ToolForm`.
@@ -50,7 +50,7 @@ class RenderedAnswer:
 
     Attributes:
         text: The answer.
-        calls: Where the calls stand.
+        calls: The positions of the calls.
     """
 
     text: str
@@ -95,7 +95,7 @@ def render_calls(prober: Prober, calls: Sequence[Call], **fields: str) -> Render
 
 
 def _find(text: str, call: Call, other: str, begin: int) -> RenderedCall | None:
-    """Returns where a call stands in a text, or None if its name or its arguments do not.
+    """Returns the position of a call in a text, or None if its name or its arguments are missing.
 
     Args:
         text: The text.

@@ -11,7 +11,7 @@ The parts of an answer, and the fields that hold the markers between them:
     arguments:  begin  ITEM  between  ITEM  ...
     ITEM:       open  KEY  value.open  VALUE  value.close
 
-White space in a marker is optional when it is read, except next to a value that stands bare.
+White space in a marker is optional when it is read, except next to a value without quotes.
 A marker may contain placeholders for what differs from call to call (`markers`).
 """
 
@@ -55,7 +55,7 @@ class ValueForm:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether a string stands between the markers without quotes."""
+        """Returns whether a string is written between the markers without quotes."""
         return self.encoding in ("raw", "xml")
 
     @property
@@ -196,7 +196,7 @@ class ReasoningForm:
 
 @dataclass(frozen=True)
 class ContentForm:
-    """Describes what stands around the content and after an answer.
+    """Describes the markers around the content and after an answer.
 
     Attributes:
         opens: The markers before the content, of which an answer has one or none.

@@ -251,7 +251,7 @@ class _Writer:
         return f"{self.literal(form.begin)} {items} {self.literal(form.end)}"
 
     def _standalone(self, schema: Any, types: frozenset[str]) -> dict[str, Any]:
-        """Returns a part of the call's schema as a schema that stands alone.
+        """Returns a part of the call's schema as a complete schema.
 
         Args:
             schema: The part.

@@ -1,4 +1,4 @@
-"""Reads answers that are messages with headers, in whatever order the parts of a header stand.
+"""Reads answers that are messages with headers, in whatever order the parts of a header come.
 
 A template writes one order of the parts. A model may write another, may leave out the type of the
 arguments, and may have messages that no template renders, such as a word to the user before a call:

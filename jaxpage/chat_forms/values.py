@@ -1,4 +1,4 @@
-"""Reads the values of arguments that stand bare, by the types that the tool's schema allows.
+"""Reads the values of arguments without quotes, by the types that the tool's schema allows.
 
 A form that writes strings bare does not say whether `3` is a number: the schema does.
 """
@@ -105,7 +105,7 @@ def property_of(schema: Any, key: str, root: Any) -> Any:
 
 
 def value_of(text: str, form: ValueForm, allowed: frozenset[str] | None) -> Any:
-    """Returns the value that stands bare in a text.
+    """Returns the value of a text without quotes.
 
     The types are those that both the form and the schema allow. A text that reads as no value of
     another type is a string.

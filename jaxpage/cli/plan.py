@@ -280,12 +280,11 @@ def _bytes_per_token_text(plan: MemoryPlan) -> str:
 
 def _kept_text(kv: KVSpec) -> str:
     states = [state for state in kv.states if state is not None]
-    heads = " or ".join(
-        f"{count} heads of {width}"
-        for count, width in dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
-    )
     if kv.value_width is not None:
         heads = f"a latent of {kv.head_width} for all heads"
+    else:
+        kinds = dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
+        heads = " or ".join(f"{count} heads of {width}" for count, width in kinds)
     kept = f"{kv.num_layers - len(states)} layers, {heads}"
     for state, count in collections.Counter(states).items():
         of_block = ""

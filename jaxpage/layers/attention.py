@@ -53,10 +53,11 @@ class Attention(nnx.Module):
             each of them its queries, its key and its value (Falcon); otherwise None.
         limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
             together (`clip_qkv` of OLMo); None to leave them.
-        num_gates: The number of gates of a query head: one for each channel with `gated`
-            (Qwen3-Next), one with `head_gates`, otherwise none. They follow their head in what
-            `projected` returns, and their sigmoids multiply the head's output.
-        head_gates: The product for one gate of each head (LFM3); None if there is none.
+        num_gates: The number of gates of a query head: none, one for each channel (Qwen3-Next,
+            Trinity), or one (LFM3). They follow their head in what `projected` returns, and their
+            sigmoids multiply the head's output.
+        gates: The product for the gates; None if there are none, or `query_key_value` has them
+            after the queries of each head (Qwen3-Next).
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Attention(nnx.Module):
         alibi_slopes: tuple[float, ...] | None = None,
         num_groups: int | None = None,
         limit: float | None = None,
-        gated: bool = False,
-        head_gates: Linear | None = None,
+        num_gates: int = 0,
+        gates: Linear | None = None,
     ):
         self.layer_index = layer_index
         self.query_key_value = query_key_value
@@ -98,8 +99,8 @@ class Attention(nnx.Module):
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
         self.num_groups = num_groups
-        self.num_gates = head_width if gated else 0 if head_gates is None else 1
-        self.head_gates = head_gates
+        self.num_gates = num_gates
+        self.gates = gates
         self.limit = limit
         self.head_width = head_width
         self.value_head_width = value_head_width or head_width
@@ -148,12 +149,12 @@ class Attention(nnx.Module):
         return q, k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
 
     def _with_gates(self, q: jax.Array, x_TI: Float[Array, "T I"]) -> jax.Array:
-        """Returns queries, each head followed by its gate if there is a product for gates."""
-        if self.head_gates is None:
+        """Returns queries, each head followed by its gates if there is a product for gates."""
+        if self.gates is None:
             return q
-        gate_TN1 = self.head_gates(x_TI)[:, :, None]
-        q_TNH = q.reshape(*gate_TN1.shape[:2], -1)
-        return jnp.concatenate([q_TNH, gate_TN1], axis=-1).reshape(len(q), -1)
+        q_TNH = q.reshape(len(q), -1, self.head_width)
+        gate_TNG = self.gates(x_TI).reshape(*q_TNH.shape[:2], self.num_gates)
+        return jnp.concatenate([q_TNH, gate_TNG], axis=-1).reshape(len(q), -1)
 
     def attended(
         self,

@@ -10,20 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
-
-from jaxpage.layers.attention import Attention
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.models.block_form import BlockForm
+from jaxpage.models.deepseek_v3 import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of
 from jaxpage.models.rotary_decoder import (
-    DecoderLayer,
     RotaryDecoder,
     RotaryDecoderSpec,
     ignored,
@@ -33,6 +26,7 @@ from jaxpage.models.rotary_decoder import (
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
+Model = RotaryDecoder
 FORM = BlockForm(
     norms=(
         "input_layernorm",
@@ -62,7 +56,6 @@ class Spec(RotaryDecoderSpec):
             rope, longest = fields.rope(
                 head_width, fields.integer("max_position_embeddings", 16_384)
             )
-            num_dense = fields.integer("num_dense_layers", 1, least=0)
             is_scaled = fields.flag("mup_enabled", False)
             return cls._from_fields(
                 fields,
@@ -72,18 +65,15 @@ class Spec(RotaryDecoderSpec):
                 sliding_windows=windows_of(fields, types, window),
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(rope, longest),
-                rope_by_layer=tuple(
-                    rope if kind == "sliding_attention" else None for kind in types
-                ),
+                rope_by_layer=rope_with_windows(rope, types),
                 epsilon=("rms_norm_eps", 1e-5),
                 form=FORM,
                 norm_heads=True,
+                separate_gates=head_width,
                 embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
                 experts=_read_experts(fields),
                 expert_names=NAMES,
-                sparse_layers=tuple(
-                    index >= num_dense for index in range(fields.integer("num_hidden_layers"))
-                ),
+                sparse_layers=first_dense(fields, 1, "num_dense_layers"),
             )
 
 
@@ -102,54 +92,3 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
         routing={"sigmoid": True, "corrected": True, "factor": factor},
         shared_width=fields.integer(*width) * fields.integer("num_shared_experts", 2),
     )
-
-
-class GatedAttention(Attention):
-    """Computes attention whose gates come from a separate product.
-
-    Attributes:
-        gate: The product for the gates.
-    """
-
-    def __init__(self, whole: Attention, gate: Linear):
-        super().__init__(
-            whole.layer_index,
-            whole.query_key_value,
-            whole.output,
-            head_width=whole.head_width,
-            sliding_window=whole.sliding_window,
-            rope=whole.rope,
-            query_norm=whole.query_norm,
-            key_norm=whole.key_norm,
-            gated=True,
-        )
-        self.gate = gate
-
-    def projected(
-        self, x_TI: Float[Array, "T I"]
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns queries, each followed by its gates, keys and values."""
-        q, k, v = super().projected(x_TI)
-        heads = (len(q), -1, self.head_width)
-        both = jnp.concatenate([q.reshape(heads), self.gate(x_TI).reshape(heads)], axis=-1)
-        return both.reshape(len(q), -1), k, v
-
-
-class AfmoeLayer(DecoderLayer):
-    """Computes a layer whose attention has gates."""
-
-    def __init__(self, spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike):
-        super().__init__(spec, layer_index, name=name, dtype=dtype)
-        whole = self.attention
-        assert isinstance(whole, Attention)
-        part = Part(
-            spec.num_query_heads * spec.kv.head_width, "heads", f"{name}.self_attn.gate_proj"
-        )
-        gate = linear(spec.model_width, part, input_axis="embed", bias=False, dtype=dtype)
-        self.attention = GatedAttention(whole, gate)
-
-
-class Model(RotaryDecoder):
-    """Computes a Trinity model; see `models.base.Model`."""
-
-    layer = AfmoeLayer

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -48,9 +48,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(rope, longest),
-                rope_by_layer=tuple(
-                    rope if kind == "sliding_attention" else None for kind in types
-                ),
+                rope_by_layer=rope_with_windows(rope, types),
                 epsilon=("layer_norm_eps", 1e-5),
                 logit_scale=fields.number("logit_scale", 0.0625),
                 form=FORM,

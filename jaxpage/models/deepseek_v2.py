@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.deepseek_v3 import latent_knobs, read_groups
+from jaxpage.models.deepseek_v3 import first_dense, latent_knobs, read_groups
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import read_numbered_names
@@ -40,7 +40,6 @@ class Spec(RotaryDecoderSpec):
             count = ("n_routed_experts", 64)
             width = ("moe_intermediate_size", 1407)
             groups = None if method == "greedy" else read_groups(fields, count, best=1)
-            first = fields.integer("first_k_dense_replace", 0, least=0)
             return cls._from_fields(
                 fields,
                 mlp_bias=fields.flag("mlp_bias", False),
@@ -57,9 +56,7 @@ class Spec(RotaryDecoderSpec):
                     shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
                 ),
                 expert_names=DEEPSEEK_NAMES,
-                sparse_layers=tuple(
-                    index >= first for index in range(fields.integer("num_hidden_layers"))
-                ),
+                sparse_layers=first_dense(fields, 0),
                 draft_heads=read_numbered_names(fields),
                 **latent_knobs(fields, longest=2048, query_rank=1536),
             )

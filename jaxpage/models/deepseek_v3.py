@@ -47,9 +47,11 @@ class Spec(RotaryDecoderSpec):
             )
 
 
-def first_dense(fields: Fields, default: int) -> tuple[bool, ...]:
-    """Returns which layers have experts: all but the first `first_k_dense_replace`."""
-    first = fields.integer("first_k_dense_replace", default, least=0)
+def first_dense(
+    fields: Fields, default: int, field: str = "first_k_dense_replace"
+) -> tuple[bool, ...]:
+    """Returns which layers have experts: all but the first ones, whose number is in `field`."""
+    first = fields.integer(field, default, least=0)
     return tuple(index >= first for index in range(fields.integer("num_hidden_layers")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from jax.typing import DTypeLike
@@ -62,18 +63,7 @@ def make_delta_net(
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
-
-    def product(
-        num_in: int,
-        axes: tuple[str | None, str | None],
-        *modules: tuple[str, int],
-        each: tuple[int, ...] = (),
-    ) -> Linear:
-        """Returns a linear layer; for `each` of the first module see `Part`."""
-        parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
-        parts[0] = replace(parts[0], each=each)
-        return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)
-
+    product = functools.partial(_product, name, dtype)
     heads = widths.value_heads
     convolved = widths.convolved
     keys, values = widths.keys, widths.values
@@ -81,12 +71,13 @@ def make_delta_net(
     outward = ("heads", "embed")
     norm, output = "norm", "out_proj"
     if widths.apart:
-        gated = () if widths.by_channel else (("g_proj", values),)
-        stepped = () if widths.by_channel else (("a_proj", heads),)
-        input = product(
-            width, inward, ("q_proj", keys), ("k_proj", keys), ("v_proj", values), *gated
-        )
-        beta_step = product(width, inward, ("b_proj", heads), *stepped)
+        of_input = [("q_proj", keys), ("k_proj", keys), ("v_proj", values)]
+        of_beta = [("b_proj", heads)]
+        if not widths.by_channel:
+            of_input.append(("g_proj", values))
+            of_beta.append(("a_proj", heads))
+        input = product(width, inward, *of_input)
+        beta_step = product(width, inward, *of_beta)
         norm, output = "o_norm", "o_proj"
     elif widths.grouped:
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
@@ -115,3 +106,26 @@ def make_delta_net(
         name=name,
         dtype=dtype,
     )
+
+
+def _product(
+    name: str,
+    dtype: DTypeLike,
+    num_in: int,
+    axes: tuple[str | None, str | None],
+    *modules: tuple[str, int],
+    each: tuple[int, ...] = (),
+) -> Linear:
+    """Returns a linear layer without bias.
+
+    Args:
+        name: The name of the delta rule's module in the checkpoint.
+        dtype: The type of the parameters.
+        num_in: The width of the input.
+        axes: The axes of the input and of the output.
+        *modules: The names of the parts in the checkpoint, with their numbers of outputs.
+        each: See `Part`, for the first part.
+    """
+    parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
+    parts[0] = replace(parts[0], each=each)
+    return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)

@@ -12,7 +12,7 @@ from jaxpage.models import rotary_decoder
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.layer_windows import rope_with_windows, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -48,10 +48,7 @@ class Spec(RotaryDecoderSpec):
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
                 rope=(rope, longest),
-                rope_by_layer=tuple(
-                    rope if window is None or kind == "sliding_attention" else None
-                    for kind in types
-                ),
+                rope_by_layer=() if window is None else rope_with_windows(rope, types),
                 epsilon=("rms_norm_eps", 1e-5),
                 form=FORM,
                 norm_heads=True,

@@ -14,7 +14,7 @@ from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, sparse_by
 from jaxpage.models.exaone4 import usual_types
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.layer_windows import rope_with_windows, windows_of
 from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
@@ -49,9 +49,7 @@ class Spec(RotaryDecoderSpec):
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
                 rope=(rope, longest),
-                rope_by_layer=tuple(
-                    rope if kind == "sliding_attention" else None for kind in types
-                ),
+                rope_by_layer=rope_with_windows(rope, types),
                 epsilon=("rms_norm_eps", 1e-5),
                 norm_heads=True,
                 experts=corrected_experts(

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.granite import factors
+from jaxpage.models.granitemoe import EXPERT_NAMES, MLP_NAMES, granite_experts
 from jaxpage.models.mamba_config import read_mamba
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -30,14 +29,6 @@ Model = RotaryDecoder
 FULL = "full_attention"
 LINEAR = "linear_attention"
 OLDER = {"attention": FULL, "mamba": LINEAR}
-MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
-EXPERT_NAMES = ExpertNames(
-    "block_sparse_moe",
-    router="router.layer",
-    shared=(None, None),
-    in_memory=("block_sparse_moe", "router", ""),
-    together=("input_linear", "output_linear"),
-)
 
 
 class Spec(RotaryDecoderSpec):
@@ -60,14 +51,7 @@ class Spec(RotaryDecoderSpec):
             shared_width = fields.integer("shared_intermediate_size", 1024)
             experts = None
             if fields.integer("num_local_experts", 8, least=0):
-                experts = read_experts(
-                    fields,
-                    count=("num_local_experts", 8),
-                    per_token=2,
-                    width=("intermediate_size", 11008),
-                    normalized=True,
-                    shared_width=shared_width,
-                )
+                experts = granite_experts(fields, shared_width)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),

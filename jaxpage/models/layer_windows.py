@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxpage.layers.rope import Rope
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import NO_ROPE, Fields
 
@@ -61,6 +62,11 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
         text = "layer_types has sliding_attention, but there is no window in use"
         fields.note(WrongField(text), layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def rope_with_windows(rope: Rope, types: Sequence[str]) -> tuple[Rope | None, ...]:
+    """Returns the rotary embedding of each layer; only those with a sliding window have one."""
+    return tuple(rope if kind == "sliding_attention" else None for kind in types)
 
 
 def refuse_rope_scaling(fields: Fields) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.config_fields import WrongField
+from jaxpage.models.deepseek_v3 import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.lfm2 import FULL, lfm2_knobs
@@ -35,11 +36,10 @@ class Spec(RotaryDecoderSpec):
         if "tie_embedding" in config:
             config["tie_word_embeddings"] = config.pop("tie_embedding")
         with Fields(config, "lfm2_moe") as fields:
-            num_layers = fields.integer("num_hidden_layers", 32)
+            num_layers = fields.integer("num_hidden_layers")
             if fields.get("layer_types", None) is None:
                 text = f"layer_types must name each of the {num_layers} layers, not None"
                 fields.note(WrongField(text), layer_types=[FULL] * num_layers)
-            num_dense = fields.integer("num_dense_layers", 2, least=0)
             return cls._from_fields(
                 fields,
                 experts=read_experts(
@@ -56,6 +56,6 @@ class Spec(RotaryDecoderSpec):
                     },
                 ),
                 expert_names=EXPERT_NAMES,
-                sparse_layers=tuple(index >= num_dense for index in range(num_layers)),
+                sparse_layers=first_dense(fields, 2, "num_dense_layers"),
                 **lfm2_knobs(fields, [FULL] * num_layers),
             )

@@ -71,7 +71,7 @@ class Spec(RotaryDecoderSpec):
                 activation="silu",
                 tied=True,
                 norm_heads=True,
-                head_gates=fields.flag("use_attention_gate", True),
+                separate_gates=int(fields.flag("use_attention_gate", True)),
                 form=SANDWICH if is_sandwich else FORM,
                 names=NAMES,
                 mlp_names=MLP_NAMES,

@@ -184,9 +184,9 @@ def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike)
 class MimoLayer(DecoderLayer):
     """Computes a layer with the attention of this family."""
 
-    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        super().__init__(spec, layer_index, name=name, dtype=dtype)
-        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+    def mixer(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike) -> Attention:
+        """Returns the attention of the layer."""
+        return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
 
 
 class Model(RotaryDecoder):

@@ -75,7 +75,7 @@ class RotaryDecoderSpec:
     latent: LatentSpec | None = None  # latent attention, if the model has it
     recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
-    head_gates: bool = False  # True if each head has a gate; see `Attention`
+    separate_gates: int = 0  # the gates of each head for which there is a product of their own
     query_growth: tuple[float, int, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # the factor of each half's output, before it is added
@@ -272,8 +272,8 @@ def make_attention(
         limit=spec.attention_limit,
         sinks=_sinks(spec, name, dtype),
         alibi_slopes=spec.alibi_slopes,
-        gated=spec.attention_gated,
-        head_gates=_head_gates(spec, input_width or width, name, dtype),
+        num_gates=head if spec.attention_gated else spec.separate_gates,
+        gates=_gates(spec, input_width or width, name, dtype),
     )
 
 
@@ -293,14 +293,11 @@ def make_mixer(
     )
 
 
-def _head_gates(
-    spec: RotaryDecoderSpec, input_width: int, name: str, dtype: DTypeLike
-) -> Linear | None:
-    if not spec.head_gates:
+def _gates(spec: RotaryDecoderSpec, input_width: int, name: str, dtype: DTypeLike) -> Linear | None:
+    if not spec.separate_gates:
         return None
-    part = Part(spec.num_query_heads, "heads", f"{name}.gate_proj")
-    # In memory transformers has it under the other name.
-    other = f"{name}.g_proj"
+    part = Part(spec.num_query_heads * spec.separate_gates, "heads", f"{name}.gate_proj")
+    other = f"{name}.g_proj"  # the name that transformers has in memory for LFM3
     return linear(input_width, part, fused=other, input_axis="embed", bias=False, dtype=dtype)
 
 
@@ -400,13 +397,19 @@ class DecoderLayer(nnx.Module):
 
         before_attention, behind_attention, before_mlp, behind_mlp = form.norms
         self.attention_norm = norm(before_attention) if norm_first else None
-        self.attention = make_mixer(spec, layer_index, name=name, dtype=dtype)
+        self.attention = self.mixer(spec, layer_index, name=name, dtype=dtype)
         self.behind_attention = norm(behind_attention)
         self.mlp_norm = norm(before_mlp)
         self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)
         self.behind_mlp = norm(behind_mlp)
         self.parallel = form.parallel
         self.residual_scale = spec.residual_scale
+
+    def mixer(
+        self, spec: Any, layer_index: int, *, name: str, dtype: DTypeLike
+    ) -> Attention | LatentAttention | RecurrentLayer:
+        """Returns what `make_mixer` makes; a family may make another one."""
+        return make_mixer(spec, layer_index, name=name, dtype=dtype)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
