@@ -182,7 +182,8 @@ class Turns:
             self.taker = None
 
     def _turn(self, waits: bool) -> bool:
-        has_changed = self._change_weights()
+        if has_changed := self._change_weights():
+            self._send_updates()  # those of requests that were refused when the weights came
         if not self._has_work:
             self.began = None
             if not waits and self.inbox.empty():
