@@ -227,7 +227,7 @@ class ModelTable(Generic[Model]):
         The order holds for the requests that wait for the model, too: it is younger than they are.
         """
         slot = self.slots[name]
-        if slot.model is None and not slot.num_waiters:
+        if slot.model is None and not slot.is_loading and not slot.num_waiters:
             return False
         slot.keep_alive = 0.0
         slot.waiters.update(dict.fromkeys(slot.waiters, 0.0))
