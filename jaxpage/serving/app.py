@@ -4,6 +4,8 @@ A request passes the middlewares of `serving/http` before it reaches a route:
 
     Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
     deadlines     spans                ids, errors (local only)                      Server, page
+
+With `root_path`, `BelowRootPath` comes first.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
+from jaxpage.serving.http.root_path import BelowRootPath
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.incident_files import incident_routes
 from jaxpage.serving.inspector import routes as inspector
@@ -354,11 +357,14 @@ def guarded(
         tracing: The writer of spans; None where there are none.
     """
     batches: Batches | None = server.batches
+    prefix = config.root_path
     middleware = [
+        *([Middleware(BelowRootPath, prefix=prefix)] if prefix else []),
         *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
-        *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
+        # No page of a browser reaches a Unix socket, and proxies name their hosts as they like.
+        *([Middleware(HostGuard)] if config.is_local and not config.uds and not api_keys else []),
         Middleware(
             ApiKeys,
             keys=api_keys,
