@@ -1682,3 +1682,14 @@ def test_idle_connections_stay_as_long_as_those_of_proxies(built):
     for given, seconds in (({}, 75), ({"keep_alive_seconds": 3}, 3)):
         with serving(built, **given) as running:
             assert running._serving._uvicorn.config.timeout_keep_alive == seconds
+
+
+def test_what_one_model_does_not_have_is_said(open_server):
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        status, _, content = ask(open_server, method, path)
+        assert status == 404 and "jaxpage serve --models FILE" in error_of(content)["message"]
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for path, body in (("/v1/completions", SHORT), ("/api/chat", said), ("/v1/messages", said)):
+        status, _, content = ask(open_server, "POST", path, {**body, "model": "demmo"})
+        assert status == 404 and b"did you mean 'demo'?" in content, content
+    assert b"this server has 'demo'" in ask(open_server, "GET", "/v1/models/quite-another")[2]

@@ -56,10 +56,11 @@ from jaxpage.serving.rerank_requests import Reranking
 from jaxpage.serving.tracing import SpanWriter, Traced
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import (
+    LOAD_SECONDS,
     Exchange,
     detokenize,
     open_chat,
@@ -86,6 +87,8 @@ Open = Callable[[dict[str, Any], ModelContext], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 # A step may take longer than this; then `/metrics` leaves out the facts of the engine.
 STATS_SECONDS = 5.0
+# The paths that a server of several models has, and others refuse with a reason.
+OF_SEVERAL = ("/sleep", "/wake_up", "/is_sleeping")
 
 
 class Server:
@@ -159,8 +162,9 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
+            load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
             await self._generating.answer(
-                lambda: self._opened(opened, raw), arrived, scope, receive, send
+                lambda: self._opened(opened, raw, load_seconds), arrived, scope, receive, send
             )
 
     async def _compute(
@@ -174,9 +178,10 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
 
-    def _opened(self, opened: Open, raw: bytes) -> Exchange:
+    def _opened(self, opened: Open, raw: bytes, load_seconds: float) -> Exchange:
         body = parse_object(raw)
         exchange = opened(body, self._context)
+        exchange.load_seconds = load_seconds
         if self._logs_requests:
             logger.info("request", extra={"id": exchange.id, "body": body})
         return exchange
@@ -203,13 +208,7 @@ class Server:
 
     async def _model(self, request: Request) -> Response:
         if (name := request.path_params["name"]) not in self._names:
-            names = ", ".join(self._names)
-            raise ApiError(
-                404,
-                f"There is no such model; this server has {names}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self._names)
         return json_answer(self._card(name))
 
     @property
@@ -395,5 +394,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
+    if error.status_code == 404 and request.scope["path"] in OF_SEVERAL:
+        message = (
+            "A server of one model does not sleep: start one with `jaxpage serve --models FILE`, "
+            "of which each model sleeps and wakes by itself"
+        )
     refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
     return error_answer(refusal, request.scope["path"])

@@ -22,6 +22,12 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import ChatFormat
+from jaxpage.checkpoints import (
+    describe_model,
+    load_tokenizer,
+    resolve_model_config,
+    resolve_tokenizer,
+)
 from jaxpage.engine import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
@@ -124,6 +130,29 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         no_form=no_form,
         strict_requests=server.strict_requests,
         reranker=reranker_of(built.tokenizer, built.model.directory, server.rerank_method),
+    )
+
+
+def described_context(engine: EngineConfig, server: ServerConfig) -> ModelContext:
+    """Returns what a model's config and tokenizer say of it, for which no weights are read.
+
+    The length is that of the settings or of the config; an engine may have less memory than that.
+
+    Raises:
+        JaxpageError: There is no such model, or its files are wrong.
+    """
+    described = describe_model(
+        resolve_model_config(engine.model, engine.revision), engine.quantization
+    )
+    tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
+    derived, _ = derived_form(tokenizer)
+    return ModelContext(
+        model_names=model_names(engine, server),
+        max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
+        vocab_size=described.spec.vocab_size,
+        tokenizer=tokenizer,
+        model_type=str(described.config.get("model_type", "")),
+        chat_format=chosen(derived, server.tool_parser, server.reasoning_parser),
     )
 
 

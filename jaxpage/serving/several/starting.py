@@ -118,4 +118,5 @@ def open_table(
         load=opener.open,
         max_waiting=server.max_queued_requests,
     )
-    return Switchboard(table, by_name, server), table, opener
+    board = Switchboard(table, by_name, server, has_own_memory=device.platform != "cpu")
+    return board, table, opener

@@ -22,7 +22,7 @@ from jaxpage.serving.app import STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import while_connected
-from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.answers import ignored_header, json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
@@ -33,11 +33,14 @@ from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from jaxpage.serving.startup import described_context
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.exchange import LOAD_SECONDS
+from jaxpage.serving.wire.ollama import about_ollama, show_ollama
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import shown
@@ -62,7 +65,17 @@ class Switchboard:
         table: ModelTable[ServedModel],
         entries: Mapping[str, ModelEntry],
         config: ServerConfig,
+        *,
+        has_own_memory: bool,
     ) -> None:
+        """Makes the routes.
+
+        Args:
+            table: The table of the models.
+            entries: The models of the file.
+            config: The settings of the server.
+            has_own_memory: True if the device has memory of its own, as a GPU has.
+        """
         self.visitors = InFlightRequests()
         self.preparing = Workers("naming", 1, 1024 + config.max_queued_requests)
         self.metrics = ServerMetrics("")
@@ -74,8 +87,12 @@ class Switchboard:
             **{name: name for name in entries},
         }
         self._created = int(time.time())
-        # The length of each model that was ever loaded.
+        # The length of each model that was ever loaded, and what /api/show says of those that are
+        # not.
         self._lengths: dict[str, int] = {}
+        self._shown: dict[str, dict[str, Any]] = {}
+        self._showing = asyncio.Lock()
+        self._has_own_memory = has_own_memory
         self._openapi = openapi(
             ModelContext(
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
@@ -83,7 +100,8 @@ class Switchboard:
         )
         posts = [path for path, item in self._openapi["paths"].items() if "post" in item]
         self.routes: list[BaseRoute] = [
-            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
+            post_route("/api/show", self._show),
+            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS} - {"/api/show"}),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
@@ -136,7 +154,44 @@ class Switchboard:
                 await while_connected(receive, leased())
                 assert model is not None
                 record_of(scope).loaded(asked_at)
+                scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
                 await model.router(scope, _again(raw, receive), send)
+
+    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Says what a model is, for which it need not be loaded."""
+        with self.visitors.inside():
+            raw = await json_body(scope, receive)
+            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
+            entry = self._entries[asked.model]
+            async with self._showing:
+                model = self._table.slots[asked.model].model
+                if model is not None:
+                    about = await asyncio.to_thread(about_ollama, model.context)
+                else:
+                    about = self._shown.get(asked.model) or await self._about(entry)
+                self._shown[asked.model] = about
+            context = ModelContext(
+                model_names=(entry.name, *entry.adapters),
+                max_model_len=0,
+                vocab_size=0,
+                tokenizer=None,
+                strict_requests=entry.server.strict_requests,
+            )
+            shown_model = show_ollama(parse_object(raw), context, about)
+            headers = ignored_header(shown_model.ignored_fields)
+            await json_answer(shown_model.body, headers=headers)(scope, receive, send)
+
+    async def _about(self, entry: ModelEntry) -> dict[str, Any]:
+        """Returns what /api/show says of a model that was never loaded, from its files.
+
+        Raises:
+            ApiError: The files cannot be read.
+        """
+        try:
+            context = await asyncio.to_thread(described_context, entry.engine, entry.server)
+        except JaxpageError as error:
+            raise _not_loaded(entry.name, error) from error
+        return await asyncio.to_thread(about_ollama, context)
 
     async def _leased(
         self, name: str, leases: contextlib.AsyncExitStack, keep_alive: float | None = None
@@ -156,13 +211,7 @@ class Switchboard:
                 f"The model {name!r} was not loaded within {self._seconds:g} s"
             ) from None
         except LoadFailed as error:
-            # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
-            raise ApiError(
-                500,
-                f"The model {shown(name)} cannot be loaded: {error}",
-                param="model",
-                code="model_not_loaded",
-            ) from error
+            raise _not_loaded(name, error) from error
         self._lengths[name] = model.context.max_model_len
         return model
 
@@ -197,12 +246,7 @@ class Switchboard:
     def _named(self, name: str) -> str:
         """Returns the model that a request names, by its name or that of an adapter of it."""
         if (found := self._models.get(name)) is None:
-            raise ApiError(
-                404,
-                f"The model {shown(name)} does not exist",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self._models)
         return found
 
     # Routes for administrators.
@@ -288,7 +332,7 @@ class Switchboard:
                     "model": slot.name,
                     "context_length": model.context.max_model_len,
                     "size": slot.size,
-                    "size_vram": slot.size,
+                    "size_vram": slot.size if self._has_own_memory else 0,
                     "expires_at": _moment(until),
                 }
             )
@@ -358,6 +402,16 @@ class Asked:
         said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         about = {"model": self._name, "created_at": _moment(time.time())}
         return {**about, **said, "done": True, "done_reason": "unload"}
+
+
+def _not_loaded(name: str, error: JaxpageError) -> ApiError:
+    # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
+    return ApiError(
+        500,
+        f"The model {shown(name)} cannot be loaded: {error}",
+        param="model",
+        code="model_not_loaded",
+    )
 
 
 def _again(raw: bytes, receive: Receive) -> Receive:
