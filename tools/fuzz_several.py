@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.support.table_fuzzing import fuzz
 from tools.fuzz_engine import fuzz_parser, printed_seed
-from tools.needed import need
 from tools.soak import server
 
 NUM_CLIENTS = 6
@@ -57,12 +57,9 @@ def main() -> int:
         "--server", action="store_true", help="use a server with real engines, over HTTP"
     )
     arguments = parser.parse_args()
-    need("pytest", "hypothesis", extra="test")
     seed = printed_seed(parser, arguments)
     if arguments.server:
         return fuzz_server(arguments.minutes, seed)
-    from tests.support.table_fuzzing import fuzz
-
     logging.disable(logging.CRITICAL)  # loads that fail are logged, and are many
     return fuzz(arguments.minutes, seed, tell=lambda text: print(text, flush=True))
 

@@ -22,7 +22,7 @@ from jaxpage.serving.app import STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import while_connected
-from jaxpage.serving.http.answers import ignored_header, json_answer
+from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
@@ -32,15 +32,14 @@ from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
+from jaxpage.serving.several.shown_models import ShownModels, not_loaded
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
-from jaxpage.serving.startup import described_context
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
-from jaxpage.serving.wire.ollama import about_ollama, show_ollama
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import shown
@@ -87,11 +86,9 @@ class Switchboard:
             **{name: name for name in entries},
         }
         self._created = int(time.time())
-        # The length of each model that was ever loaded, and what /api/show says of those that are
-        # not.
+        # The length of each model that was ever loaded.
         self._lengths: dict[str, int] = {}
-        self._shown: dict[str, dict[str, Any]] = {}
-        self._showing = asyncio.Lock()
+        self._shown = ShownModels(table, entries)
         self._has_own_memory = has_own_memory
         self._openapi = openapi(
             ModelContext(
@@ -162,36 +159,8 @@ class Switchboard:
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
-            entry = self._entries[asked.model]
-            async with self._showing:
-                model = self._table.slots[asked.model].model
-                if model is not None:
-                    about = await asyncio.to_thread(about_ollama, model.context)
-                else:
-                    about = self._shown.get(asked.model) or await self._about(entry)
-                self._shown[asked.model] = about
-            context = ModelContext(
-                model_names=(entry.name, *entry.adapters),
-                max_model_len=0,
-                vocab_size=0,
-                tokenizer=None,
-                strict_requests=entry.server.strict_requests,
-            )
-            shown_model = show_ollama(parse_object(raw), context, about)
-            headers = ignored_header(shown_model.ignored_fields)
-            await json_answer(shown_model.body, headers=headers)(scope, receive, send)
-
-    async def _about(self, entry: ModelEntry) -> dict[str, Any]:
-        """Returns what /api/show says of a model that was never loaded, from its files.
-
-        Raises:
-            ApiError: The files cannot be read.
-        """
-        try:
-            context = await asyncio.to_thread(described_context, entry.engine, entry.server)
-        except JaxpageError as error:
-            raise _not_loaded(entry.name, error) from error
-        return await asyncio.to_thread(about_ollama, context)
+            answer = await self._shown.answer(parse_object(raw), asked.model)
+            await answer(scope, receive, send)
 
     async def _leased(
         self, name: str, leases: contextlib.AsyncExitStack, keep_alive: float | None = None
@@ -211,7 +180,7 @@ class Switchboard:
                 f"The model {name!r} was not loaded within {self._seconds:g} s"
             ) from None
         except LoadFailed as error:
-            raise _not_loaded(name, error) from error
+            raise not_loaded(name, error) from error
         self._lengths[name] = model.context.max_model_len
         return model
 
@@ -402,16 +371,6 @@ class Asked:
         said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         about = {"model": self._name, "created_at": _moment(time.time())}
         return {**about, **said, "done": True, "done_reason": "unload"}
-
-
-def _not_loaded(name: str, error: JaxpageError) -> ApiError:
-    # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
-    return ApiError(
-        500,
-        f"The model {shown(name)} cannot be loaded: {error}",
-        param="model",
-        code="model_not_loaded",
-    )
 
 
 def _again(raw: bytes, receive: Receive) -> Receive:
