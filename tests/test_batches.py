@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxpage.serving.batches.lines import URLS, Line, read_line
 from jaxpage.serving.batches.ordering import num_lines, windows
 from jaxpage.serving.batches.output_file import OutputFile
 from jaxpage.serving.batches.running import BatchRun
+from jaxpage.serving.batches.store import Store
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.executables import when_used
@@ -286,6 +288,7 @@ def uploaded(client: openai.OpenAI, lines: list[str]) -> Any:
 
 
 def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
         wanted = client.completions.create(**GREEDY).choices[0].text
@@ -329,11 +332,44 @@ def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path)
         ):
             with pytest.raises(openai.NotFoundError):
                 ask()
+        files = list(tmp_path.iterdir())
+        assert len(files) >= 8 and not tmp_path.stat().st_mode & 0o077
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
         assert client.files.delete(file.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(file.id)
         with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
             client.files.create(file=b"x", purpose="vision")
+
+
+def test_texts_that_others_could_read_are_made_private_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "batches"
+    store = Store(directory, MAX_BYTES)
+    file_id = f"file-{'a' * 32}"
+    store.content(file_id).write_bytes(b"text")
+    store.add_file("f", "batch", "", file_id)
+    store.close()
+    other = directory / "notes.txt"
+    other.write_text("not jaxpage's")
+    for path in (directory, *directory.iterdir()):
+        path.chmod(0o755)
+    Store(directory, MAX_BYTES).close()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    del modes["lock"]  # it is empty
+    assert modes.pop("notes.txt") == 0o755 and set(modes.values()) == {0o600}, modes
+    OutputFile(tmp_path / "out").__exit__()
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o600
+    directory.chmod(0o1777)
+    with pytest.raises(ConfigError, match=r"cannot use .*batches: it is for all users"):
+        Store(directory, MAX_BYTES)
+    directory.chmod(0o700)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=r"cannot use .*batches: it belongs to another user"):
+        Store(directory, MAX_BYTES)
 
 
 def test_a_batch_is_cancelled_and_bounds_are_kept(

@@ -27,9 +27,12 @@ from starlette.routing import Route
 from tokenizers import Regex, pre_tokenizers
 
 from jaxpage.engine.admission import Admission
+from jaxpage.errors import ConfigError
 from jaxpage.serving import app, generating, preparing, server
+from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http import connection, request_limits
+from jaxpage.serving.listening import bound_socket
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from jaxpage.serving.wire.dialects import dialect_of
@@ -1631,3 +1634,62 @@ def test_a_second_signal_ends_it_at_once(command):
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 1, "".join(lines)
     assert "Traceback" not in "".join(lines)
+
+
+# ---- a Unix socket, a prefix of the paths, idle connections
+
+
+def test_a_server_on_a_unix_socket_answers_there_and_leaves_no_file(built, tmp_path):
+    path = tmp_path / "jaxpage.sock"
+    with serving(built, uds=str(path)) as running:
+        assert running.address == f"unix:{path}"
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://llm.example", timeout=60
+        ) as client:
+            # The name of the host is the proxy's.
+            first = client.post(COMPLETIONS, json=SHORT).json()["choices"]
+            assert client.post(COMPLETIONS, json=SHORT).json()["choices"] == first
+            assert client.get("/health").status_code == 200
+            with client.stream("POST", COMPLETIONS, json={**SHORT, "stream": True}) as answer:
+                assert "data: [DONE]" in list(answer.iter_lines())
+        with (
+            pytest.raises(ConfigError, match="another server uses it"),
+            bound_socket(ServerConfig(uds=str(path))),
+        ):
+            pass
+        assert not running.errors
+    assert [file.name for file in tmp_path.iterdir()] == ["jaxpage.sock.lock"]
+
+
+def test_paths_may_have_the_prefix_of_a_proxy_or_not(built):
+    with serving(built, root_path="/llm/a", api_keys=(KEY,), ui=True) as running:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=running.address, timeout=60) as client:
+            for prefix in ("", "/llm/a"):
+                answer = client.post(f"{prefix}{COMPLETIONS}", json=SHORT, headers=headers)
+                assert answer.status_code == 200, answer.text
+                assert client.post(f"{prefix}/v1/messages", json={}).json()["type"] == "error"
+                assert client.post(f"{prefix}{COMPLETIONS}", json=SHORT).status_code == 401
+                assert client.get(f"{prefix}/health").status_code == 200
+                assert client.get(f"{prefix}/ui", follow_redirects=True).status_code == 200
+            assert client.get("/llm/a/", headers=headers, follow_redirects=True).status_code == 200
+            for wrong in ("/llm/a", "/llm/av1/models", "/llm/v1/models", "/llm/a/llm/a/v1/models"):
+                assert client.get(wrong, headers=headers).status_code == 404, wrong
+
+
+def test_idle_connections_stay_as_long_as_those_of_proxies(built):
+    """Proxies keep theirs for 60 to 90 seconds, and send into one that the server closes."""
+    for given, seconds in (({}, 75), ({"keep_alive_seconds": 3}, 3)):
+        with serving(built, **given) as running:
+            assert running._serving._uvicorn.config.timeout_keep_alive == seconds
+
+
+def test_what_one_model_does_not_have_is_said(open_server):
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        status, _, content = ask(open_server, method, path)
+        assert status == 404 and "jaxpage serve --models FILE" in error_of(content)["message"]
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for path, body in (("/v1/completions", SHORT), ("/api/chat", said), ("/v1/messages", said)):
+        status, _, content = ask(open_server, "POST", path, {**body, "model": "demmo"})
+        assert status == 404 and b"did you mean 'demo'?" in content, content
+    assert b"this server has 'demo'" in ask(open_server, "GET", "/v1/models/quite-another")[2]

@@ -301,7 +301,7 @@ def test_the_files_of_the_page(engine: Engine) -> None:
         Starlette(routes=page.routes(Source(engine), show_prompts=False)),
         raise_server_exceptions=False,
     )
-    assert client.get("/ui", follow_redirects=False).headers["location"] == "/ui/"
+    assert client.get("/ui", follow_redirects=False).headers["location"] == "ui/"
     for path in page.PAGE_PATHS - {"/ui"}:
         answer = client.get(path)
         assert (

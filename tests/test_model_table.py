@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.errors import CapacityError, QueueFull, ShuttingDown
+from jaxpage.serving.several import table
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from tests.support.table_fuzzing import failure, fuzz, random_case
 
 
 class Fake:
@@ -130,15 +132,14 @@ def test_a_busy_model_that_need_not_go_takes_requests_while_another_is_loaded():
 
     async def run():
         async with running({"a": 1, "b": 1, "c": 1}, 2) as world:
-            table = world.table
             long = [asyncio.ensure_future(world.request(name, turns=60)) for name in "ab"]
             await settled()
             wants = asyncio.ensure_future(world.request("c"))
             await settled()
-            assert table.slots["a"].is_closing
+            assert world.table.slots["a"].is_closing
             waits = asyncio.ensure_future(world.request("a"))
             loading = asyncio.Event()
-            load = table._load
+            load = world.table._load
 
             async def slow(name):
                 loading.set()
@@ -146,7 +147,7 @@ def test_a_busy_model_that_need_not_go_takes_requests_while_another_is_loaded():
                 await world.request("a")
                 return await load(name)
 
-            table._load = slow
+            world.table._load = slow
             long[1].cancel()
             await asyncio.wait_for(loading.wait(), 5)
             await asyncio.wait_for(asyncio.gather(wants, waits, long[0]), 5)
@@ -206,26 +207,25 @@ def test_models_that_stay_are_never_unloaded():
 def test_keep_alive_is_that_of_the_last_request_that_gave_one():
     async def run():
         async with running({"a": 1}, 1, keep_alive=10.0) as world:
-            table = world.table
             await world.request("a", keep_alive=60.0)
             await world.request("a")
             for now, state in ((59.0, "loaded"), (60.0, "unloaded")):
                 world.now = now
-                table.tidy()
+                world.table.tidy()
                 await settled()
-                assert table.slots["a"].state == state
+                assert world.table.slots["a"].state == state
             await world.request("a")
             world.now += 10.0  # the value went with the model
-            table.tidy()
+            world.table.tidy()
             await settled()
-            assert table.slots["a"].state == "unloaded"
+            assert world.table.slots["a"].state == "unloaded"
             busy = asyncio.ensure_future(world.request("a", turns=30))
             await settled()
-            assert table.expire("a") and table.slots["a"].state == "loaded"
+            assert world.table.expire("a") and world.table.slots["a"].state == "loaded"
             await busy
             await asyncio.sleep(0.01)  # the timer
             await settled()
-            assert table.slots["a"].state == "unloaded" and not table.expire("a")
+            assert world.table.slots["a"].state == "unloaded" and not world.table.expire("a")
 
     asyncio.run(run())
 
@@ -279,58 +279,124 @@ def test_the_queue_has_an_end_and_a_stop_ends_it():
     asyncio.run(run())
 
 
-_EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["request", "cancel", "sleep", "expire", "kill", "time"]),
-        st.sampled_from("abcd"),
-        st.integers(0, 6),
-    ),
-    max_size=40,
+@settings(deadline=None, max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_whatever_comes_the_table_keeps_its_promises(chance):
+    case = random_case(chance)
+    assert failure(case) is None, case.program()
+
+
+ALWAYS_USABLE = property(lambda slot: slot.model is not None and not slot.is_asleep)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mistake", "says"),
+    [
+        (table, "_closed", contextlib.nullcontext, "a lease of . during (sleep|close) of ."),
+        (table.Slot, "is_usable", ALWAYS_USABLE, "a lease of . during"),
+        (table.ModelTable, "_refuse", lambda *_: None, "wait"),
+    ],
 )
+def test_the_fuzzer_finds_a_mistake_and_shrinks_it(monkeypatch, where, name, mistake, says):
+    """The first is what `ModelTable.sleep` once had: a look at the leases, a pause, and the state after it."""
+    monkeypatch.setattr(where, name, mistake)
+    told = []
+    assert fuzz(1, 1, told.append) == 1
+    assert re.search(says, told[0].split("\n\n")[1])
+    program = told[0].split("\n\n", 2)[2]
+    assert program.count("Event(") <= 4
+    scope = {"print": told.append}
+    exec(program, scope)
+    assert told[1] == told[0].split("\n\n")[1]
 
 
-@settings(deadline=None, max_examples=100)
-@given(_EVENTS, st.integers(3, 6), st.integers(0, 2**32))
-def test_whatever_comes_the_table_keeps_its_promises(events, memory, seed):
-    chance = random.Random(seed)
-
+@pytest.mark.parametrize("what", ["sleep", "close"])
+def test_a_request_that_comes_while_its_model_falls_asleep_or_goes_waits_and_runs(what):
     async def run():
-        sizes = {"a": 1, "b": 2, "c": 3, "d": 1}
-        async with running(sizes, memory, broken="d", keep_alive=5.0) as world:
-            tasks = []
-            for kind, name, number in events:
-                slot = world.table.slots[name]
-                if kind == "request":
-                    keep_alive = chance.choice([None, 0.0, 3.0, math.inf])
-                    request = world.request(name, number, keep_alive)
-                    tasks.append((name, asyncio.ensure_future(request)))
-                elif kind == "cancel" and tasks:
-                    tasks[number % len(tasks)][1].cancel()
-                elif kind == "sleep":
-                    task = asyncio.ensure_future(world.table.sleep(name, 1))
-                    tasks.append((None, task))
-                elif kind == "expire":
-                    world.table.expire(name)
-                elif kind == "kill" and slot.model is not None and not slot.num_leases:
-                    slot.model.is_over = True
-                elif kind == "time":
-                    world.now += number
-                    world.table.tidy()
-                for _ in range(chance.randrange(4)):
-                    await asyncio.sleep(0)
-                    world.table.check()
-            done = [task for _, task in tasks]
-            ends = await asyncio.wait_for(asyncio.gather(*done, return_exceptions=True), 20)
-            for (name, _), end in zip(tasks, ends, strict=True):
-                if isinstance(end, asyncio.CancelledError) or name is None:
-                    assert not isinstance(end, Exception) or isinstance(end, InUse)
-                elif name == "d":
-                    assert isinstance(end, LoadFailed)
-                else:
-                    assert end == name, end
-            assert all(not slot.num_leases for slot in world.table.slots.values())
+        async with running({"a": 1}, 1) as world:
+            await world.request("a")
+            model = world.table.slots["a"].model
+            began, may_end = asyncio.Event(), asyncio.Event()
+            work = getattr(model, what)
+
+            async def slow(*arguments):
+                began.set()
+                await may_end.wait()
+                await work(*arguments)
+
+            setattr(model, what, slow)
+            if what == "sleep":
+                order = asyncio.ensure_future(world.table.sleep("a", 1))
+            else:
+                world.table.expire("a")
+                order = asyncio.ensure_future(asyncio.sleep(0))
+            await began.wait()
+            request = asyncio.ensure_future(world.request("a"))
+            await settled()
+            assert not request.done() and not world.table.slots["a"].num_leases
+            world.table.check()
+            may_end.set()
+            await order
+            assert await request == "a"
+            return world.log
+
+    after = {"sleep": ["sleep a", "wake a"], "close": ["close a", "load a"]}[what]
+    assert asyncio.run(run()) == ["load a", *after]
+
+
+def test_an_order_to_unload_holds_for_a_model_that_is_being_loaded():
+    async def run():
+        async with running({"a": 1}, 1) as world:
+            request = asyncio.ensure_future(world.request("a", keep_alive=60.0))
+            await asyncio.sleep(0)
+            assert world.table.expire("a")
+            await request
+            await asyncio.sleep(0.01)  # the timer
+            await settled()
+            assert world.log == ["load a", "close a"]
+            assert world.table.slots["a"].keep_alive == math.inf
 
     asyncio.run(run())
+
+
+def test_an_order_to_sleep_ends_with_the_table():
+    async def run():
+        async with running({"a": 1, "b": 1}, 1) as world:
+            async with world.table.lease("a"):
+                waits = asyncio.ensure_future(world.request("b"))
+                await settled()
+                order = asyncio.ensure_future(world.table.sleep("b", 1))
+                await settled()
+                await world.table.stop()
+            ended = asyncio.gather(
+                *(waits, order, world.request("b"), world.table.sleep("b", 1)),
+                return_exceptions=True,
+            )
+            ends = await asyncio.wait_for(ended, 5)
+            assert {type(end) for end in ends} == {ShuttingDown}
+
+    asyncio.run(run())
+
+
+def test_a_load_that_takes_long_is_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(table, "TELL_SECONDS", 0.01)
+
+    async def run():
+        async with running({"a": 1}, 1) as world:
+            load = world.table._load
+
+            async def slow(name):
+                await asyncio.sleep(0.05)
+                return await load(name)
+
+            world.table._load = slow
+            await world.request("a")
+
+    with caplog.at_level("INFO", "jaxpage"):
+        asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "loading a" and said[-1] == "a is loaded, after 0.1 s"
+    assert "still loading a, after 0 s" in said
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ def test_other_weights_find_nothing(
 def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) -> None:
     blocks = [StoredBlock(bytes([index]) * 32, b"", (index,)) for index in range(8)]
     contents = np.arange(4000, dtype=np.uint8)
+    (tmp_path / "key").mkdir(mode=0o755)
     files = PrefixFiles(tmp_path, "key", 40_000)
     for block in blocks:
         files.write(block, contents)

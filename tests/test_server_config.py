@@ -448,6 +448,40 @@ def test_an_address_can_be_had_again_at_once() -> None:
         pass
 
 
+def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+
+    def refusal(path: Path) -> str:
+        with pytest.raises(ConfigError) as refused, bound_socket(ServerConfig(uds=str(path))):
+            pass
+        return str(refused.value).removeprefix(f"cannot listen on the Unix socket {path}: ")
+
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        assert refusal(path) == "another program listens there"
+    with bound_socket(ServerConfig(uds=str(path))) as listener:
+        assert address_of(listener) == f"unix:{path}"
+        assert refusal(path) == "another server uses it", "one that is starting"
+    assert not path.exists()
+    path.write_text("notes")
+    assert refusal(path) == "it is a file of another kind" and path.read_text() == "notes"
+    assert refusal(tmp_path / "no" / "socket") == "No such file or directory"
+    long = tmp_path / ("x" * 120)
+    assert refusal(long) == f"AF_UNIX path too long; the path has {len(str(long))} bytes"
+    config = ServerConfig(uds=str(path))
+    assert config.is_local
+    for name, value in (("host", "0.0.0.0"), ("port", 1)):
+        with pytest.raises(ConfigError, match=f"{name}: does not go with uds"):
+            ServerConfig(uds=str(path), **{name: value})
+
+
+@pytest.mark.parametrize("prefix", ["llm", "/", "/llm/", "//llm", "/l lm", "/a?b", "/%61", "/\n"])
+def test_a_prefix_that_no_path_has_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="root_path: must begin with / and not end with it"):
+        ServerConfig(root_path=prefix)
+
+
 @pytest.mark.parametrize("host", ["x" * 64 + ".example", "a..b"])
 def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
     with (
@@ -505,6 +539,11 @@ def test_a_model_without_a_template_is_asked_for_completions() -> None:
         assert words[1] == "http://h:1/v1/completions" and "Bearer" not in curl
         assert json.loads(words[-1]) == {"model": "it's", "max_tokens": 32, "prompt": prompt}
         assert "http://h:1/ui/" in text and "client.completions.create(" in text
+        text = how_to_ask("unix:/run/a b", context, has_keys=False, has_page=False)
+        [curl] = [line for line in text.splitlines() if line.startswith("  curl")]
+        words = shlex.split(curl)
+        assert words[1:4] == ["--unix-socket", "/run/a b", "http://localhost/v1/completions"]
+        assert "http_client=httpx.Client(transport=httpx.HTTPTransport(uds='/run/a b'))" in text
 
 
 def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it() -> None:

@@ -8,7 +8,9 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,117 @@ def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int
     twice = client.post("/sleep?level=1", json={"model": "other", "level": 2})
     assert twice.status_code == 400 and "in the body and in the query" in twice.text
     assert "this server has 'demo, other, gone'" in client.post("/sleep").text
+
+
+def test_requests_that_come_while_their_model_falls_asleep_wait_and_wake_it(
+    running: Running, client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
+) -> None:
+    asks = {
+        "/v1/completions": asked("demo", 0, 0),
+        "/v1/embeddings": {"model": "demo", "input": [1, 2, 3]},
+    }
+    before = {path: client.post(path, json=body).json() for path, body in asks.items()}
+    assert before["/v1/completions"]["choices"][0]["token_ids"] == wanted["demo", 0, 0]
+    model = running.table.slots["demo"].model
+    assert model is not None
+    sleep = model.sleep
+    sleeps = threading.Event()
+
+    async def slow(level: int) -> None:
+        await sleep(level)
+        sleeps.set()
+        await asyncio.sleep(0.3)
+
+    def ask(path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{running.address}{path}", json=body, timeout=60)
+
+    model.sleep = slow  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            order = pool.submit(ask, "/sleep", {"model": "demo"})
+            assert sleeps.wait(WAIT_SECONDS)
+            answers = {path: pool.submit(ask, path, body) for path, body in asks.items()}
+            assert order.result().status_code == 200, order.result().text
+            for path, answer in answers.items():
+                assert answer.result().status_code == 200, answer.result().text
+                part = "data" if path == "/v1/embeddings" else "choices"
+                assert answer.result().json()[part] == before[path][part]
+    finally:
+        model.sleep = sleep  # type: ignore[method-assign]
+
+
+def unload(client: httpx.Client, *names: str) -> None:
+    for name in names:
+        client.post("/api/generate", json={"model": name, "keep_alive": 0})
+    wait_until(lambda: not client.get("/api/ps").json()["models"], "the models are unloaded")
+
+
+def test_a_look_at_a_model_does_not_load_it(running: Running, client: httpx.Client) -> None:
+    def show(name: str) -> dict[str, Any]:
+        answer = client.post("/api/show", json={"model": name, "verbose": True})
+        assert answer.status_code == 200 and "x-jaxpage-ignored-fields" not in answer.headers
+        found: dict[str, Any] = answer.json()
+        return found
+
+    unload(client, "demo", "other")
+    shown_model = show("demo:latest")
+    running.table.check()
+    assert not client.get("/api/ps").json()["models"]
+    assert shown_model["details"]["family"] == "llama"
+    assert shown_model["model_info"]["llama.context_length"] == 512
+    client.post("/v1/completions", json=asked("demo", 0, 0))
+    assert show("demo") == shown_model
+    client.post("/sleep", json={"model": "demo"})
+    assert show("demo") == shown_model
+    assert client.get("/is_sleeping", params={"model": "demo"}).json()["is_sleeping"]
+    gone = client.post("/api/show", json={"model": "gone"})
+    assert gone.status_code == 500 and "/" not in gone.json()["error"]
+    assert show("other")["details"]["family"] == "llama"
+
+
+def test_ollamas_durations_have_the_time_of_loading(client: httpx.Client) -> None:
+    asks: dict[str, dict[str, Any]] = {
+        "/api/generate": {"prompt": "Once", "options": {"num_predict": 2}, "stream": False},
+        "/api/chat": {"messages": [{"role": "user", "content": "Once"}], "stream": False},
+        "/api/embed": {"input": "Once"},
+    }
+    asks["/api/chat"]["options"] = {"num_predict": 2}
+    for path, body in asks.items():
+        unload(client, "demo")
+        began = time.monotonic()
+        first = client.post(path, json={"model": "demo", **body}).json()
+        taken = (time.monotonic() - began) * 1e9
+        again = client.post(path, json={"model": "demo", **body}).json()
+        assert taken >= first["total_duration"] > first["load_duration"] > taken / 4, path
+        assert again["total_duration"] > again["load_duration"] < first["load_duration"] / 4, path
+        parts = [first.get(f"{part}_duration", 0) for part in ("load", "prompt_eval", "eval")]
+        assert first["total_duration"] >= sum(parts)
+    loaded = client.post("/api/generate", json={"model": "demo"}).json()
+    assert loaded["done_reason"] == "load" and loaded["load_duration"] < taken
+    [model] = client.get("/api/ps").json()["models"]
+    assert model["size"] > 0 and model["size_vram"] == 0, "a CPU has no memory of its own"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        *((path, {"prompt": "x"}) for path in ("/api/generate", "/api/embeddings")),
+        *(("/v1/embeddings", {"input": "x"}), ("/api/embed", {"input": "x"}), ("/api/show", {})),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    for name in ("demoo", "DEMO", "demo2:latest", "org/demo"):
+        answer = client.post(path, json={"model": name, **body})
+        assert answer.status_code == 404 and "did you mean 'demo'?" in answer.text, answer.text
+    answer = client.post(path, json={"model": "nothing like it", **body})
+    assert answer.status_code == 404 and "this server has 'demo, other, gone'" in answer.text
+    assert "did you mean 'other'?" in client.get("/v1/models/otter").text
 
 
 def metric(client: httpx.Client, name: str, model: str) -> float:

@@ -73,9 +73,9 @@ class Look:
 class Served:
     """Runs the server's process."""
 
-    def __init__(self, flags: Mapping[str, Any]) -> None:
+    def __init__(self, flags: Mapping[str, Any], model: str | None = "demo") -> None:
         flags = {**flags, "port": 0}
-        command = [sys.executable, "-m", "tools.serve", "demo", "--log-json"]
+        command = [sys.executable, "-m", "tools.serve", *([model] if model else []), "--log-json"]
         command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.errors: Counter[str] = Counter()  # messages of the server's log
@@ -149,9 +149,14 @@ class Served:
 
 
 @contextmanager
-def server(flags: Mapping[str, Any]) -> Iterator[Served]:
-    """Runs a server, and kills it if it still runs at the end."""
-    served = Served(flags)
+def server(flags: Mapping[str, Any], model: str | None = "demo") -> Iterator[Served]:
+    """Runs a server, and kills it if it still runs at the end.
+
+    Args:
+        flags: The flags by name, without the dashes.
+        model: The model; None if a flag gives the models.
+    """
+    served = Served(flags, model)
     try:
         yield served
     finally:

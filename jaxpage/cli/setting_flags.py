@@ -216,6 +216,19 @@ SERVER_FLAGS = (
         "TCP port; 0: a free one; default: 8000",
     ),
     Flag(
+        "uds",
+        str,
+        "Unix socket to listen on, instead of host and port; default: none",
+        metavar="PATH",
+    ),
+    Flag(
+        "root_path",
+        str,
+        "prefix of all paths for clients of a proxy, such as /llm; the proxy may strip it; "
+        "default: none",
+        metavar="PATH",
+    ),
+    Flag(
         "models_file",
         str,
         "YAML file of several models, each loaded when a request names it",
@@ -304,6 +317,11 @@ SERVER_FLAGS = (
         "slow_reader_seconds",
         float,
         "seconds that a client may leave a stream unread; default: 30",
+    ),
+    Flag(
+        "keep_alive_seconds",
+        int,
+        "seconds that a connection may be idle between two requests; default: 75",
     ),
     Flag(
         "max_connections",

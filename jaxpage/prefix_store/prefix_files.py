@@ -8,6 +8,7 @@ fails a request.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -28,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxpage.errors import ConfigError
+from jaxpage.private_files import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +96,13 @@ class PrefixFiles:
         self._own = directory / key
         self._max_bytes = max_bytes
         try:
-            self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._own)
             if directory.stat().st_uid != os.geteuid():
-                raise PermissionError("it belongs to another user")
+                raise PermissionError(errno.EPERM, "it belongs to another user")
             found = _found(directory)
         except OSError as error:
             raise ConfigError(
-                f"prefix_cache_directory {str(directory)!r} cannot be used: {error}"
+                f"prefix_cache_directory {str(directory)!r} cannot be used: {error.strerror}"
             ) from None
         self.counts = FileCounts()
         self._lock = threading.Lock()  # guards the next three

@@ -4,6 +4,8 @@ A request passes the middlewares of `serving/http` before it reaches a route:
 
     Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
     deadlines     spans                ids, errors (local only)                      Server, page
+
+With `root_path`, `BelowRootPath` comes first.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
+from jaxpage.serving.http.root_path import BelowRootPath
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.incident_files import incident_routes
 from jaxpage.serving.inspector import routes as inspector
@@ -53,10 +56,11 @@ from jaxpage.serving.rerank_requests import Reranking
 from jaxpage.serving.tracing import SpanWriter, Traced
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import (
+    LOAD_SECONDS,
     Exchange,
     detokenize,
     open_chat,
@@ -83,6 +87,8 @@ Open = Callable[[dict[str, Any], ModelContext], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 # A step may take longer than this; then `/metrics` leaves out the facts of the engine.
 STATS_SECONDS = 5.0
+# The paths that a server of several models has, and others refuse with a reason.
+OF_SEVERAL = ("/sleep", "/wake_up", "/is_sleeping")
 
 
 class Server:
@@ -156,8 +162,9 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
+            load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
             await self._generating.answer(
-                lambda: self._opened(opened, raw), arrived, scope, receive, send
+                lambda: self._opened(opened, raw, load_seconds), arrived, scope, receive, send
             )
 
     async def _compute(
@@ -171,9 +178,10 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
 
-    def _opened(self, opened: Open, raw: bytes) -> Exchange:
+    def _opened(self, opened: Open, raw: bytes, load_seconds: float) -> Exchange:
         body = parse_object(raw)
         exchange = opened(body, self._context)
+        exchange.load_seconds = load_seconds
         if self._logs_requests:
             logger.info("request", extra={"id": exchange.id, "body": body})
         return exchange
@@ -200,13 +208,7 @@ class Server:
 
     async def _model(self, request: Request) -> Response:
         if (name := request.path_params["name"]) not in self._names:
-            names = ", ".join(self._names)
-            raise ApiError(
-                404,
-                f"There is no such model; this server has {names}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self._names)
         return json_answer(self._card(name))
 
     @property
@@ -354,11 +356,14 @@ def guarded(
         tracing: The writer of spans; None where there are none.
     """
     batches: Batches | None = server.batches
+    prefix = config.root_path
     middleware = [
+        *([Middleware(BelowRootPath, prefix=prefix)] if prefix else []),
         *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
-        *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
+        # No page of a browser reaches a Unix socket, and proxies name their hosts as they like.
+        *([Middleware(HostGuard)] if config.is_local and not config.uds and not api_keys else []),
         Middleware(
             ApiKeys,
             keys=api_keys,
@@ -389,5 +394,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
+    if error.status_code == 404 and request.scope["path"] in OF_SEVERAL:
+        message = (
+            "A server of one model does not sleep: start one with `jaxpage serve --models FILE`, "
+            "of which each model sleeps and wakes by itself"
+        )
     refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
     return error_answer(refusal, request.scope["path"])

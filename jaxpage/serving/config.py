@@ -31,6 +31,7 @@ _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MOD
 _LORA_MODULE = re.compile(r"[^\x00-\x20\x7f=]{1,256}=[^\x00]+")
 _ADDRESS = re.compile(r"[^\x00-\x20/]+:([0-9]{1,5})")
 _TRACES_URL = re.compile(r"https?://[^\x00-\x20\x7f/@?#]+/[^\x00-\x20\x7f?#]+")
+_ROOT_PATH = re.compile(r"(/[^\x00-\x20\x7f/?#%]+)+")
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -76,6 +77,12 @@ def _coordinator(value: str) -> str:
     return value
 
 
+def _root_path(value: str) -> str:
+    if value and not _ROOT_PATH.fullmatch(value):
+        raise ValueError("must begin with / and not end with it, such as /llm")
+    return value
+
+
 def _lora_module(value: str) -> str:
     if not _LORA_MODULE.fullmatch(value):
         raise ValueError(
@@ -110,6 +117,8 @@ class ServerConfig(Settings):
     plain_text: ClassVar[frozenset[str]] = frozenset(
         {
             "host",
+            "uds",
+            "root_path",
             "api_key_file",
             "lora_directory",
             "weights_directory",
@@ -127,6 +136,18 @@ class ServerConfig(Settings):
         shown="127.0.0.1 (only this machine)",
     )
     port: Annotated[int, Field(ge=0, lt=2**16)] = setting(8000, "TCP port; 0: a free one")
+    uds: _Text | None = setting(
+        None,
+        "Unix socket to listen on, instead of host and port",
+        shown="none",
+        metavar="PATH",
+    )
+    root_path: Annotated[str, Field(max_length=1024), AfterValidator(_root_path)] = setting(
+        "",
+        "prefix of all paths for clients of a proxy, such as /llm; the proxy may strip it",
+        shown="none",
+        metavar="PATH",
+    )
     models_file: _Text | None = setting(
         None,
         "YAML file of several models, each loaded when a request names it",
@@ -202,6 +223,9 @@ class ServerConfig(Settings):
     )
     slow_reader_seconds: _Seconds = setting(
         30.0, "seconds that a client may leave a stream unread", shown="30"
+    )
+    keep_alive_seconds: Annotated[int, Field(ge=1, le=86_400)] = setting(
+        75, "seconds that a connection may be idle between two requests"
     )
     max_connections: Annotated[int, Field(ge=1, le=65_536)] = setting(1024, "most open connections")
     strict_requests: bool = setting(
@@ -319,6 +343,10 @@ class ServerConfig(Settings):
                 f"cannot be true while log_level is {self.log_level!r}: requests are logged at info",
             )
 
+        if self.uds is not None:
+            for name in ("host", "port"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield name, "does not go with uds: the server listens on one of them"
         if self.models_file is not None:
             for name in OF_ONE_MODEL:
                 if getattr(self, name) != type(self).model_fields[name].default:
@@ -344,6 +372,8 @@ class ServerConfig(Settings):
     @property
     def is_local(self) -> bool:
         """Returns whether this machine alone can reach the server."""
+        if self.uds is not None:
+            return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -21,6 +21,7 @@ from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
+from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.rerank import RerankAnswer
 
 Vectors = EmbeddingAnswer | RerankAnswer
@@ -63,6 +64,9 @@ class Embedding:
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
             record_of(scope).opened(asked)
+            if isinstance(asked, EmbeddingAnswer):
+                asked.arrived = arrived
+                asked.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
             requests = await self._requests(asked)
             values = await self._values(asked, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)

@@ -45,7 +45,6 @@ HEADER_SECONDS = 5.0  # the time for a request in addition to that for its body
 PARTING_SECONDS = 5.0
 # The time from the second signal to the end of the process, whatever is still being done.
 HURRIED_SECONDS = 2.0
-SILENT_SECONDS = 5  # the time that a connection may be silent after an answer
 
 
 def run_server(
@@ -212,7 +211,8 @@ class Serving:
         # The connections inherit this. Without it the body of an answer waits up to 40 ms for the
         # client's acknowledgement of the head. asyncio sets it only on sockets whose protocol is
         # TCP by number, and that of this socket is 0.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if listener.family != socket.AF_UNIX:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
         self._uvicorn = _Uvicorn(_settings(app, config), announce)
@@ -318,7 +318,7 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=SILENT_SECONDS,
+        timeout_keep_alive=config.keep_alive_seconds,
         timeout_graceful_shutdown=int(PARTING_SECONDS),
     )
 

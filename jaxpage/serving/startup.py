@@ -22,6 +22,12 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import ChatFormat
+from jaxpage.checkpoints import (
+    describe_model,
+    load_tokenizer,
+    resolve_model_config,
+    resolve_tokenizer,
+)
 from jaxpage.engine import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
@@ -127,6 +133,29 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     )
 
 
+def described_context(engine: EngineConfig, server: ServerConfig) -> ModelContext:
+    """Returns what a model's config and tokenizer say of it, for which no weights are read.
+
+    The length is that of the settings or of the config; an engine may have less memory than that.
+
+    Raises:
+        JaxpageError: There is no such model, or its files are wrong.
+    """
+    described = describe_model(
+        resolve_model_config(engine.model, engine.revision), engine.quantization
+    )
+    tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
+    derived, _ = derived_form(tokenizer)
+    return ModelContext(
+        model_names=model_names(engine, server),
+        max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
+        vocab_size=described.spec.vocab_size,
+        tokenizer=tokenizer,
+        model_type=str(described.config.get("model_type", "")),
+        chat_format=chosen(derived, server.tool_parser, server.reasoning_parser),
+    )
+
+
 def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatFormat, str | None]:
     """Returns the form of answers that the settings choose, and why it has no tool calls, or None.
 
@@ -166,20 +195,36 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
     else:
         asked["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
     arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    url = address
+    curl = "curl"
+    client = ""
+    begin = "import os; " if has_keys else ""
+    if address.startswith("unix:"):
+        path_of_socket = address.removeprefix("unix:")
+        url = "http://localhost"
+        curl = f"curl --unix-socket {shlex.quote(path_of_socket)}"
+        begin += "import httpx; "
+        transport = f"httpx.HTTPTransport(uds={path_of_socket!r})"
+        client = f", http_client=httpx.Client(transport={transport})"
     header = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
     api_key = f'os.environ["{API_KEY_VARIABLE}"]' if has_keys else '"none"'
     lines = [
-        f"The server is at {address}/v1, the model is called {context.model_names[0]}. Ctrl-C ends it.",
+        f"The server is at {place_of(address, '/v1')}, the model is called {context.model_names[0]}. Ctrl-C ends it.",
         *([f"A key is needed; below it comes from {API_KEY_VARIABLE}."] if has_keys else []),
-        *([f"The page is at {address}/ui/"] if has_page else []),
+        *([f"The page is at {place_of(address, '/ui/')}"] if has_page else []),
         "",
-        f'  curl {address}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(asked))}',
+        f'  {curl} {url}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(asked))}',
         "",
-        f"  {'import os; ' if has_keys else ''}from openai import OpenAI",
-        f'  client = OpenAI(base_url="{address}/v1", api_key={api_key})',
+        f"  {begin}from openai import OpenAI",
+        f'  client = OpenAI(base_url="{url}/v1", api_key={api_key}{client})',
         f"  print(client.{call}.create({arguments}).{answer})",
     ]
     return "\n".join(lines)
+
+
+def place_of(address: str, path: str) -> str:
+    """Returns where a path of the server is, for people; a Unix socket has no URL."""
+    return f"{path} of {address}" if address.startswith("unix:") else f"{address}{path}"
 
 
 def publish_kv_events(built: Built, server: ServerConfig) -> None:

@@ -189,8 +189,9 @@ def serving(
     **settings: Any,
 ) -> Iterator[Running]:
     """A server around an engine that outlives it, whatever becomes of the server."""
-    config = ServerConfig(port=0, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
-    with socket.create_server(("127.0.0.1", 0)) as listener, _logged_errors() as errors:
+    address = {} if "uds" in settings else {"port": 0}
+    config = ServerConfig(**address, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
+    with bound_socket(config) as listener, _logged_errors() as errors:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Running(built, listener, config, errors, api_keys=api_keys, settings=engine)

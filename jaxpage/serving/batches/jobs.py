@@ -21,6 +21,7 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from jaxpage.errors import ConfigError, EngineFailed, ShuttingDown
+from jaxpage.private_files import open_private
 from jaxpage.serving.batches.in_process import InProcess
 from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import Counts, OutputFile
@@ -266,7 +267,11 @@ def open_batches(
 
 def _divide(answers: Path, good: Path, bad: Path) -> None:
     """Writes the lines that were answered to one file, and those with an error to another."""
-    with answers.open("rb") as lines, good.open("wb") as output, bad.open("wb") as errors:
+    with (
+        answers.open("rb") as lines,
+        open_private(good, "wb") as output,
+        open_private(bad, "wb") as errors,
+    ):
         for line in lines:
             response: dict[str, Any] | None = json.loads(line)["response"]
             is_good = response is not None and response["status_code"] == 200

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxpage.errors import ConfigError
+from jaxpage.private_files import open_private
 
 _ID = re.compile(r"batch_req_([0-9]+)_[0-9a-f]{12}")
 
@@ -73,7 +74,7 @@ class OutputFile:
         """
         self.path = path
         try:
-            self._file = path.open("a+b")
+            self._file = open_private(path, "a+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         self.done: dict[str, str | None] = {}

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from jaxpage.private_files import open_private
 from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.batches.lines import URLS
 from jaxpage.serving.batches.store import Record
@@ -69,7 +70,8 @@ class BatchRoutes:
             raise ApiError(400, "file is empty", param="file")
         self._store.check_room(len(uploaded.content))
         file_id = f"file-{uuid.uuid4().hex}"
-        self._store.content(file_id).write_bytes(uploaded.content)
+        with open_private(self._store.content(file_id), "wb") as file:
+            file.write(uploaded.content)
         return json_answer(
             self._store.add_file(uploaded.filename, "batch", _owner(request), file_id)
         )

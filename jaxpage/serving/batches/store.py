@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.errors import ConfigError
+from jaxpage.private_files import make_private, open_private
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 
@@ -40,6 +41,8 @@ class Store:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         """Opens the directory, which is made if it does not exist, and reads its records.
 
+        Other users lose their rights to the directory and its files, which are users' texts.
+
         Args:
             directory: The directory.
             max_bytes: The most bytes of all contents together.
@@ -52,11 +55,15 @@ class Store:
         self._records: dict[str, Record] = {}
         self._owners: dict[str, str] = {}
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (directory / "lock").open("w")
+            make_private(directory)
+            self._lock = open_private(directory / "lock", "wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in sorted(directory.glob("*.json")):
                 self._load(path)
+            for path in directory.iterdir():
+                # Other users could read what earlier versions have written.
+                if _ID.fullmatch(path.stem) and path.stat().st_mode & 0o077:
+                    path.chmod(0o600)
         except BlockingIOError:
             self._lock.close()
             raise ConfigError(f"batch_directory: another server uses {directory}") from None
@@ -120,7 +127,7 @@ class Store:
         """Writes a record, new or changed."""
         path = self._directory / f"{record['id']}.json"
         other = path.with_suffix(".new")
-        with other.open("wb") as file:
+        with open_private(other, "wb") as file:
             file.write(json.dumps({"owner": owner, "record": record}).encode())
             file.flush()
             os.fsync(file.fileno())

@@ -101,7 +101,7 @@ def page_routes() -> list[BaseRoute]:
         return RedirectResponse("ui/", 307)  # temporary: without the page, / is the server's index
 
     async def to_page(request: Request) -> Response:
-        return RedirectResponse("/ui/", 308)
+        return RedirectResponse("ui/", 308)
 
     files = [_file(name, path) for name, path in _FILES.items()]
     return [

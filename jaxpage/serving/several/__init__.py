@@ -6,6 +6,6 @@ a server of one model has:
     request ─▶ Switchboard ── lease(name) ─▶ ModelTable ─▶ ServedModel: driver, Server, adapters
                reads `model`                 loads, unloads, puts to sleep, wakes
 
-The reading order is `models_file.py`, `table.py`, `served_model.py`, `switchboard.py`,
-`all_models.py` and `starting.py`.
+The reading order is `models_file.py`, `table.py`, `served_model.py`, `shown_models.py`,
+`switchboard.py`, `all_models.py` and `starting.py`.
 """

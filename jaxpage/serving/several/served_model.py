@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.several.models_file import ModelEntry, mib
 from jaxpage.serving.startup import model_context
 
+logger = logging.getLogger(__name__)
 LEAST_BLOCKS = 3  # the null block, and two for a sequence
 
 
@@ -125,13 +127,16 @@ class Opener:
         entry = self._entries[name]
         self.is_busy = True
         try:
-            return ServedModel(entry, open_engine(entry.engine, _within(self._sizes[name])))
+            return ServedModel(entry, open_engine(entry.engine, _hooks(name, self._sizes[name])))
         finally:
             self.is_busy = False
 
 
-def _within(num_bytes: int) -> Hooks:
-    """Returns hooks with which an engine takes so many bytes of a device and no more."""
+def _hooks(name: str, num_bytes: int) -> Hooks:
+    """Returns hooks with which an engine takes so many bytes of a device and no more.
+
+    Each phase of its start is a line of the log.
+    """
 
     def planned(spec: EngineSpec) -> Mapping[str, int]:
         memory = spec.memory
@@ -154,4 +159,4 @@ def _within(num_bytes: int) -> Hooks:
             )
         return {"num_blocks": most}
 
-    return Hooks(planned=planned)
+    return Hooks(planned=planned, phase=lambda phase: logger.info("%s: %s", name, phase))

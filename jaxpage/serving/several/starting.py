@@ -18,7 +18,7 @@ from jaxpage.serving.several.models_file import ModelEntry, checked_sizes, mib
 from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
-from jaxpage.serving.startup import StartUp, handled_as
+from jaxpage.serving.startup import StartUp, handled_as, place_of
 from jaxpage.serving.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def start_several(
     names = ", ".join(f"{name} ({mib(slot.size)})" for name, slot in table.slots.items())
     text = "\n".join(
         [
-            f"The server is at {address}/v1. Ctrl-C ends it.",
-            *([f"The page is at {address}/ui/"] if server.ui else []),
+            f"The server is at {place_of(address, '/v1')}. Ctrl-C ends it.",
+            *([f"The page is at {place_of(address, '/ui/')}"] if server.ui else []),
             f"Models are loaded when they are asked for, within {mib(table.memory_bytes)}: {names}",
             *([f"A key is needed: {API_KEY_VARIABLE}."] if api_keys else []),
         ]
@@ -118,4 +118,5 @@ def open_table(
         load=opener.open,
         max_waiting=server.max_queued_requests,
     )
-    return Switchboard(table, by_name, server), table, opener
+    board = Switchboard(table, by_name, server, has_own_memory=device.platform != "cpu")
+    return board, table, opener

@@ -32,12 +32,14 @@ from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
+from jaxpage.serving.several.shown_models import ShownModels, not_loaded
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import shown
@@ -62,7 +64,17 @@ class Switchboard:
         table: ModelTable[ServedModel],
         entries: Mapping[str, ModelEntry],
         config: ServerConfig,
+        *,
+        has_own_memory: bool,
     ) -> None:
+        """Makes the routes.
+
+        Args:
+            table: The table of the models.
+            entries: The models of the file.
+            config: The settings of the server.
+            has_own_memory: True if the device has memory of its own, as a GPU has.
+        """
         self.visitors = InFlightRequests()
         self.preparing = Workers("naming", 1, 1024 + config.max_queued_requests)
         self.metrics = ServerMetrics("")
@@ -76,6 +88,8 @@ class Switchboard:
         self._created = int(time.time())
         # The length of each model that was ever loaded.
         self._lengths: dict[str, int] = {}
+        self._shown = ShownModels(table, entries)
+        self._has_own_memory = has_own_memory
         self._openapi = openapi(
             ModelContext(
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
@@ -83,7 +97,8 @@ class Switchboard:
         )
         posts = [path for path, item in self._openapi["paths"].items() if "post" in item]
         self.routes: list[BaseRoute] = [
-            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS}),
+            post_route("/api/show", self._show),
+            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS} - {"/api/show"}),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
@@ -136,7 +151,16 @@ class Switchboard:
                 await while_connected(receive, leased())
                 assert model is not None
                 record_of(scope).loaded(asked_at)
+                scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
                 await model.router(scope, _again(raw, receive), send)
+
+    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Says what a model is, for which it need not be loaded."""
+        with self.visitors.inside():
+            raw = await json_body(scope, receive)
+            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
+            answer = await self._shown.answer(parse_object(raw), asked.model)
+            await answer(scope, receive, send)
 
     async def _leased(
         self, name: str, leases: contextlib.AsyncExitStack, keep_alive: float | None = None
@@ -156,13 +180,7 @@ class Switchboard:
                 f"The model {name!r} was not loaded within {self._seconds:g} s"
             ) from None
         except LoadFailed as error:
-            # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
-            raise ApiError(
-                500,
-                f"The model {shown(name)} cannot be loaded: {error}",
-                param="model",
-                code="model_not_loaded",
-            ) from error
+            raise not_loaded(name, error) from error
         self._lengths[name] = model.context.max_model_len
         return model
 
@@ -197,12 +215,7 @@ class Switchboard:
     def _named(self, name: str) -> str:
         """Returns the model that a request names, by its name or that of an adapter of it."""
         if (found := self._models.get(name)) is None:
-            raise ApiError(
-                404,
-                f"The model {shown(name)} does not exist",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self._models)
         return found
 
     # Routes for administrators.
@@ -288,7 +301,7 @@ class Switchboard:
                     "model": slot.name,
                     "context_length": model.context.max_model_len,
                     "size": slot.size,
-                    "size_vram": slot.size,
+                    "size_vram": slot.size if self._has_own_memory else 0,
                     "expires_at": _moment(until),
                 }
             )

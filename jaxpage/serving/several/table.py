@@ -9,6 +9,9 @@ all the work, one model after the other, so that two loads never compete for mem
 Room is made by unloading idle models, the least recently used first. If all are busy, the least
 recently used of them takes no more requests until it is idle: those that come in meanwhile wait,
 and so no model starves another.
+
+A model that is unloaded or put to sleep gives no lease from the look at its leases on, and not only
+from the end: both take as long as the device needs. A request that comes meanwhile is next.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -27,6 +30,7 @@ from jaxpage.errors import CapacityError, JaxpageError, QueueFull, ShuttingDown
 from jaxpage.serving.several.models_file import mib
 
 logger = logging.getLogger(__name__)
+TELL_SECONDS = 10.0  # the time between two lines of the log that say that a model still loads
 
 
 class Resident(Protocol):
@@ -73,12 +77,14 @@ class Slot(Generic[Model]):
         model: The model; None if it is not loaded.
         sleep_level: The level at which it sleeps; 0 while it is awake.
         is_loading: True while it is loaded or woken.
-        is_closing: True while it takes no more leases, so that it becomes idle.
+        is_closing: True while it gives no leases: it is to become idle, falls asleep or is
+            unloaded.
         keep_alive: The seconds of the last request that gave some, else the default.
         last_used: The time of the last lease, by the table's clock.
         num_leases: The requests that use it.
-        waiters: The requests that wait for it.
+        waiters: The requests that wait for it, each with the `keep_alive` that it gives or None.
         is_wanted: True if a job for it is in the queue.
+        timer: Has the models looked at when the time of this one is over; None if nothing is set.
     """
 
     name: str
@@ -92,8 +98,13 @@ class Slot(Generic[Model]):
     keep_alive: float = 0.0
     last_used: float = 0.0
     num_leases: int = 0
-    waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
+    waiters: dict[asyncio.Future[None], float | None] = field(default_factory=dict)
     is_wanted: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        """Gives the model its default keep-alive time."""
+        self.keep_alive = self.default_keep_alive
 
     @property
     def is_asleep(self) -> bool:
@@ -121,9 +132,9 @@ class Slot(Generic[Model]):
         return 0 if self.model is None or self.is_asleep else self.size
 
     @property
-    def has_waiters(self) -> bool:
-        """Returns whether a request still waits for the model."""
-        return any(not waiter.done() for waiter in self.waiters)
+    def num_waiters(self) -> int:
+        """Returns the number of requests that still wait for the model."""
+        return sum(not waiter.done() for waiter in self.waiters)
 
 
 class ModelTable(Generic[Model]):
@@ -161,20 +172,29 @@ class ModelTable(Generic[Model]):
         self._max_waiting = max_waiting
         self._clock = clock
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._orders: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     def start(self) -> None:
         """Begins to work, on the event loop that runs."""
         self._worker = asyncio.ensure_future(self._work())
 
     async def stop(self) -> None:
-        """Ends the work; requests that wait end with ShuttingDown. Models stay as they are."""
+        """Ends the work. Models stay as they are.
+
+        Requests and orders to sleep that wait, and those that come later, end with ShuttingDown.
+        """
+        self._is_stopped = True
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
         for slot in self.slots.values():
-            self._refuse(slot, ShuttingDown("The server is shutting down"))
+            self._refuse(slot, _shutting_down())
+        for order in self._orders:
+            if not order.done():
+                order.set_exception(_shutting_down())
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str, keep_alive: float | None = None) -> AsyncIterator[Model]:
@@ -192,55 +212,57 @@ class ModelTable(Generic[Model]):
         """
         slot = self.slots[name]
         if slot.is_usable:
-            slot.num_leases += 1
+            self._count(slot, keep_alive)
         else:
-            await self._granted(slot)
+            await self._granted(slot, keep_alive)
         try:
-            if keep_alive is not None:
-                slot.keep_alive = keep_alive
             assert slot.model is not None, "a model with leases is never unloaded"
             yield slot.model
         finally:
             self._release(slot)
 
     def expire(self, name: str) -> bool:
-        """Unloads a model as soon as it is idle; returns whether it was there."""
+        """Unloads a model as soon as it is idle; returns whether it was there or waited for.
+
+        The order holds for the requests that wait for the model, too: it is younger than they are.
+        """
         slot = self.slots[name]
-        if slot.model is None:
+        if slot.model is None and not slot.is_loading and not slot.num_waiters:
             return False
         slot.keep_alive = 0.0
+        slot.waiters.update(dict.fromkeys(slot.waiters, 0.0))
         self.tidy()
         return True
 
     async def sleep(self, name: str, level: int) -> None:
         """Puts a model to sleep; one that is not loaded stays as it is.
 
+        Requests that come while it falls asleep wait, and wake it then.
+
         Raises:
             InUse: The model answers requests, or sleeps at another level.
+            ShuttingDown: The table stops.
         """
-        slot = self.slots[name]
-        done = asyncio.get_running_loop().create_future()
+        if self._is_stopped:
+            raise _shutting_down()
+        order = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
             try:
-                if slot.num_leases:
-                    raise InUse(
-                        f"requests run in {slot.name!r} ({slot.num_leases}); try again later"
-                    )
-                if slot.is_asleep and slot.sleep_level != level:
-                    raise InUse(f"{slot.name!r} sleeps at level {slot.sleep_level}: wake it first")
-                if slot.taken and slot.model is not None:
-                    await slot.model.sleep(level)
-                    slot.sleep_level = level
+                await self._put_to_sleep(self.slots[name], level)
             except Exception as error:
-                if not done.done():
-                    done.set_exception(error)
+                if not order.done():
+                    order.set_exception(error)
             else:
-                if not done.done():
-                    done.set_result(None)
+                if not order.done():
+                    order.set_result(None)
 
+        self._orders.add(order)
         self._post(job)
-        await done
+        try:
+            await order
+        finally:
+            self._orders.discard(order)
 
     def tidy(self) -> None:
         """Has models unloaded whose time is over; called by the timers that leases set."""
@@ -254,7 +276,7 @@ class ModelTable(Generic[Model]):
         for slot in self.slots.values():
             assert slot.num_leases >= 0
             assert not slot.num_leases or slot.taken, f"{slot.name}: leases without a model"
-            assert not slot.has_waiters or slot.is_wanted, f"{slot.name}: nobody works for waiters"
+            assert not slot.num_waiters or slot.is_wanted, f"{slot.name}: nobody works for waiters"
 
     # The work of the one task.
 
@@ -269,13 +291,15 @@ class ModelTable(Generic[Model]):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _granted(self, slot: Slot[Model]) -> None:
+    async def _granted(self, slot: Slot[Model], keep_alive: float | None) -> None:
         """Waits until the model is usable, and counts the lease."""
-        waiting = sum(len(other.waiters) for other in self.slots.values())
+        if self._is_stopped:
+            raise _shutting_down()
+        waiting = sum(other.num_waiters for other in self.slots.values())
         if waiting >= self._max_waiting:
             raise QueueFull(f"{waiting} requests wait for models to be loaded; try again later")
         granted = asyncio.get_running_loop().create_future()
-        slot.waiters.append(granted)
+        slot.waiters[granted] = keep_alive
         if not slot.is_wanted:
             slot.is_wanted = True
             self._post(lambda: self._bring(slot))
@@ -287,13 +311,13 @@ class ModelTable(Generic[Model]):
                 self._release(slot)
             raise
         finally:
-            slot.waiters.remove(granted)
+            del slot.waiters[granted]
             self._changed.set()
 
     async def _bring(self, slot: Slot[Model]) -> None:
         """Makes a model usable for those that wait for it, or ends them with an error."""
         try:
-            if slot.has_waiters and await self._is_there(slot):
+            if slot.num_waiters and await self._is_there(slot):
                 self._grant(slot)
         except asyncio.CancelledError:
             raise
@@ -307,6 +331,8 @@ class ModelTable(Generic[Model]):
             self._refuse(slot, failure)
         finally:
             slot.is_loading = slot.is_wanted = False
+            if slot.model is None:
+                slot.keep_alive = slot.default_keep_alive
             self._set_timer(slot)
 
     async def _is_there(self, slot: Slot[Model]) -> bool:
@@ -323,16 +349,13 @@ class ModelTable(Generic[Model]):
         if not await self._made_room(slot):
             return False
         slot.is_loading = True
-        logger.info("%s %s", "loading" if slot.model is None else "waking", slot.name)
-        began = time.monotonic()
-        if slot.model is None:
-            slot.model = await self._load(slot.name)
-            slot.keep_alive = slot.default_keep_alive
-        else:
-            await slot.model.wake()
-            slot.sleep_level = 0
+        with _told(slot.name, "loading" if slot.model is None else "waking"):
+            if slot.model is None:
+                slot.model = await self._load(slot.name)
+            else:
+                await slot.model.wake()
+                slot.sleep_level = 0
         slot.last_used = self._clock()
-        logger.info("%s is loaded, after %.1f s", slot.name, time.monotonic() - began)
         return True
 
     async def _made_room(self, slot: Slot[Model]) -> bool:
@@ -347,24 +370,24 @@ class ModelTable(Generic[Model]):
             self._reopen()
 
     async def _unloaded_others(self, slot: Slot[Model]) -> bool:
-        while (taken := sum(other.taken for other in self.slots.values())) + slot.size > (
-            self.memory_bytes
-        ):
-            candidates = [one for one in self.slots.values() if one.taken and not one.stays]
+        # Those that wait may leave in each pause: then no other model goes for them.
+        while slot.num_waiters:
+            taken = sum(other.taken for other in self.slots.values())
+            if taken + slot.size <= self.memory_bytes:
+                return True
+            candidates = [other for other in self.slots.values() if other.taken and not other.stays]
             if not candidates:
                 raise CapacityError(
                     f"it takes {mib(slot.size)}, and of {mib(self.memory_bytes)} models that are "
                     f"never unloaded take {mib(taken)}"
                 )
-            oldest = min(candidates, key=lambda one: (one.num_leases > 0, one.last_used))
-            if not oldest.num_leases:
+            oldest = min(candidates, key=lambda other: (other.num_leases > 0, other.last_used))
+            if oldest.num_leases:
+                oldest.is_closing = True
+                await self._next_change()
+            else:
                 await self._unload(oldest)
-                continue
-            oldest.is_closing = True
-            await self._next_change()
-            if not slot.has_waiters:
-                return False
-        return True
+        return False
 
     def _reopen(self) -> None:
         """Has models that were to make room, and did not have to, take requests again."""
@@ -386,7 +409,7 @@ class ModelTable(Generic[Model]):
 
     def _is_due(self, slot: Slot[Model]) -> bool:
         """Returns whether to unload a model. One that sleeps stays, unless it was told to go."""
-        if slot.model is None or slot.num_leases or slot.has_waiters:
+        if slot.model is None or slot.num_leases or slot.num_waiters:
             return False
         if slot.is_asleep:
             return slot.keep_alive == 0
@@ -394,23 +417,39 @@ class ModelTable(Generic[Model]):
 
     async def _unload(self, slot: Slot[Model]) -> None:
         model = slot.model
-        assert model is not None and not slot.num_leases
-        # From now on requests wait, but the memory counts as taken until it is free.
-        slot.is_closing = True
-        try:
-            await model.close()
-        except Exception as error:
-            logger.error("the model %s did not end as it should", slot.name, exc_info=error)
-        finally:
-            slot.model = None
-            slot.sleep_level = 0
-            slot.is_closing = False
+        assert model is not None
+        # The memory counts as taken until it is free.
+        with _closed(slot):
+            try:
+                await model.close()
+            except Exception as error:
+                logger.error("the model %s did not end as it should", slot.name, exc_info=error)
+            finally:
+                slot.model = None
+                slot.sleep_level = 0
+                slot.keep_alive = slot.default_keep_alive
         logger.info("%s is unloaded", slot.name)
 
+    async def _put_to_sleep(self, slot: Slot[Model], level: int) -> None:
+        if slot.num_leases:
+            raise InUse(f"requests run in {slot.name!r} ({slot.num_leases}); try again later")
+        if slot.is_asleep and slot.sleep_level != level:
+            raise InUse(f"{slot.name!r} sleeps at level {slot.sleep_level}: wake it first")
+        if slot.model is not None and not slot.is_asleep:
+            with _closed(slot):
+                await slot.model.sleep(level)
+                slot.sleep_level = level
+
+    def _count(self, slot: Slot[Model], keep_alive: float | None) -> None:
+        """Counts a lease, with the `keep_alive` that its request gives."""
+        slot.num_leases += 1
+        if keep_alive is not None:
+            slot.keep_alive = keep_alive
+
     def _grant(self, slot: Slot[Model]) -> None:
-        for waiter in slot.waiters:
+        for waiter, keep_alive in slot.waiters.items():
             if not waiter.done():
-                slot.num_leases += 1
+                self._count(slot, keep_alive)
                 waiter.set_result(None)
 
     def _refuse(self, slot: Slot[Model], why: JaxpageError) -> None:
@@ -427,7 +466,45 @@ class ModelTable(Generic[Model]):
         self._set_timer(slot)
 
     def _set_timer(self, slot: Slot[Model]) -> None:
+        if slot.timer is not None:
+            slot.timer.cancel()
+            slot.timer = None
         if slot.model is None or slot.num_leases or math.isinf(slot.keep_alive):
             return
         # A moment later than due, because the timer's clock is another.
-        asyncio.get_running_loop().call_later(slot.keep_alive + 0.001, self.tidy)
+        seconds = slot.keep_alive + 0.001
+        slot.timer = asyncio.get_running_loop().call_later(seconds, self.tidy)
+
+
+@contextlib.contextmanager
+def _closed(slot: Slot[Model]) -> Iterator[None]:
+    """Has an idle model give no leases while the context lasts."""
+    assert not slot.num_leases
+    slot.is_closing = True
+    try:
+        yield
+    finally:
+        slot.is_closing = False
+
+
+@contextlib.contextmanager
+def _told(name: str, what: str) -> Iterator[None]:
+    """Logs the beginning and the end of work on a model, and between them that it goes on."""
+    logger.info("%s %s", what, name)
+    began = time.monotonic()
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
+
+    telling = asyncio.ensure_future(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+    logger.info("%s is loaded, after %.1f s", name, time.monotonic() - began)
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("The server is shutting down")

@@ -19,6 +19,7 @@ from jaxpage.step.strategy import NO_TOKEN_LEFT
 class Answer:
     """Makes the parts of an exchange that are the same for completions and chats."""
 
+    load_seconds = 0.0
     _prefix: str  # begins the id
     _object: str
     _chunk_object: str

@@ -10,8 +10,29 @@ from typing import Any
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.engine import ByVectors, YesNo
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import close_names, shown
 from jaxpage.settings.lora_request import LoRARequest
+
+
+def unknown_model(name: str, names: Iterable[str]) -> ApiError:
+    """Returns the error for the name of a model that is not served.
+
+    Args:
+        name: The name in the request.
+        names: The names of the models and adapters that are served.
+    """
+    names = list(names)
+    by_simple = {_simple(each): each for each in names}
+    near = close_names(_simple(name), by_simple)
+    close = close_names(name, names) or [by_simple[each] for each in near]
+    hint = f"did you mean {close[0]!r}?" if close else f"this server has {shown(', '.join(names))}"
+    text = f"The model {shown(name)} does not exist; {hint}"
+    return ApiError(404, text, param="model", code="model_not_found")
+
+
+def _simple(name: str) -> str:
+    """Returns the name of a model without an organisation, Ollama's tag, and capitals."""
+    return name.rpartition("/")[2].partition(":")[0].lower()
 
 
 @dataclass(frozen=True)
@@ -74,12 +95,7 @@ class ModelContext:
         if name is None or name in self.model_names:
             return None
         if (adapter := self.adapters.get(name)) is None:
-            raise ApiError(
-                404,
-                f"The model {shown(name)} does not exist",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, (*self.model_names, *self.adapters))
         return adapter
 
     def fingerprint(self, weights_version: int) -> str | None:

@@ -32,7 +32,12 @@ class EmbeddingAnswer:
         prompts: The inputs.
         ignored_fields: The paths of ignored fields.
         pooling: The way in which the vectors of tokens become one.
+        arrived: The time at which the request came in, by `time.monotonic`.
+        load_seconds: The time for which the request waited for its model to be loaded.
     """
+
+    arrived = 0.0
+    load_seconds = 0.0
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from jaxpage.serving.wire.score import open_score
 from jaxpage.serving.wire.tokenizing import detokenize, tokenize
 
 __all__ = [
+    "LOAD_SECONDS",
     "Exchange",
     "PromptRequest",
     "detokenize",
@@ -24,6 +25,10 @@ __all__ = [
     "open_score",
     "tokenize",
 ]
+
+
+# The key of a request's ASGI state with the seconds for which it waited for its model to be loaded.
+LOAD_SECONDS = "load_seconds"
 
 
 class Exchange(Protocol):
@@ -42,6 +47,7 @@ class Exchange(Protocol):
         prompts: The prompts, which share one object of parameters, so that it is checked once.
             An exchange without prompts generates nothing.
         ignored_fields: The paths of ignored fields, which are safe in a header.
+        load_seconds: The time for which the request waited for its model to be loaded.
     """
 
     id: str
@@ -49,6 +55,7 @@ class Exchange(Protocol):
     stream: bool
     prompts: list[PromptRequest]
     ignored_fields: tuple[str, ...]
+    load_seconds: float
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a prompt that the engine refuses; see `as_api_error`."""

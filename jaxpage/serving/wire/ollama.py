@@ -6,8 +6,9 @@ requests for embeddings; /api/show describes the model.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -144,16 +145,28 @@ def _embedding(
 
 
 @quotes
-def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
+def show_ollama(
+    body: dict[str, Any], context: ModelContext, about: Mapping[str, Any] | None = None
+) -> Transformed:
     """Returns what clients ask about a model: its length, and what it can do.
+
+    Args:
+        body: The request.
+        context: The served model and the server's settings.
+        about: What `about_ollama` says of the model, if it is known already.
 
     Raises:
         ApiError: The request is refused.
     """
     _, ignored = read(_served(body, context), OllamaShowRequest, context)
+    return Transformed(about_ollama(context) if about is None else dict(about), ignored)
+
+
+def about_ollama(context: ModelContext) -> dict[str, Any]:
+    """Returns what /api/show says about a model."""
     thinks = context.chat_format.reasoning is not None and _can_think(context)
     kind = context.model_type
-    about = {
+    return {
         "details": {"family": kind},
         "model_info": {
             "general.architecture": kind,
@@ -161,7 +174,6 @@ def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
         },
         "capabilities": ["completion", *(["thinking"] if thinks else [])],
     }
-    return Transformed(about, ignored)
 
 
 def _served(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
@@ -284,7 +296,7 @@ class OllamaAnswer(Translated):
             "done_reason": self._reason,
             "prompt_eval_count": self._usage["prompt_tokens"],
             "eval_count": self._usage["completion_tokens"],
-            **_durations(self._metrics),
+            **_durations(self._metrics, self.load_seconds),
         }
 
 
@@ -292,6 +304,7 @@ class OllamaLoaded:
     """Answers a request without a prompt, which asks that the model be loaded, as it is."""
 
     stream = False
+    load_seconds = 0.0
 
     def __init__(self, request: OllamaRequest, ignored_fields: tuple[str, ...]) -> None:
         self.id = f"ollama_{uuid.uuid4().hex}"
@@ -315,7 +328,8 @@ class OllamaLoaded:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
         said = _line(self.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
-        return {**said, "done": True, "done_reason": "load"}
+        taken = _nanoseconds(total_duration=self.load_seconds, load_duration=self.load_seconds)
+        return {**said, "done": True, "done_reason": "load", **taken}
 
 
 class _Vectors(EmbeddingAnswer):
@@ -323,7 +337,10 @@ class _Vectors(EmbeddingAnswer):
         """Returns the response of /api/embed."""
         found = super().whole(vectors, num_tokens)
         written = [one["embedding"] for one in found["data"]]
-        return {"model": found["model"], "embeddings": written, "prompt_eval_count": num_tokens}
+        total = time.monotonic() - self.arrived + self.load_seconds
+        taken = _nanoseconds(total_duration=total, load_duration=self.load_seconds)
+        about = {"model": found["model"], "embeddings": written, **taken}
+        return {**about, "prompt_eval_count": num_tokens}
 
 
 class _Vector(EmbeddingAnswer):
@@ -346,14 +363,17 @@ def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
     return {"model": model, "created_at": now, "response": content, **thinking}
 
 
-def _durations(times: RequestMetrics | None) -> dict[str, int]:
+def _durations(times: RequestMetrics | None, load_seconds: float) -> dict[str, int]:
     if times is None or times.first_scheduled_time is None or times.first_token_time is None:
         return {}
     end = times.last_token_time or times.first_token_time
-    spans = {
-        "total_duration": end - times.arrival_time,
-        "load_duration": 0.0,
-        "prompt_eval_duration": times.first_token_time - times.first_scheduled_time,
-        "eval_duration": end - times.first_token_time,
-    }
-    return {name: int(seconds * 1e9) for name, seconds in spans.items()}
+    return _nanoseconds(
+        total_duration=load_seconds + end - times.arrival_time,
+        load_duration=load_seconds,
+        prompt_eval_duration=times.first_token_time - times.first_scheduled_time,
+        eval_duration=end - times.first_token_time,
+    )
+
+
+def _nanoseconds(**seconds: float) -> dict[str, int]:
+    return {name: int(value * 1e9) for name, value in seconds.items()}

@@ -47,6 +47,7 @@ class ScoreAnswer:
     """Answers with the log probabilities of the continuation of each prompt."""
 
     stream = False
+    load_seconds = 0.0
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 class Translated:
     """An exchange that translates a chat or a completion with one choice."""
 
+    load_seconds = 0.0
     _prefix: str  # begins the id
     _names: Mapping[str, str]  # the client's names of parameters by OpenAI's names
 

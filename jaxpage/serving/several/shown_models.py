@@ -1,0 +1,80 @@
+"""Says what a model is, for Ollama's /api/show, without loading it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxpage.errors import JaxpageError
+from jaxpage.serving.http.answers import ignored_header, json_answer
+from jaxpage.serving.several.models_file import ModelEntry
+from jaxpage.serving.several.served_model import ServedModel
+from jaxpage.serving.several.table import ModelTable
+from jaxpage.serving.startup import described_context
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.ollama import about_ollama, show_ollama
+from jaxpage.settings.argument_checks import shown
+
+
+class ShownModels:
+    """Remembers what is said of each model, from its engine or from its files.
+
+    Only an engine knows how long a sequence its memory holds; until a model is loaded for the first
+    time, the length is that of its config.
+    """
+
+    def __init__(self, table: ModelTable[ServedModel], entries: Mapping[str, ModelEntry]) -> None:
+        self._table = table
+        self._entries = entries
+        self._about: dict[str, dict[str, Any]] = {}
+        self._reading = asyncio.Lock()
+
+    async def answer(self, body: dict[str, Any], name: str) -> Response:
+        """Answers a request to POST /api/show.
+
+        Args:
+            body: The request.
+            name: The model of the table that it names, by its name or that of an adapter.
+
+        Raises:
+            ApiError: A field is refused, or the files of the model cannot be read.
+        """
+        entry = self._entries[name]
+        async with self._reading:
+            about = await asyncio.to_thread(self._read, entry)
+        context = ModelContext(
+            model_names=(entry.name, *entry.adapters),
+            max_model_len=0,
+            vocab_size=0,
+            tokenizer=None,
+            strict_requests=entry.server.strict_requests,
+        )
+        found = show_ollama(body, context, about)
+        return json_answer(found.body, headers=ignored_header(found.ignored_fields))
+
+    def _read(self, entry: ModelEntry) -> dict[str, Any]:
+        model = self._table.slots[entry.name].model
+        if model is not None:
+            self._about[entry.name] = about_ollama(model.context)
+        elif entry.name not in self._about:
+            try:
+                context = described_context(entry.engine, entry.server)
+            except JaxpageError as error:
+                raise not_loaded(entry.name, error) from error
+            self._about[entry.name] = about_ollama(context)
+        return self._about[entry.name]
+
+
+def not_loaded(name: str, error: JaxpageError) -> ApiError:
+    """Returns the error for a model that cannot be loaded."""
+    # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
+    return ApiError(
+        500,
+        f"The model {shown(name)} cannot be loaded: {error}",
+        param="model",
+        code="model_not_loaded",
+    )
