@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -17,11 +20,16 @@ from jaxpage.assembly import Built
 from jaxpage.device import Embedder
 from jaxpage.driver import Driver, Handle, HeldPrefix, Update, check_streamable, copy_error
 from jaxpage.engine import Engine, PreparedRequest
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import EngineFailed, JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput
 
+logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+# The most tokens and log probabilities of one output that the driver's thread makes while all other
+# requests wait: some milliseconds.
+MAX_ENTRIES = 2048
+_MIN_ENTRIES = 256  # for each of many requests that are submitted together
 
 
 @dataclass(frozen=True)
@@ -39,18 +47,31 @@ class _Home:
 class AwaitedHandle(Handle):
     """Follows a request that is read on the event loop that submitted it.
 
-    The next delta is made when the reader asks for it, and has everything since the last one. Any
-    thread may call `cancel`.
+    The next delta is made when the reader asks for it, and has what is new since the last one, as
+    far as its bound allows. The log probabilities of a large output are made on another thread.
+    Any thread may call `cancel`.
     """
 
     def __init__(
-        self, driver: Driver, request: PreparedRequest, *, stream: bool, deadline: float
+        self,
+        driver: AsyncDriver,
+        request: PreparedRequest,
+        *,
+        stream: bool,
+        deadline: float,
+        max_entries: int = MAX_ENTRIES,
     ) -> None:
         self._home = asyncio.get_running_loop()
         super().__init__(
-            request, _Home(self._home), is_stream=stream, is_pushed=False, deadline=deadline
+            request,
+            _Home(self._home),
+            is_stream=stream,
+            is_pushed=False,
+            deadline=deadline,
+            max_entries=max_entries,
         )
         self._turns = driver.turns
+        self._completing = driver.completing
         self._waiting: asyncio.Future[RequestOutput] | None = None
         self._error: JaxpageError | None = None
 
@@ -96,8 +117,31 @@ class AwaitedHandle(Handle):
             return
         if isinstance(update, JaxpageError):
             _fail(self._waiting, update)
+        elif self.reporter is not None and self.reporter.is_brief:
+            self._complete(self._waiting, update)
         else:
             self._waiting.set_result(update)
+
+    def _complete(self, waiting: asyncio.Future[RequestOutput], output: RequestOutput) -> None:
+        """Adds log probabilities to an output on another thread, and gives it to the reader."""
+        assert self.reporter is not None
+        # The reporter makes no other output until the reader has this one.
+        complete = partial(self.reporter.completed, output, is_delta=self.is_stream)
+
+        def done(made: asyncio.Future[RequestOutput]) -> None:
+            if waiting.done():
+                return
+            if made.cancelled() or made.exception() is not None:
+                logger.error(
+                    "the output of request %s cannot be reported",
+                    self.request_id,
+                    exc_info=None if made.cancelled() else made.exception(),
+                )
+                _fail(waiting, EngineFailed("The engine failed to report the output"))
+            else:
+                waiting.set_result(made.result())
+
+        self._home.run_in_executor(self._completing, complete).add_done_callback(done)
 
 
 class AsyncPinnedPrefix(HeldPrefix):
@@ -123,6 +167,7 @@ class AsyncDriver(Driver):
     Attributes:
         built: The engine, with what the server knows of its model.
         num_places: The most requests at a time.
+        completing: The thread that makes the log probabilities of large outputs, one at a time.
     """
 
     def __init__(
@@ -149,6 +194,7 @@ class AsyncDriver(Driver):
             stalled_after_seconds=stalled_after_seconds,
         )
         self.built = built
+        self.completing = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-outputs")
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
         """Returns the result of a function that is called between two steps.
@@ -190,8 +236,10 @@ class AsyncDriver(Driver):
         for request in requests if stream else ():
             check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self.timeout_seconds
+        max_entries = max(_MIN_ENTRIES, MAX_ENTRIES // max(1, len(requests)))
         submitted = [
-            AwaitedHandle(self, request, stream=stream, deadline=deadline) for request in requests
+            AwaitedHandle(self, request, stream=stream, deadline=deadline, max_entries=max_entries)
+            for request in requests
         ]
         added = self.add(submitted, name)
         try:

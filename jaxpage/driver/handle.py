@@ -33,7 +33,8 @@ class Handle:
     The output of a request is made on the driver's thread: either whole, when the request has
     finished, or as deltas. A delta is either pushed after each step that changed the request, or
     made when the reader asks for one, for all steps since the last. With the second way a slow
-    reader costs nothing but the place of its request.
+    reader costs nothing but the place of its request, and gets what it has missed in deltas of a
+    bounded size.
 
     Attributes:
         request_id: The id that the driver gave the request; empty until then.
@@ -45,6 +46,8 @@ class Handle:
         is_wanted: True while the reader waits for an output.
         is_updated: True if the request has changed since the last delta.
         is_over: True if the request has ended, and its place and its blocks are free.
+        max_entries: The bound of an output that is made on the driver's thread; see `Reporter`.
+            None where nobody but the reader waits for that thread.
         reporter: Makes the outputs, once the engine has the request.
     """
 
@@ -56,6 +59,7 @@ class Handle:
         is_stream: bool = False,
         is_pushed: bool = True,
         deadline: float = math.inf,
+        max_entries: int | None = None,
     ) -> None:
         self.request_id = ""
         self.request = request
@@ -64,6 +68,7 @@ class Handle:
         self.is_stream = is_stream
         self.is_wanted = self._is_pushed = is_pushed
         self.is_updated = self.is_over = False
+        self.max_entries = max_entries
         self.reporter: Reporter | None = None
 
     @property
@@ -84,8 +89,10 @@ class Handle:
         if not (self.is_updated if self.is_stream else reporter.finished):
             return None
         self.is_wanted = self._is_pushed and not reporter.finished
-        self.is_updated = False
-        return reporter.delta() if self.is_stream else reporter.whole()
+        reporter.max_entries = self.max_entries
+        output = reporter.delta() if self.is_stream else reporter.whole()
+        self.is_updated = reporter.is_behind
+        return output
 
 
 Update = tuple[Handle, RequestOutput | JaxpageError]

@@ -156,9 +156,12 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            await self._generating.answer(
-                lambda: self._opened(opened, raw), arrived, scope, receive, send
-            )
+            read = partial(self._opened, opened, raw)
+            if opened is open_score:  # encodes a prompt with each of its continuations
+                open_exchange = partial(self.preparing.aside, read)
+            else:
+                open_exchange = partial(self.preparing.run, read, len(raw))
+            await self._generating.answer(open_exchange, arrived, scope, receive, send)
 
     async def _compute(
         self, by: Embedding, opened: OpenVectors, scope: Scope, receive: Receive, send: Send

@@ -5,16 +5,16 @@ The inputs of a request are computed one at a time on the engine's thread, betwe
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
-from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
+from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
@@ -60,15 +60,18 @@ class Embedding:
                 has ended.
         """
         async with self._driver.in_time(arrived):
-            asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
+            asked = await self._preparing.run(
+                lambda: opened(parse_object(raw), self._context), len(raw)
+            )
             record_of(scope).opened(asked)
             requests = await self._requests(asked)
             values = await self._values(asked, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
         record_of(scope).read(num_tokens)
         headers = ignored_header(asked.ignored_fields)
-        answer = await asyncio.to_thread(
-            lambda: json_answer(asked.whole(values, num_tokens), headers=headers)
+        answer = await self._preparing.answer(
+            lambda: whole_answer(asked.whole(values, num_tokens), headers),
+            sum(map(np.size, values)),
         )
         await answer(scope, receive, send)
 

@@ -27,7 +27,7 @@ from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
-from jaxpage.serving.preparing import Workers
+from jaxpage.serving.preparing import Readers
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
@@ -64,7 +64,7 @@ class Switchboard:
         config: ServerConfig,
     ) -> None:
         self.visitors = InFlightRequests()
-        self.preparing = Workers("naming", 1, 1024 + config.max_queued_requests)
+        self.preparing = Readers("naming", 1, 1024 + config.max_queued_requests)
         self.metrics = ServerMetrics("")
         self._table = table
         self._entries = entries
@@ -120,7 +120,9 @@ class Switchboard:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
+            asked = await self.preparing.run(
+                lambda: self._asked(raw, scope["path"]), len(raw)
+            )
             if asked.unloads:
                 self._table.expire(asked.model)
                 await json_answer(asked.unloaded())(scope, receive, send)
