@@ -50,6 +50,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.rerank_requests import Reranking
+from jaxpage.serving.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.tracing import SpanWriter, Traced
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
@@ -72,7 +73,6 @@ from jaxpage.serving.wire.ollama import (
     open_ollama_generate,
     show_ollama,
 )
-from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
 from jaxpage.serving.wire.responses import open_response
@@ -83,6 +83,7 @@ Open = Callable[[dict[str, Any], ModelContext], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 # A step may take longer than this; then `/metrics` leaves out the facts of the engine.
 STATS_SECONDS = 5.0
+METRICS_SECONDS = 0.05  # the least time between two answers of /metrics that are made
 
 
 class Server:
@@ -122,6 +123,8 @@ class Server:
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
+        self._document = OpenApiDocument(context)
+        self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
         self.routes: list[BaseRoute] = [
             post_route("/v1/completions", partial(self._exchange, open_completion)),
             post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
@@ -269,17 +272,21 @@ class Server:
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
+        exposition = await self._shared_exposition.answer()
+        return Response(exposition, media_type=self.metrics.content_type)
+
+    async def _make_exposition(self) -> bytes:
         stats: Mapping[str, Any] = {}
         # Without facts of the engine the answer still has what the server counts itself.
         with contextlib.suppress(TimeoutError, JaxpageError):
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
-        return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
+        return await asyncio.to_thread(self.metrics.exposition, stats)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_answer(await asyncio.to_thread(openapi, self._context))
+        return Response(await self._document.body(), media_type="application/json")
 
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]

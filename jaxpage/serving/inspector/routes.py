@@ -157,7 +157,7 @@ def state_routes(
         if request.method == "POST":
             check_origin(request.headers)
             check_is_json(request.headers)
-            body = parse_object(await request.body())
+            body = await asyncio.to_thread(parse_object, await request.body())
             check_fields(body, {"seconds_per_step"})
             seconds = _seconds_per_step(body.get("seconds_per_step", 0), can_be_slow=can_be_slow)
         # The connection sends this comment to find out whether the viewer is still there.

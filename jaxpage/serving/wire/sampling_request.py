@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.request_fields import (
@@ -205,9 +206,14 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
 
 
 def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns structured outputs without the fields that vLLM's client adds with their defaults."""
+    """Returns structured outputs without the fields that vLLM's client adds with their defaults.
+
+    A schema that is given as a text is read here, with the limits of a body.
+    """
     if given is None:
         return None
+    if isinstance(schema := given.get("json"), str):
+        given = {**given, "json": JsonReader().read(schema, "structured_outputs.json")}
     return {
         name: value
         for name, value in given.items()
