@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
@@ -36,7 +36,7 @@ from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.allowed_origins import for_pages_of
-from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
+from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer, whole_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
@@ -190,9 +190,9 @@ class Server:
         arrived = time.monotonic()
         raw = await json_body(scope, receive)
 
-        def transformed() -> Response:
+        def transformed() -> ASGIApp:
             result = transform(parse_object(raw), self._context)
-            return json_answer(result.body, headers=ignored_header(result.ignored_fields))
+            return whole_answer(result.body, ignored_header(result.ignored_fields))
 
         async def answered() -> None:
             async with self._driver.in_time(arrived):

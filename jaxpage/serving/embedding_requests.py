@@ -5,6 +5,7 @@ The inputs of a request are computed one at a time on the engine's thread, betwe
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ class Embedding:
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
-            refusal = refusal_of(error) or asked.refusal(error)
+            refusal = refusal_of(error) or await asyncio.to_thread(asked.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 

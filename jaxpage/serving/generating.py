@@ -112,7 +112,8 @@ class Generating:
                 requests, stream=exchange.stream, name=exchange.id, arrived=arrived
             )
         except Exception as error:
-            refusal = refusal_of(error) or exchange.refusal(error)
+            # A refusal may quote the request, and then it looks for the quote in all of it.
+            refusal = refusal_of(error) or await asyncio.to_thread(exchange.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 

@@ -23,6 +23,9 @@ from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 # The most bytes of further requests that wait while one is being answered.
 MAX_BYTES_BEHIND = 1 << 16
+# The most bytes of a connection that are parsed in one turn of the event loop. A byte of a body can be
+# a chunk of its own, which takes 14 microseconds.
+MAX_BYTES_PER_TURN = 1 << 12
 MAX_BYTES_DROPPED = 1 << 24  # the most bytes that are received but not read
 LINGER_SECONDS = 2.0  # the time for a client to send the rest after its answer is out
 PROBE_SECONDS = 0.01  # the time from the client's end of input to the first probe
@@ -111,6 +114,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admits the connection, puts it into the place of another, or refuses it."""
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own transports read so many bytes at a time
+            transport.max_size = MAX_BYTES_PER_TURN
         self._address = str((self.client or ("",))[0])
         if len(self.connections) > 2 * self._max_connections:
             transport.abort()
