@@ -80,7 +80,9 @@ class Embedding:
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
-            refusal = refusal_of(error) or await asyncio.to_thread(asked.refusal, error)
+            refusal = refusal_of(error)
+            if refusal is None:
+                refusal = await asyncio.to_thread(asked.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 

@@ -19,10 +19,10 @@ from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
-from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
@@ -113,7 +113,9 @@ class Generating:
             )
         except Exception as error:
             # A refusal may quote the request, and then it looks for the quote in all of it.
-            refusal = refusal_of(error) or await asyncio.to_thread(exchange.refusal, error)
+            refusal = refusal_of(error)
+            if refusal is None:
+                refusal = await asyncio.to_thread(exchange.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 

@@ -16,7 +16,7 @@ Deltas = Sequence[tuple[int, RequestOutput]]
 
 
 class LoopTurns:
-    """Lets the streams of one event loop encode a bounded number of entries in each of its turns."""
+    """Lets the streams of an event loop encode a bounded number of entries in each of its turns."""
 
     def __init__(self) -> None:
         self._num_taken = 0  # the entries of this turn

@@ -1,4 +1,4 @@
-"""Makes an answer once for many requests, so that a client that asks again and again costs little."""
+"""Makes an answer once for many requests, so that asking again and again costs little."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def outline(line: bytes) -> dict[str, Any]:
         raise ValueError("a line of the output has no body")
     answer = json.loads(head + b'},"error":null}')
     start = line.rfind(_USAGE + b"{")
-    usage = {}
+    usage: dict[str, Any] = {}
     if start >= 0:
         text = line[start + len(_USAGE) :][:_USAGE_BYTES].decode(errors="replace")
         usage, _ = json.JSONDecoder().raw_decode(text)

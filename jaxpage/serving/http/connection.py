@@ -23,8 +23,8 @@ from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 # The most bytes of further requests that wait while one is being answered.
 MAX_BYTES_BEHIND = 1 << 16
-# The most bytes of a connection that are parsed in one turn of the event loop. A byte of a body can be
-# a chunk of its own, which takes 14 microseconds.
+# The most bytes of a connection that are parsed in one turn of the event loop. A byte of a body can
+# be a chunk of its own, which takes 14 microseconds.
 MAX_BYTES_PER_TURN = 1 << 12
 MAX_BYTES_DROPPED = 1 << 24  # the most bytes that are received but not read
 LINGER_SECONDS = 2.0  # the time for a client to send the rest after its answer is out

@@ -123,9 +123,7 @@ class Switchboard:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(
-                lambda: self._asked(raw, scope["path"]), len(raw)
-            )
+            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]), len(raw))
             if asked.unloads:
                 self._table.expire(asked.model)
                 await json_answer(asked.unloaded())(scope, receive, send)

@@ -181,9 +181,7 @@ class _Encoder:
         if len(token_ids) > (longest := self._context.max_model_len):
             message = f"The prompt has {len(token_ids)} tokens with its continuation, and max_model_len is {longest}"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-        num_prompt_tokens = (
-            self._num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
-        )
+        num_prompt_tokens = self._num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
         if not num_prompt_tokens:
             raise ApiError(400, "prompt must have at least one token", param="prompt")
         if num_prompt_tokens >= len(token_ids):

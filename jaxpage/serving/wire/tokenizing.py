@@ -94,7 +94,9 @@ def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
         )
     request, ignored = read(body, DetokenizeRequest, context)
     if (largest := max(request.tokens, default=0)) >= context.vocab_size:
-        message = f"tokens has {largest}, but the model's token ids are 0 to {context.vocab_size - 1}"
+        message = (
+            f"tokens has {largest}, but the model's token ids are 0 to {context.vocab_size - 1}"
+        )
         raise ApiError(400, message, param="tokens")
     return Transformed(
         {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}, ignored
