@@ -365,7 +365,7 @@ def test_shared_answers_are_true_and_few() -> None:
             for now in range(300):
                 asking.append(asyncio.ensure_future(ask_at(now)))
                 await asyncio.sleep(0)
-            asking[-1].cancel()  # who leaves takes nobody's answer away
+            asking[-1].cancel()  # a client that leaves takes no answer from others
             await asyncio.gather(*asking[:-1])
 
         await ask_all()

@@ -42,7 +42,7 @@ SETTINGS = {
     "log-level": "info",
 }
 # A longer pause of another client is a finding: no client may stop all others. A new request waits
-# for its turn behind others that are being answered, so its time is told and is no finding.
+# until others are answered, so its time is told and is no finding.
 PAUSE_SECONDS = 5.0
 # On a busy machine a stream pauses anyway, so the bound is at least this many times its longest
 # pause before the first attack.

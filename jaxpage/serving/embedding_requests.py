@@ -91,7 +91,8 @@ class Embedding:
     ) -> list[Any]:
         """Returns what the answer is made of, here the vectors, which are not normalised."""
         longest = max(len(request.token_ids) for request in requests)
-        await self._preparing.aside(lambda: self._embedder.compile(longest))
+        if not self._embedder.is_compiled(longest):
+            await self._preparing.aside(lambda: self._embedder.compile(longest))
         vectors = []
         async for vector in self._driver.vectors(requests, self._embedder, asked.pooling):
             vectors.append(vector)
