@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from jaxpage import async_driver
-from jaxpage.engine import Reporter
+from jaxpage.engine import Reporter, YesNo
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.serving import loop_turns
@@ -38,6 +38,7 @@ from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.step.request import Sequence
 from tests.support.fake_device import make_group
 from tests.support.raw_http import answer_of, ask
@@ -406,7 +407,7 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPat
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
         | st.text(max_size=4) | st.sampled_from(["\u2028", "\x85", '"\\']),
-        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=5),
+        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=5),
         max_leaves=60,
     )
 )  # fmt: skip
@@ -495,6 +496,16 @@ def test_a_score_encodes_its_prompt_once_and_refuses_early(
     monkeypatch.setattr(type(server.context.tokenizer), "__call__", called)
     status, _, _ = ask(server, "POST", "/v1/score", {**asked, "continuation": ["a", "b"]})
     assert status == 200 and threads == ["jaxpage-aside"] * 3
+
+
+def test_a_query_counts_once_for_each_document_that_it_is_read_with() -> None:
+    limits = RequestLimits(max_score_characters=1000)
+    asked = {"model": "demo", "query": "q" * 99, "documents": ["d"] * 10}
+    ranking = context(limits=limits, reranker=YesNo(1, 2))
+    assert len(open_rerank(asked, ranking).prompts) == 10
+    error = refused(open_rerank, {**asked, "documents": ["d"] * 11}, ranking)
+    assert error.param == "documents" and "1100 characters" in error.message
+    assert open_rerank({**asked, "documents": ["d"] * 11}, context(limits=limits))
 
 
 def test_large_requests_and_long_texts_are_read_aside(server: Running) -> None:

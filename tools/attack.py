@@ -338,7 +338,7 @@ def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool
             body = attack.make() if attack.make else b""
             print(f"BROKEN by {attack.name}\n  " + "\n  ".join(found))
             print(
-                f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')}"
+                f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')!r}"
             )
             if not goes_on:
                 break

@@ -66,7 +66,7 @@ def encoded_parts(value: Any) -> list[bytes]:
     """Returns the bytes of `encoded` in parts of at least `PART_BYTES`, but for the last one.
 
     They are made in many short calls, so that other threads run meanwhile, however large the value
-    is: each call encodes a row of a table, or some short rows. The keys of objects must be strings.
+    is: each call encodes a row of a table, or some short rows.
 
     Raises:
         ValueError: The value has a NaN or an infinity.
@@ -92,7 +92,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
     elif isinstance(value, dict):
         opening = b"{"
         for name, item in value.items():
-            yield opening + encoded(name) + b":"
+            yield opening + encoded({name: 0})[1:-2]
             yield from _pieces(item)
             opening = b","
         yield b"}"
