@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -26,11 +28,16 @@ from jaxpage.driver import (
     copy_error,
 )
 from jaxpage.engine import Engine, PreparedRequest
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import EngineFailed, JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput
 
+logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+# The most tokens and log probabilities of one output that the driver's thread makes while all other
+# requests wait: some milliseconds.
+MAX_ENTRIES = 2048
+_MIN_ENTRIES = 256  # for each of many requests that are submitted together
 
 
 @dataclass(frozen=True)
@@ -48,18 +55,31 @@ class _Home:
 class AwaitedHandle(Handle):
     """Follows a request that is read on the event loop that submitted it.
 
-    The next delta is made when the reader asks for it, and has everything since the last one. Any
-    thread may call `cancel`.
+    The next delta is made when the reader asks for it, and has what is new since the last one, as
+    far as its bound allows. The log probabilities of a large output are made on another thread.
+    Any thread may call `cancel`.
     """
 
     def __init__(
-        self, driver: Driver, request: PreparedRequest, *, stream: bool, deadline: float
+        self,
+        driver: AsyncDriver,
+        request: PreparedRequest,
+        *,
+        stream: bool,
+        deadline: float,
+        max_entries: int = MAX_ENTRIES,
     ) -> None:
         self._home = asyncio.get_running_loop()
         super().__init__(
-            request, _Home(self._home), is_stream=stream, is_pushed=False, deadline=deadline
+            request,
+            _Home(self._home),
+            is_stream=stream,
+            is_pushed=False,
+            deadline=deadline,
+            max_entries=max_entries,
         )
         self._turns = driver.turns
+        self._completing = driver.completing
         self._waiting: asyncio.Future[RequestOutput] | None = None
         self._error: JaxpageError | None = None
 
@@ -105,8 +125,31 @@ class AwaitedHandle(Handle):
             return
         if isinstance(update, JaxpageError):
             _fail(self._waiting, update)
+        elif self.reporter is not None and self.reporter.is_brief:
+            self._complete(self._waiting, update)
         else:
             self._waiting.set_result(update)
+
+    def _complete(self, waiting: asyncio.Future[RequestOutput], output: RequestOutput) -> None:
+        """Adds log probabilities to an output on another thread, and gives it to the reader."""
+        assert self.reporter is not None
+        # The reporter makes no other output until the reader has this one.
+        complete = partial(self.reporter.completed, output, is_delta=self.is_stream)
+
+        def done(made: asyncio.Future[RequestOutput]) -> None:
+            if waiting.done():
+                return
+            if made.cancelled() or made.exception() is not None:
+                logger.error(
+                    "the output of request %s cannot be reported",
+                    self.request_id,
+                    exc_info=None if made.cancelled() else made.exception(),
+                )
+                _fail(waiting, EngineFailed("The engine failed to report the output"))
+            else:
+                waiting.set_result(made.result())
+
+        self._home.run_in_executor(self._completing, complete).add_done_callback(done)
 
 
 class AsyncPinnedPrefix(HeldPrefix):
@@ -132,6 +175,7 @@ class AsyncDriver(Driver):
     Attributes:
         built: The engine, with what the server knows of its model.
         num_places: The most requests at a time.
+        completing: The thread that makes the log probabilities of large outputs, one at a time.
     """
 
     def __init__(
@@ -158,6 +202,7 @@ class AsyncDriver(Driver):
             stalled_after_seconds=stalled_after_seconds,
         )
         self.built = built
+        self.completing = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-outputs")
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
         """Returns the result of a function that is called between two steps.
@@ -196,18 +241,29 @@ class AsyncDriver(Driver):
                 run.
             UnsupportedError: A beam search or `best_of` shows nothing before the end.
         """
-        handles = [self.handle(request, stream=stream, arrived=arrived) for request in requests]
+        max_entries = max(_MIN_ENTRIES, MAX_ENTRIES // max(1, len(requests)))
+        handles = [
+            self.handle(request, stream=stream, arrived=arrived, max_entries=max_entries)
+            for request in requests
+        ]
         await self.add_all(handles, name)
         return handles
 
     def handle(
-        self, request: PreparedRequest, *, stream: bool, arrived: float | None = None
+        self,
+        request: PreparedRequest,
+        *,
+        stream: bool,
+        arrived: float | None = None,
+        max_entries: int = MAX_ENTRIES,
     ) -> AwaitedHandle:
         """Returns a handle for `add_all`; it may be aborted before. For the rest see `submit`."""
         if stream:
             check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self.timeout_seconds
-        return AwaitedHandle(self, request, stream=stream, deadline=deadline)
+        return AwaitedHandle(
+            self, request, stream=stream, deadline=deadline, max_entries=max_entries
+        )
 
     async def add_all(self, handles: Sequence[AwaitedHandle], name: str = "request") -> None:
         """Gives requests to the engine, all or none; see `submit`."""

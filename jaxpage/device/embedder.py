@@ -92,13 +92,20 @@ class Embedder:
         Returns:
             The width of the block table of such a prompt.
         """
-        positions = LEAST_POSITIONS
-        while positions < num_tokens:
-            positions *= 2
-        width = -(-positions // self._block_size)
+        width = self._width(num_tokens)
         if width not in self._steps:
             self._steps[width] = self._compiled(width)
         return width
+
+    def is_compiled(self, num_tokens: int) -> bool:
+        """Returns whether the step for prompts of this length is there; any thread may call it."""
+        return self._width(num_tokens) in self._steps
+
+    def _width(self, num_tokens: int) -> int:
+        positions = LEAST_POSITIONS
+        while positions < num_tokens:
+            positions *= 2
+        return -(-positions // self._block_size)
 
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
         layers = kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)

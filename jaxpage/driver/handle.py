@@ -34,7 +34,8 @@ class Handle:
     The output of a request is made on the driver's thread: either whole, when the request has
     finished, or as deltas. A delta is either pushed after each step that changed the request, or
     made when the reader asks for one, for all steps since the last. With the second way a slow
-    reader costs nothing but the place of its request.
+    reader costs nothing but the place of its request, and gets what it has missed in deltas of a
+    bounded size.
 
     Attributes:
         request_id: The id that the driver gave the request; empty until then.
@@ -50,6 +51,8 @@ class Handle:
         has_place: True while the request has a place of the driver.
         added: Gets None when the engine has the request; it is pending while other weights are
             awaited. None if nobody waits for that.
+        max_entries: The bound of an output that is made on the driver's thread; see `Reporter`.
+            None where nobody but the reader waits for that thread.
         reporter: Makes the outputs, once the engine has the request.
     """
 
@@ -63,6 +66,7 @@ class Handle:
         is_stream: bool = False,
         is_pushed: bool = True,
         deadline: float = math.inf,
+        max_entries: int | None = None,
     ) -> None:
         self.request_id = ""
         self.request = request
@@ -72,6 +76,7 @@ class Handle:
         self.is_wanted = self._is_pushed = is_pushed
         self.is_updated = self.is_over = self.is_aborted = self.has_place = False
         self.added: Answer[None] | None = None
+        self.max_entries = max_entries
         self.reporter: Reporter | None = None
 
     def begin(self, engine: Engine) -> None:
@@ -104,8 +109,10 @@ class Handle:
         if not (self.is_updated if self.is_stream else reporter.finished):
             return None
         self.is_wanted = self._is_pushed and not reporter.finished
-        self.is_updated = False
-        return reporter.delta() if self.is_stream else reporter.whole()
+        reporter.max_entries = self.max_entries
+        output = reporter.delta() if self.is_stream else reporter.whole()
+        self.is_updated = reporter.is_behind
+        return output
 
 
 Update = tuple[Handle, RequestOutput | JaxpageError]

@@ -1,4 +1,12 @@
-"""Makes a `RequestOutput` of a sequence group: the whole, or what is new since the last one."""
+"""Makes a `RequestOutput` of a sequence group: the whole, or what is new since the last one.
+
+The thread that runs the engine makes outputs between its steps, so an output for a server must be
+small. A reporter with a bound cuts what is new into deltas, and leaves the log probabilities of a
+large output to `completed`, which the reader calls on another thread:
+
+    engine's thread   step ── delta (at most `max_entries`) ── step ── whole (brief) ── step
+    another thread                                                └▶ completed
+"""
 
 from __future__ import annotations
 
@@ -16,6 +24,10 @@ class Reporter:
 
     Attributes:
         metrics: The times and counts of the request, which grow with it.
+        max_entries: The most entries of a delta, where each token is an entry and so is each of its
+            log probabilities; None for any number.
+        is_behind: True if the last delta left out tokens that the next one brings.
+        is_brief: True if the last output lacks log probabilities, which `completed` adds.
     """
 
     def __init__(
@@ -27,12 +39,16 @@ class Reporter:
     ):
         self._group = group
         self.metrics = metrics
+        self.max_entries: int | None = None
+        self.is_behind = False
+        self.is_brief = False
         self._tokenizer = tokenizer
         self._weights_version = weights_version
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # all chunks share one list
         self._prompt_was_reported = False
         # The number of output tokens and characters already reported, by sequence id.
         self._seen: dict[int, tuple[int, int]] = {}
+        self._texts: dict[int, str] = {}  # the texts of single tokens, by their ids
 
     @property
     def finished(self) -> bool:
@@ -45,27 +61,107 @@ class Reporter:
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
     def whole(self) -> RequestOutput:
-        """Returns all that was generated; for `best_of` and beam search only the best sequences."""
-        if beam := self._group.request.beam:
-            return self._output(self._hypotheses(beam), self._prompt_logprobs())
-        completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]
-        best = self._best(completions) if self._group.request.params.ranks else completions
-        return self._output(best, self._prompt_logprobs())
+        """Returns all that was generated; for `best_of` and beam search only the best sequences.
+
+        If there are more log probabilities than `max_entries`, it has none; see `completed`.
+        """
+        self.is_brief = self.max_entries is not None and self._num_entries > self.max_entries
+        return self._whole(is_brief=self.is_brief)
 
     def delta(self) -> RequestOutput:
-        """Returns what is new of all sequences.
+        """Returns what is new of all sequences, at most `max_entries` of it.
 
         All of them are in it, because `best_of` cannot choose before they have finished. The log
         probabilities of the prompt come once, as soon as they are complete.
         """
         completions = []
+        stops = self._stops()
+        self.is_behind = False
         for sequence in self._group.sequences:
             tokens, characters = self._seen.get(sequence.sequence_id, (0, 0))
-            completions.append(self._completion(sequence, tokens, characters))
-            self._seen[sequence.sequence_id] = (sequence.num_output_tokens, len(sequence.text))
-        prompt_logprobs = None if self._prompt_was_reported else self._prompt_logprobs()
-        self._prompt_was_reported |= prompt_logprobs is not None
+            stop = stops.get(sequence.sequence_id, sequence.num_output_tokens)
+            part = self._completion(sequence, tokens, characters, stop)
+            completions.append(part)
+            self._seen[sequence.sequence_id] = (stop, characters + len(part.text))
+            self.is_behind |= stop < sequence.num_output_tokens
+        self.is_brief = False
+        prompt_logprobs = None
+        if not self._prompt_was_reported and self._has_prompt_logprobs:
+            self._prompt_was_reported = True
+            self.is_brief = (
+                self.max_entries is not None and self._num_prompt_entries > self.max_entries
+            )
+            prompt_logprobs = None if self.is_brief else self._prompt_logprobs()
         return self._output(completions, prompt_logprobs)
+
+    def completed(self, output: RequestOutput, *, is_delta: bool) -> RequestOutput:
+        """Returns an output that was brief with its log probabilities; any thread may call it.
+
+        What it reads does not change any more: the scores of a prompt that is computed, or a
+        request that has ended.
+
+        Args:
+            output: The output.
+            is_delta: True for a delta, False for a whole output.
+        """
+        if is_delta:
+            return replace(output, prompt_logprobs=self._prompt_logprobs())
+        return self._whole(is_brief=False)
+
+    def _whole(self, *, is_brief: bool) -> RequestOutput:
+        if beam := self._group.request.beam:
+            chosen = self._hypotheses(beam)
+        else:
+            chosen = [
+                self._completion(sequence, 0, 0, is_brief=is_brief)
+                for sequence in self._group.sequences
+            ]
+            if self._group.request.params.ranks:
+                chosen = self._best(chosen)
+        self.is_behind = False
+        return self._output(chosen, None if is_brief else self._prompt_logprobs())
+
+    @property
+    def _entries_per_token(self) -> int:
+        wanted = self._group.request.params.logprobs
+        return 1 if wanted is None else 2 + wanted
+
+    @property
+    def _num_prompt_entries(self) -> int:
+        wanted = self._group.request.params.prompt_logprobs
+        return 0 if wanted is None else len(self._prompt_token_ids) * (1 + wanted)
+
+    @property
+    def _num_entries(self) -> int:
+        """Returns how many log probabilities the whole output has."""
+        number = self._num_prompt_entries
+        if self._group.request.params.logprobs is not None:
+            number += self.num_output_tokens * self._entries_per_token
+        return number
+
+    def _stops(self) -> dict[int, int]:
+        """Returns how many output tokens of each sequence are reported after the next delta.
+
+        A sequence that is not in it is reported as far as it is known. The sequences share the
+        bound evenly, and those that are behind the most come first.
+        """
+        if self.max_entries is None:
+            return {}
+        new = {}
+        for sequence in self._group.sequences:
+            seen, _ = self._seen.get(sequence.sequence_id, (0, 0))
+            if sequence.num_output_tokens > seen:
+                new[sequence.sequence_id] = (seen, sequence.num_output_tokens - seen)
+        left = max(1, self.max_entries // self._entries_per_token)
+        if sum(number for _, number in new.values()) <= left:
+            return {}
+        share = max(1, left // len(new))
+        stops = {}
+        for sequence_id, (seen, number) in sorted(new.items(), key=lambda item: item[1]):
+            taken = min(number, share, left)
+            stops[sequence_id] = seen + taken
+            left -= taken
+        return stops
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
         """Returns the most likely `n` completions, in order and numbered anew.
@@ -100,13 +196,19 @@ class Reporter:
         ranked = sorted(completions, key=lambda completion: -(completion.score or 0.0))
         return _numbered(ranked[: beam.n or beam.beam_width])
 
+    @property
+    def _has_prompt_logprobs(self) -> bool:
+        """Returns whether the prompt's log probabilities are wanted and complete."""
+        wanted = self._group.request.params.prompt_logprobs
+        return wanted is not None and not self._group.num_unscored
+
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Returns the prompt's log probabilities, or None if they are unwanted or not complete.
 
         The entry of the first token is None, since no token comes before it.
         """
         wanted = self._group.request.params.prompt_logprobs
-        if wanted is None or self._group.num_unscored:
+        if wanted is None or not self._has_prompt_logprobs:
             return None
         return [None, *(self._logprobs(token, wanted) for token in self._group.prompt_logprobs)]
 
@@ -121,27 +223,46 @@ class Reporter:
             prompt=request.prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
-            finished=self._group.finished,
+            finished=self._group.finished and not self.is_behind,
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
             weights_version=self._weights_version,
         )
 
-    def _completion(self, sequence: Sequence, tokens: int, characters: int) -> CompletionOutput:
-        params = self._group.request.params
-        wanted = params.logprobs
+    def _completion(
+        self,
+        sequence: Sequence,
+        tokens: int,
+        characters: int,
+        stop: int | None = None,
+        *,
+        is_brief: bool = False,
+    ) -> CompletionOutput:
+        """Returns a part of a sequence.
+
+        Args:
+            sequence: The sequence.
+            tokens: The number of output tokens before the part.
+            characters: The number of characters before it.
+            stop: The number of output tokens to its end; None for all that are known.
+            is_brief: True leaves out the log probabilities.
+        """
+        is_last = stop is None or stop >= sequence.num_output_tokens
+        last_character = len(sequence.text) if is_last else _text_end(sequence, stop or 0)
+        last_token = None if is_last else sequence.num_prompt_tokens + (stop or 0)
+        wanted = self._group.request.params.logprobs
         return CompletionOutput(
             index=sequence.sample_index,
-            text=sequence.text[characters:],
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens :],
+            text=sequence.text[characters:last_character],
+            token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens : last_token],
             cumulative_logprob=None
             if self._group.request.num_logprobs is None
             else sequence.cumulative_logprob,
             logprobs=None
-            if wanted is None
-            else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
+            if wanted is None or is_brief
+            else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:stop]],
+            finish_reason=sequence.finish_reason if is_last else None,
+            stop_reason=sequence.stop_reason if is_last else None,
         )
 
     def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
@@ -156,7 +277,16 @@ class Reporter:
         return entries
 
     def _decoded(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+        if self._tokenizer is None:
+            return None
+        # The most likely tokens are the same few ones again and again.
+        if (text := self._texts.get(token_id)) is None:
+            text = self._texts[token_id] = self._tokenizer.decode([token_id])
+        return text
+
+
+def _text_end(sequence: Sequence, num_tokens: int) -> int:
+    return sequence.text_ends[num_tokens - 1] if num_tokens else 0
 
 
 def _numbered(completions: list[CompletionOutput]) -> list[CompletionOutput]:

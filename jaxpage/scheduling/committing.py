@@ -58,6 +58,7 @@ def _append(sequence: Sequence, edit: Append) -> None:
     sequence.token_ids.append(edit.token_id)
     if edit.text:
         sequence.text += edit.text
+    sequence.text_ends.append(len(sequence.text))
     if edit.logprobs is not None:
         sequence.logprobs.append(edit.logprobs)
         sequence.cumulative_logprob += edit.logprobs.logprob
@@ -85,6 +86,7 @@ def _forked(parent: Sequence, edit: Fork) -> Sequence:
         num_computed_tokens=parent.num_computed_tokens,
         block_digests=parent.block_digests.copy(),
         text=parent.text,
+        text_ends=parent.text_ends.copy(),
         logprobs=parent.logprobs.copy(),
         cumulative_logprob=parent.cumulative_logprob,
     )

@@ -25,7 +25,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
@@ -38,7 +38,7 @@ from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.allowed_origins import for_pages_of
-from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
+from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer, whole_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
@@ -53,6 +53,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.rerank_requests import Reranking
+from jaxpage.serving.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.tracing import SpanWriter, Traced
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
@@ -76,7 +77,6 @@ from jaxpage.serving.wire.ollama import (
     open_ollama_generate,
     show_ollama,
 )
-from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
 from jaxpage.serving.wire.responses import open_response
@@ -89,6 +89,7 @@ Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 STATS_SECONDS = 5.0
 # The paths that a server of several models has, and others refuse with a reason.
 OF_SEVERAL = ("/sleep", "/wake_up", "/is_sleeping")
+METRICS_SECONDS = 0.05  # the least time between two answers of /metrics that are made
 
 
 class Server:
@@ -128,6 +129,8 @@ class Server:
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
+        self._document = OpenApiDocument(context)
+        self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
         self.routes: list[BaseRoute] = [
             post_route("/v1/completions", partial(self._exchange, open_completion)),
             post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
@@ -163,9 +166,12 @@ class Server:
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
             load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
-            await self._generating.answer(
-                lambda: self._opened(opened, raw, load_seconds), arrived, scope, receive, send
-            )
+            read = partial(self._opened, opened, raw, load_seconds)
+            if opened is open_score:  # encodes a prompt with each of its continuations
+                open_exchange = partial(self.preparing.aside, read)
+            else:
+                open_exchange = partial(self.preparing.run, read, len(raw))
+            await self._generating.answer(open_exchange, arrived, scope, receive, send)
 
     async def _compute(
         self, by: Embedding, opened: OpenVectors, scope: Scope, receive: Receive, send: Send
@@ -192,9 +198,9 @@ class Server:
         arrived = time.monotonic()
         raw = await json_body(scope, receive)
 
-        def transformed() -> Response:
+        def transformed() -> ASGIApp:
             result = transform(parse_object(raw), self._context)
-            return json_answer(result.body, headers=ignored_header(result.ignored_fields))
+            return whole_answer(result.body, ignored_header(result.ignored_fields))
 
         async def answered() -> None:
             async with self._driver.in_time(arrived):
@@ -268,17 +274,21 @@ class Server:
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
+        exposition = await self._shared_exposition.answer()
+        return Response(exposition, media_type=self.metrics.content_type)
+
+    async def _make_exposition(self) -> bytes:
         stats: Mapping[str, Any] = {}
         # Without facts of the engine the answer still has what the server counts itself.
         with contextlib.suppress(TimeoutError, JaxpageError):
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
-        return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
+        return await asyncio.to_thread(self.metrics.exposition, stats)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_answer(await asyncio.to_thread(openapi, self._context))
+        return Response(await self._document.body(), media_type="application/json")
 
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
-from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
+from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
@@ -62,7 +63,9 @@ class Embedding:
                 has ended.
         """
         async with self._driver.in_time(arrived):
-            asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
+            asked = await self._preparing.run(
+                lambda: opened(parse_object(raw), self._context), len(raw)
+            )
             record_of(scope).opened(asked)
             if isinstance(asked, EmbeddingAnswer):
                 asked.arrived = arrived
@@ -72,8 +75,9 @@ class Embedding:
         num_tokens = sum(len(request.token_ids) for request in requests)
         record_of(scope).read(num_tokens)
         headers = ignored_header(asked.ignored_fields)
-        answer = await asyncio.to_thread(
-            lambda: json_answer(asked.whole(values, num_tokens), headers=headers)
+        answer = await self._preparing.answer(
+            lambda: whole_answer(asked.whole(values, num_tokens), headers),
+            sum(map(np.size, values)),
         )
         await answer(scope, receive, send)
 
@@ -81,7 +85,9 @@ class Embedding:
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
-            refusal = refusal_of(error) or asked.refusal(error)
+            refusal = refusal_of(error)
+            if refusal is None:
+                refusal = await asyncio.to_thread(asked.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
@@ -90,7 +96,8 @@ class Embedding:
     ) -> list[Any]:
         """Returns what the answer is made of, here the vectors, which are not normalised."""
         longest = max(len(request.token_ids) for request in requests)
-        await self._preparing.aside(lambda: self._embedder.compile(longest))
+        if not self._embedder.is_compiled(longest):
+            await self._preparing.aside(lambda: self._embedder.compile(longest))
         values = []
         async with aclosing(
             self._driver.vectors(requests, self._embedder, asked.pooling)

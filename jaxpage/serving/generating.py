@@ -6,8 +6,9 @@ A client that leaves ends the requests of its exchange.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -17,7 +18,8 @@ from jaxpage.async_driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
+from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
@@ -39,10 +41,11 @@ class Generating:
         self._driver = driver
         self._preparing = preparing
         self._metrics = metrics
+        self._loop_turns = LoopTurns()
 
     async def answer(
         self,
-        opened: Callable[[], Exchange],
+        open_exchange: Callable[[], Awaitable[Exchange]],
         arrived: float,
         scope: Scope,
         receive: Receive,
@@ -51,7 +54,7 @@ class Generating:
         """Reads a request, has the engine generate, and sends the answer.
 
         Args:
-            opened: Reads the request, which may take a while.
+            open_exchange: Reads the request, which may take a while.
             arrived: The time at which the request came in, by `time.monotonic`.
             scope: The request, as ASGI describes it.
             receive: Gives the messages of the client.
@@ -61,11 +64,11 @@ class Generating:
             ClientDisconnect: The client has left.
             ApiError: The request cannot be answered, and nothing of the answer was sent.
         """
-        await while_connected(receive, self._answered(opened, arrived, scope, receive, send))
+        await while_connected(receive, self._answered(open_exchange, arrived, scope, receive, send))
 
     async def _answered(
         self,
-        opened: Callable[[], Exchange],
+        open_exchange: Callable[[], Awaitable[Exchange]],
         arrived: float,
         scope: Scope,
         receive: Receive,
@@ -74,7 +77,7 @@ class Generating:
         record = record_of(scope)
         try:
             async with self._driver.in_time(arrived):
-                exchange = await self._preparing.run(opened)
+                exchange = await open_exchange()
                 record.opened(exchange)
                 submitted = await self._submitted(exchange, arrived)
                 record.submitted(submitted)
@@ -88,8 +91,9 @@ class Generating:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
                 for index, output in enumerate(outputs):
                     record.add(index, output)
-                answer = await asyncio.to_thread(
-                    lambda: json_answer(exchange.whole(outputs), headers=headers)
+                answer = await self._preparing.answer(
+                    lambda: whole_answer(exchange.whole(outputs), headers),
+                    sum(map(num_entries, outputs)),
                 )
                 await answer(scope, receive, send)
         except Exception as error:
@@ -108,7 +112,10 @@ class Generating:
                 requests, stream=exchange.stream, name=exchange.id, arrived=arrived
             )
         except Exception as error:
-            refusal = refusal_of(error) or exchange.refusal(error)
+            # A refusal may quote the request, and then it looks for the quote in all of it.
+            refusal = refusal_of(error)
+            if refusal is None:
+                refusal = await asyncio.to_thread(exchange.refusal, error)
             # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
@@ -137,12 +144,19 @@ class Generating:
                 async for deltas in updates:
                     for index, delta in deltas:
                         record.add(index, delta)
-                    # Prompt log probabilities come once and are long: the event loop must not wait.
-                    if any(delta.prompt_logprobs for _, delta in deltas):
-                        part = await asyncio.to_thread(_events, exchange, deltas, frame)
-                    else:
-                        part = _events(exchange, deltas, frame) if deltas else dialect.comment
-                    await _send_part(send, part)
+                    if not deltas:
+                        await _send_part(send, dialect.comment)
+                    for number, group in portions(deltas):
+                        # Prompt log probabilities come once and are long: the event loop must not
+                        # wait.
+                        if any(delta.prompt_logprobs for _, delta in group):
+                            part = await self._preparing.answer(
+                                partial(_events, exchange, group, frame), number
+                            )
+                        else:
+                            await self._loop_turns.take(number)
+                            part = _events(exchange, group, frame)
+                        await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:
             record.failed(_reason(error))

@@ -30,6 +30,12 @@ _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
 MAX_PANIC = 200  # the most characters of a panic's message
 # POST /tokenize may bring a text that is too long for any model, which takes seconds.
 _ASIDE_THREADS = 1
+# The bytes of a body, or the characters or token ids of a prompt, above which it counts as large.
+LARGE_SIZE = 1 << 16
+_LARGE_THREADS = 1
+# The answers with more values, such as log probabilities or numbers of vectors, are made one at a
+# time.
+LARGE_ANSWER_VALUES = 1 << 14
 
 
 def _contained(function: Callable[[], _Result]) -> _Result:
@@ -85,19 +91,60 @@ class Workers:
         self._places.release()
 
 
+class Readers:
+    """Threads that read requests, of which one is for large bodies and long texts.
+
+    Reading one of these takes longer than reading a hundred others, which do not wait for it.
+    """
+
+    def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
+        self._usual = Workers(name, num_threads, max_waiting)
+        self._large = Workers(f"{name}-large", _LARGE_THREADS, max_waiting)
+
+    async def run(self, function: Callable[[], _Result], size: int) -> _Result:
+        """Runs a function that reads a request; see `Workers.run`.
+
+        Args:
+            function: The function.
+            size: The number of bytes, characters or token ids that it reads.
+        """
+        workers = self._usual if size <= LARGE_SIZE else self._large
+        return await workers.run(function)
+
+    def close(self) -> None:
+        """Takes back the functions that have not begun."""
+        self._usual.close()
+        self._large.close()
+
+
 class Preparing:
     """Prepares requests for an engine that runs on another thread meanwhile."""
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self._engine = engine
-        self._reading = Workers("reading", _READING_THREADS, max_waiting)
+        self._reading = Readers("reading", _READING_THREADS, max_waiting)
         self._aside = Workers("aside", _ASIDE_THREADS, max_waiting)
+        self._answers = Workers("answers", _LARGE_THREADS, max_waiting)
         # Grammars have a thread of their own, because each may take seconds.
         self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)
 
-    async def run(self, function: Callable[[], _Result]) -> _Result:
-        """Runs a function that reads a request; see `Workers.run`."""
-        return await self._reading.run(function)
+    async def run(self, function: Callable[[], _Result], num_bytes: int) -> _Result:
+        """Runs a function that reads a request with a body of so many bytes; see `Readers.run`."""
+        return await self._reading.run(function, num_bytes)
+
+    async def answer(self, function: Callable[[], _Result], num_values: int) -> _Result:
+        """Runs a function that makes an answer.
+
+        Args:
+            function: The function.
+            num_values: The size of the answer. Large ones are made one at a time.
+
+        Raises:
+            QueueFull: Too many large answers are being made.
+        """
+        if num_values <= LARGE_ANSWER_VALUES:
+            return await asyncio.to_thread(function)
+        return await self._answers.run(function)
 
     async def aside(self, function: Callable[[], _Result]) -> _Result:
         """Runs a function that may take long, on a thread for which no generation waits.
@@ -116,10 +163,12 @@ class Preparing:
                 and `Engine.compiled`.
         """
         params = prompt_requests[0].params
-        checked = await self._reading.run(partial(self._engine.admission.check_params, params))
+        checked = await self._reading.run(partial(self._engine.admission.check_params, params), 0)
         # One prompt at a time goes to the threads, so that other exchanges come in between.
         requests = [
-            await self._reading.run(partial(self._prepared, prompt_request, checked))
+            await self._reading.run(
+                partial(self._prepared, prompt_request, checked), len(prompt_request.prompt)
+            )
             for prompt_request in prompt_requests
         ]
         if (asked := getattr(params, "structured_outputs", None)) is None:
@@ -143,6 +192,7 @@ class Preparing:
         """Takes back what the threads have not begun."""
         self._reading.close()
         self._aside.close()
+        self._answers.close()
         self._grammars.close()
 
     def _prepared(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:

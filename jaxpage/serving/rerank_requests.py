@@ -51,7 +51,9 @@ class Reranking(Embedding):
                 requests, stream=False, name=asked.id, arrived=arrived
             )
         except Exception as error:
-            refusal = refusal_of(error) or asked.refusal(error)
+            refusal = refusal_of(error)
+            if refusal is None:
+                refusal = await asyncio.to_thread(asked.refusal, error)
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
         try:
             outputs = await asyncio.gather(*(handle.whole() for handle in handles))

@@ -5,6 +5,7 @@ The new weights are files below one directory, which a setting gives.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -124,7 +125,8 @@ def weights_routes(
 
             async def answered() -> None:
                 async with driver.in_time(arrived):
-                    found = await updating.update(parse_object(raw))
+                    asked = await asyncio.to_thread(parse_object, raw)
+                    found = await updating.update(asked)
                 await json_answer(found)(scope, receive, send)
 
             await while_connected(receive, answered())

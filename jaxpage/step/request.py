@@ -135,6 +135,7 @@ class Sequence:
         num_computed_tokens: The number of tokens whose keys and values are in its blocks.
         block_digests: The digests of its first full blocks; see `memory.PrefixIndex`.
         text: The text that may be shown. Text that a stop string could still cut is held back.
+        text_ends: The length of the text in characters after each output token.
         logprobs: The log probabilities of the output tokens; empty unless asked for.
         cumulative_logprob: The sum of the log probabilities of the output tokens.
         finish_reason: The reason why it ended; None while it has not.
@@ -148,6 +149,7 @@ class Sequence:
     num_computed_tokens: int = 0
     block_digests: list[bytes] = field(default_factory=list)
     text: str = ""
+    text_ends: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tests.support.attack_constructs import SCHEMAS, STRUCTURED, raw_bodies
+from tests.support.attack_constructs import MULTIPLIED, SCHEMAS, STRUCTURED, raw_bodies
 
 Extreme = tuple[str, Callable[[], Any]]  # its name, and what makes the value
-Sending = Literal["whole", "chunked", "bytes", "drip", "cut", "unread"]
-SENDINGS: tuple[Sending, ...] = ("whole", "chunked", "bytes", "drip", "cut", "unread")
+Sending = Literal["whole", "chunked", "bytes", "drip", "cut", "unread", "crumbs", "paused"]
+SENDINGS: tuple[Sending, ...] = ("whole", "chunked", "bytes", "drip", "cut", "unread", "crumbs", "paused")  # fmt: skip
 PROMPT = "Once upon a time"
 NUM_ITEMS, NUM_CHARACTERS, DEPTH = 60_000, 1 << 19, 100  # where a field has no bound of its own
 # asked for even where a request may leave them out
@@ -33,6 +33,7 @@ class Attack:
     make: Callable[[], bytes] | None  # the body; None: GET
     num_connections: int = 1
     sending: Sending = "whole"
+    content_type: str = "application/json"
 
 
 def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
@@ -42,18 +43,22 @@ def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
     for kind in kinds:
         chance.shuffle(kind)
     for attack in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds))):
-        sending = chance.choices(SENDINGS, (20, 2, 1, 1, 1, 1))[0]
+        # Crumbs and pauses take long; `MULTIPLIED` has them where they matter.
+        sending = chance.choices(SENDINGS, (20, 2, 1, 1, 1, 1, 0, 0))[0]
         yield (
             replace(attack, name=f"{attack.name}, sent {sending}", sending=sending)
-            if attack.make
+            if attack.make and attack.sending == "whole"
             else attack
         )
 
 
 def kinds_of(document: dict[str, Any]) -> tuple[list[Attack], list[Attack], list[Attack]]:
-    """Returns attacks through plain fields, through what is compiled or parsed in a field, and through whole bodies."""
+    """Returns attacks through plain fields, through what is compiled, parsed or multiplied, and through whole bodies."""
     plain: list[Attack] = []
-    constructs: list[Attack] = []
+    constructs: list[Attack] = [
+        Attack(one.name, one.path, one.make, one.num_connections, one.sending, one.content_type)  # type: ignore[arg-type]
+        for one in MULTIPLIED
+    ]
     whole: list[Attack] = []
     for path, methods in document["paths"].items():
         if "get" in methods and "{" not in path:

@@ -1,9 +1,10 @@
-"""Constructs that make a grammar or a parser work: JSON schemas, patterns, choices, grammars, and bodies that are no request."""
+"""Constructs that make a server work: JSON schemas, patterns, choices, grammars, bodies that are no request, and lists times prompts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.settings.structured_outputs import STRUCTURED_OUTPUT_KINDS
@@ -184,3 +185,137 @@ def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
         "a long key": lambda: _filled(b'{"', b"k", b'":0}'),
         "too large": lambda: b" " * (BODY_BYTES + 1),
     }
+
+
+# Work that a request multiplies: by a list, by a pause of its reader, by a text that is JSON itself.
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A request whose answer costs more than its bytes; `make` is None for a GET."""
+
+    name: str
+    path: str
+    make: Callable[[], bytes] | None
+    num_connections: int = 4
+    sending: str = "whole"
+    content_type: str = "application/json"
+
+
+def _request(**fields: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps({"model": "demo", **fields}).encode()
+
+
+def _called(arguments: Callable[[], str], num_calls: int = 1) -> Callable[[], bytes]:
+    """A chat with calls of tools in its history."""
+
+    def make() -> bytes:
+        function = {"name": "f", "arguments": arguments()}
+        calls = [{"id": "1", "type": "function", "function": function}] * num_calls
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+        return json.dumps({"model": "demo", "max_tokens": 4, "messages": messages}).encode()
+
+    return make
+
+
+_CHAT = {"messages": [{"role": "user", "content": "Once upon a time"}], "stream": True}
+_LONG = {"max_tokens": 400, "ignore_eos": True}
+_PAUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "chat of 64 choices": (
+        "/v1/chat/completions",
+        _request(**_CHAT, **_LONG, n=64, logprobs=True, top_logprobs=20),
+    ),
+    "completions of 32 prompts": (
+        "/v1/completions",
+        _request(prompt=["Once upon a time"] * 32, **_LONG, stream=True, logprobs=5),
+    ),
+    "echoed prompts": (
+        "/v1/completions",
+        _request(prompt=["a " * 200] * 32, **_LONG, stream=True, logprobs=5, echo=True),
+    ),
+    "token ids": (
+        "/v1/completions",
+        _request(prompt="a", **_LONG, n=64, stream=True, return_token_ids=True),
+    ),
+    "responses": ("/v1/responses", _request(input="a", max_output_tokens=480, stream=True)),
+    "messages": (
+        "/v1/messages",
+        _request(messages=_CHAT["messages"], max_tokens=480, stream=True),
+    ),
+    "Ollama": ("/api/generate", _request(prompt="a", options={"num_predict": 480})),
+}
+_ARGUMENTS: dict[str, Callable[[], str]] = {
+    "lists": lambda: '{"a":[' + "[]," * 900_000 + "[]]}",
+    "objects": lambda: '{"a":[' + "{}," * 900_000 + "{}]}",
+    "texts": lambda: '{"a":[' + '"",' * 600_000 + '""]}',
+    "numbers": lambda: '{"a":[' + "1.5," * 600_000 + "1]}",
+    "nested": lambda: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "NaN": lambda: '{"a":NaN}',
+    "an infinity": lambda: '{"a":1e999}',
+    "twins": lambda: '{"a":1,"a":2}',
+}
+_FORM = "multipart/form-data; boundary=b"
+_UPLOAD_BYTES = 60 << 20
+
+
+def _upload(unit: bytes) -> Callable[[], bytes]:
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    return lambda: _filled(head, unit, b"\r\n--b--\r\n", _UPLOAD_BYTES)
+
+
+MULTIPLIED: list[Multiplied] = [
+    *(
+        Multiplied(f"{path} reader of {name} that pauses x {count}", path, make, count, "paused")
+        for name, (path, make) in _PAUSED.items()
+        for count in (1, 4)
+    ),
+    *(
+        Multiplied(f"/v1/chat/completions arguments of {name}", "/v1/chat/completions", _called(make), 8)
+        for name, make in _ARGUMENTS.items()
+    ),
+    Multiplied(
+        "/v1/chat/completions arguments of many calls",
+        "/v1/chat/completions",
+        _called(lambda: '{"a":[' + "[]," * 30_000 + "[]]}", 30),
+        8,
+    ),
+    *(
+        Multiplied(
+            f"/v1/score prompt of {number} characters times 256 continuations",
+            "/v1/score",
+            _request(prompt="a " * (number // 2), continuation=[f" c{n}" for n in range(256)]),
+        )
+        for number in (800, 6600)
+    ),
+    Multiplied("/v1/rerank 256 documents", "/v1/rerank", _request(query="a " * 200, documents=["b " * 200] * 256)),
+    Multiplied("/v1/embeddings 2048 inputs", "/v1/embeddings", _request(input=["a b c"] * 2048), 2),
+    Multiplied(
+        "/v1/completions 256 prompts and bad words",
+        "/v1/completions",
+        _request(prompt=["a " * 200] * 256, max_tokens=1, bad_words=[f"w{n}" for n in range(1024)]),
+    ),
+    Multiplied(
+        "/v1/completions answers of many log probabilities",
+        "/v1/completions",
+        _request(prompt="a", n=64, **_LONG, logprobs=5),
+    ),
+    Multiplied("/tokenize a million characters", "/tokenize", _request(prompt="a " * 500_000, return_token_strs=True)),
+    Multiplied("/detokenize as many ids as a body has", "/detokenize", _request(tokens=[7] * 1_000_000), 8),
+    Multiplied("/detokenize as many ids as are allowed", "/detokenize", _request(tokens=[7] * 262_144), 8),
+    Multiplied("/v1/completions crumbs", "/v1/completions", _request(prompt="a" * 200_000), 8, "crumbs"),
+    *(
+        Multiplied(f"/v1/files upload of {name}", "/v1/files", _upload(unit), 1, content_type=_FORM)
+        for name, unit in (("boundaries", b"\r\n--b"), ("lines", b"{}\n"), ("zeros", b"\0"))
+    ),
+    *(
+        Multiplied(f"GET {path} with {name}", f"{path}?{query}", None)
+        for path in ("/v1/files", "/v1/batches", "/is_sleeping", "/v1/models", "/debug/state")
+        for name, query in (
+            ("a limit of many digits", "limit=" + "0" * 5000 + "11"),
+            ("many limits", "&".join(["limit=1"] * 5000)),
+            ("a level of many digits", "level=" + "1" * 5000),
+            ("a long place", "after=" + "a" * 50_000),
+        )
+    ),
+]  # fmt: skip

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from jaxpage.errors import ConfigError, EngineFailed, ShuttingDown
 from jaxpage.private_files import open_private
 from jaxpage.serving.batches.in_process import InProcess
 from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
-from jaxpage.serving.batches.output_file import Counts, OutputFile
+from jaxpage.serving.batches.output_file import Counts, OutputFile, outline
 from jaxpage.serving.batches.running import BatchRun
 from jaxpage.serving.batches.store import OPEN, Record, Store
 from jaxpage.serving.config import ServerConfig
@@ -99,18 +98,29 @@ class Batches:
             await asyncio.gather(self._working, return_exceptions=True)
         self.store.close()
 
-    def add(self, record: Record, owner: str) -> None:
+    async def add(self, record: Record, owner: str) -> None:
         """Stores a new batch, and runs it when those before it have ended."""
-        self.store.save(record, owner)
+        self.store.put(record, owner)
+        try:
+            await asyncio.to_thread(self.store.write, record)
+        except OSError:
+            self.store.forget(record)
+            raise
         self._waiting.put_nowait(record)
 
-    def cancel(self, record: Record) -> None:
-        """Asks a batch that has not ended to end; what is answered stays."""
+    async def cancel(self, record: Record) -> Record:
+        """Asks a batch that has not ended to end, and returns it as it is then.
+
+        What is answered stays.
+        """
         if record["status"] not in ("validating", "in_progress"):
-            return
-        self._change(record, "cancelling")
+            return record
+        writing = self._change(record, "cancelling")
         if self._running is not None and self._running[0] == record["id"]:
             self._running[1].cancel()
+        cancelled = dict(record)
+        await writing
+        return cancelled
 
     async def _work(self) -> None:
         while True:
@@ -121,14 +131,14 @@ class Batches:
                 logger.warning("batch %s stops until the next start: %s", record["id"], error)
                 return
             except BatchFailed as error:
-                self._fail(record, error.code, str(error))
+                await self._fail(record, error.code, str(error))
             except ConfigError as error:
-                self._fail(record, "invalid_file", str(error))
+                await self._fail(record, "invalid_file", str(error))
             except OSError as error:
-                self._fail(record, "storage_error", error.strerror or "a file cannot be used")
+                await self._fail(record, "storage_error", error.strerror or "a file cannot be used")
             except Exception:
                 logger.exception("batch %s cannot go on", record["id"])
-                self._fail(record, "server_error", "The server failed to run this batch")
+                await self._fail(record, "server_error", "The server failed to run this batch")
 
     async def _answer(self, record: Record) -> None:
         batch_id = record["id"]
@@ -144,11 +154,11 @@ class Batches:
                 )
             self._count(record, output.counts, total)
             if record["status"] == "validating":
-                self._change(record, "in_progress")
+                await self._change(record, "in_progress")
             if record["status"] == "in_progress":
                 await self._run(record, output, total)
         if record["status"] == "in_progress":
-            self._change(record, "finalizing")
+            await self._change(record, "finalizing")
         await self._finish(record)
 
     async def _run(self, record: Record, output: OutputFile, total: int) -> None:
@@ -196,24 +206,28 @@ class Batches:
             kinds, ("output_file_id", "error_file_id"), ids, strict=True
         ):
             if self.store.content(file_id).stat().st_size:
-                self.store.add_file(f"{record['id']}_{kind}.jsonl", "batch_output", owner, file_id)
+                filename = f"{record['id']}_{kind}.jsonl"
+                await asyncio.to_thread(
+                    self.store.add_file, filename, "batch_output", owner, file_id
+                )
                 record[field] = file_id
             else:
                 self.store.content(file_id).unlink()
-        self._change(record, "cancelled" if record["status"] == "cancelling" else "completed")
-        answers.unlink(missing_ok=True)
+        await self._change(record, "cancelled" if record["status"] == "cancelling" else "completed")
+        await asyncio.to_thread(answers.unlink, missing_ok=True)
 
-    def _fail(self, record: Record, code: str, message: str) -> None:
+    async def _fail(self, record: Record, code: str, message: str) -> None:
         problem = {"code": code, "message": scrubbed(message), "line": None, "param": None}
         record["errors"] = {"object": "list", "data": [problem]}
         with contextlib.suppress(OSError):
-            self._change(record, "failed")
-            self.store.answers(record["id"]).unlink(missing_ok=True)
+            await self._change(record, "failed")
+            await asyncio.to_thread(self.store.answers(record["id"]).unlink, missing_ok=True)
 
-    def _change(self, record: Record, status: str) -> None:
+    def _change(self, record: Record, status: str) -> Awaitable[None]:
+        """Changes the status at once, and returns what waits until it is written."""
         record["status"] = status
         record[f"{status}_at"] = int(time.time())
-        self.store.save(record, self.store.owner(record["id"]))
+        return asyncio.ensure_future(asyncio.to_thread(self.store.write, record))
 
     def _count(self, record: Record, counts: Counts, total: int) -> None:
         completed = counts.lines - counts.errors
@@ -273,6 +287,6 @@ def _divide(answers: Path, good: Path, bad: Path) -> None:
         open_private(bad, "wb") as errors,
     ):
         for line in lines:
-            response: dict[str, Any] | None = json.loads(line)["response"]
+            response: dict[str, Any] | None = outline(line)["response"]
             is_good = response is not None and response["status_code"] == 200
             (output if is_good else errors).write(line)

@@ -22,6 +22,9 @@ from jaxpage.errors import ConfigError
 from jaxpage.private_files import open_private
 
 _ID = re.compile(r"batch_req_([0-9]+)_[0-9a-f]{12}")
+LARGE_LINE_BYTES = 1 << 16
+_USAGE = b'"usage":'
+_USAGE_BYTES = 4096  # more than a usage has
 
 
 @dataclass
@@ -97,7 +100,7 @@ class OutputFile:
             if not line.endswith(b"\n"):
                 break
             try:
-                answer = json.loads(line)
+                answer = outline(line)
                 if not _ID.fullmatch(answer["id"]) or answer["id"] in self.done:
                     raise ValueError
                 self.done[answer["id"]] = answer["custom_id"]
@@ -114,7 +117,7 @@ class OutputFile:
         """Appends an answer; once this returns, no kill of the process loses it."""
         self._file.write(line)
         self._file.flush()
-        answer = json.loads(line)
+        answer = outline(line)
         self.done[answer["id"]] = answer["custom_id"]
         self.counts.add(answer)
 
@@ -126,6 +129,32 @@ class OutputFile:
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
+
+
+def outline(line: bytes) -> dict[str, Any]:
+    """Returns a line of the output as an object.
+
+    Reading a large answer would keep all other threads waiting, so its body has nothing but the
+    usage then.
+
+    Raises:
+        ValueError: The line is no JSON, or a large line was not written by `answered`.
+    """
+    if len(line) <= LARGE_LINE_BYTES:
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    # Quotes within texts are escaped, so these bytes are keys.
+    head, key, _ = line[:LARGE_LINE_BYTES].partition(b',"body":')
+    if not key:
+        raise ValueError("a line of the output has no body")
+    answer = json.loads(head + b'},"error":null}')
+    start = line.rfind(_USAGE + b"{")
+    usage: dict[str, Any] = {}
+    if start >= 0:
+        text = line[start + len(_USAGE) :][:_USAGE_BYTES].decode(errors="replace")
+        usage, _ = json.JSONDecoder().raw_decode(text)
+    answer["response"]["body"] = {"usage": usage}
+    return answer
 
 
 def number_of(answer_id: str) -> int:

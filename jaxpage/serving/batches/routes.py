@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -12,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from jaxpage.private_files import open_private
 from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.batches.lines import URLS
 from jaxpage.serving.batches.store import Record
@@ -27,6 +27,8 @@ from jaxpage.settings.argument_checks import shown
 MAX_UPLOAD_BYTES = 1 << 26
 _FORM_BYTES = 1 << 16  # the most bytes of an upload around its file
 _MAX_LABELS = 16
+_LIMIT = re.compile("[1-9][0-9]{0,4}")
+_MAX_LIMIT = 10_000
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
 _Answer = Callable[[Request], Awaitable[Response]]
 
@@ -68,13 +70,17 @@ class BatchRoutes:
         uploaded = form["file"]
         if not uploaded.content:
             raise ApiError(400, "file is empty", param="file")
-        self._store.check_room(len(uploaded.content))
         file_id = f"file-{uuid.uuid4().hex}"
-        with open_private(self._store.content(file_id), "wb") as file:
-            file.write(uploaded.content)
-        return json_answer(
-            self._store.add_file(uploaded.filename, "batch", _owner(request), file_id)
-        )
+        with self._store.room(len(uploaded.content)):
+            record = await asyncio.to_thread(
+                self._store.write_file,
+                uploaded.filename,
+                "batch",
+                _owner(request),
+                file_id,
+                uploaded.content,
+            )
+        return json_answer(record)
 
     async def _files(self, request: Request) -> Response:
         records = self._store.of_owner("file", _owner(request))
@@ -101,7 +107,8 @@ class BatchRoutes:
                     f"The file is the input of {batch['id']}, which has not ended",
                     code="conflict",
                 )
-        self._store.remove(record)
+        self._store.forget(record)
+        await asyncio.to_thread(self._store.delete_files, record)
         return json_answer({"id": record["id"], "object": "file", "deleted": True})
 
     async def _content(self, request: Request) -> Response:
@@ -111,7 +118,7 @@ class BatchRoutes:
     async def _create(self, request: Request) -> Response:
         check_origin(request.headers)
         check_is_json(request.headers)
-        body = parse_object(await request.body())
+        body = await asyncio.to_thread(parse_object, await request.body())
         check_fields(body, _FIELDS)
         owner = _owner(request)
         file_id = text_field(body, "input_file_id")
@@ -127,7 +134,6 @@ class BatchRoutes:
             )
         if body.get("completion_window") != "24h":
             raise ApiError(400, "completion_window must be '24h'", param="completion_window")
-        self._store.forget_ended_batch()
         record = {
             "id": f"batch_{uuid.uuid4().hex}",
             "object": "batch",
@@ -142,8 +148,12 @@ class BatchRoutes:
             "metadata": _labels(body.get("metadata")),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
         }
-        self._batches.add(record, owner)
-        return json_answer(record)
+        answer = json_answer(record)
+        forgotten = self._store.forget_ended_batch()
+        await self._batches.add(record, owner)
+        if forgotten is not None:
+            await asyncio.to_thread(self._store.delete_files, forgotten)
+        return answer
 
     async def _list(self, request: Request) -> Response:
         records = self._store.of_owner("batch", _owner(request))[::-1]
@@ -155,8 +165,7 @@ class BatchRoutes:
     async def _cancel(self, request: Request) -> Response:
         check_origin(request.headers)
         record = self._found_batch(request)
-        self._batches.cancel(record)
-        return json_answer(record)
+        return json_answer(await self._batches.cancel(record))
 
     def _found_file(self, request: Request) -> Record:
         return self._store.found("file", request.path_params["file_id"], _owner(request))
@@ -193,9 +202,17 @@ def _page(request: Request, records: list[Record], known: set[str], limit: int) 
     asked = request.query_params
     if unknown := sorted(asked.keys() - known):
         raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="query")
+    for name in asked:
+        if len(asked.getlist(name)) > 1:
+            raise ApiError(400, f"{name} is in the query more than once", param=name)
     given = asked.get("limit", str(limit))
-    if not given.isascii() or not given.isdigit() or not 0 < int(given[:9]) <= 10_000:
-        raise ApiError(400, f"limit must be 1 to 10000, got {shown(given)}", param="limit")
+    # Python reads no integer with more digits than sys.get_int_max_str_digits().
+    if not _LIMIT.fullmatch(given) or int(given) > _MAX_LIMIT:
+        raise ApiError(
+            400,
+            f"limit must be 1 to {_MAX_LIMIT}, without leading zeros, got {shown(given)}",
+            param="limit",
+        )
     if (after := asked.get("after")) is not None:
         ids = [record["id"] for record in records]
         if after not in ids:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from jaxpage.errors import EngineFailed, ShuttingDown
 from jaxpage.serving.batches.in_process import Answer, InProcess
 from jaxpage.serving.batches.lines import Line, answered
 from jaxpage.serving.batches.ordering import DEFAULT_WINDOW, windows
-from jaxpage.serving.batches.output_file import OutputFile
+from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, OutputFile
 
 _TRY_AGAIN = (429, 503)  # the statuses of a server that has no room now
 _FIRST_PAUSE_SECONDS = 0.1
@@ -61,6 +62,7 @@ class BatchRun:
         self._is_dead = is_dead
         self._is_closing = is_closing
         self._told = told
+        self._writing = asyncio.Lock()
 
     async def run(self, path: Path) -> None:
         """Answers the lines of the input `path` that have no answer.
@@ -85,14 +87,14 @@ class BatchRun:
                             await self._places.acquire()
                             group.create_task(self._answer(line))
                         else:
-                            self._write(line.answer())
+                            await self._write(line.answer())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _answer(self, line: Line) -> None:
         try:
             answer = await self._response(line)
-            self._write(answered(line, *answer))
+            await self._write(answered(line, *answer))
         finally:
             self._places.release()
 
@@ -110,6 +112,20 @@ class BatchRun:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _write(self, line: bytes) -> None:
-        self._output.append(line)
+    async def _write(self, line: bytes) -> None:
+        async with self._writing:
+            if len(line) <= LARGE_LINE_BYTES:
+                self._output.append(line)
+            else:
+                await _to_the_end(asyncio.to_thread(self._output.append, line))
         self._told()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits work on another thread; a caller that is cancelled goes on when the work has ended."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

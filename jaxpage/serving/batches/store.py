@@ -11,11 +11,14 @@ new one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,10 @@ Record = dict[str, Any]  # OpenAI's object
 class Store:
     """Holds the records of one directory, which one server uses at a time.
 
-    It is used on one thread. Clients see what their own API key has made, and nothing else.
+    `write`, `write_file` and `delete_files` wait for the disk, so they belong on worker threads;
+    the other methods are quick. A new record is there before it is written, and a removed one is
+    gone before its files are, so that nothing changes between a check and the act that follows it.
+    Clients see what their own API key has made, and nothing else.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -54,6 +60,9 @@ class Store:
         self.max_bytes = max_bytes
         self._records: dict[str, Record] = {}
         self._owners: dict[str, str] = {}
+        self._changing = threading.Lock()  # guards both; nobody waits for the disk with it
+        self._writing = threading.Lock()
+        self._reserved: list[int] = []  # the bytes of files that are being written
         try:
             make_private(directory)
             self._lock = open_private(directory / "lock", "wb")
@@ -103,12 +112,14 @@ class Store:
 
     def every(self, kind: str) -> list[Record]:
         """Returns the records of a kind, "file" or "batch", of all owners, the oldest first."""
-        found = [record for record in self._records.values() if record["object"] == kind]
+        with self._changing:
+            records = list(self._records.values())
+        found = [record for record in records if record["object"] == kind]
         return sorted(found, key=lambda record: (record["created_at"], record["id"]))
 
     def of_owner(self, kind: str, owner: str) -> list[Record]:
         """Returns an owner's records of a kind, the oldest first."""
-        return [record for record in self.every(kind) if self._owners[record["id"]] == owner]
+        return [record for record in self.every(kind) if self._owners.get(record["id"]) == owner]
 
     def found(self, kind: str, record_id: str, owner: str) -> Record:
         """Returns a record.
@@ -117,23 +128,30 @@ class Store:
             ApiError: The owner has none with this id.
         """
         record = self._records.get(record_id)
-        if record is None or record["object"] != kind or self._owners[record_id] != owner:
+        if record is None or record["object"] != kind or self._owners.get(record_id) != owner:
             raise ApiError(
                 404, f"There is no {kind} {shown(record_id)}", param=f"{kind}_id", code="not_found"
             )
         return record
 
-    def save(self, record: Record, owner: str) -> None:
-        """Writes a record, new or changed."""
-        path = self._directory / f"{record['id']}.json"
+    def put(self, record: Record, owner: str) -> None:
+        """Adds a record; `write` keeps it."""
+        with self._changing:
+            self._records[record["id"]] = record
+            self._owners[record["id"]] = owner
+
+    def write(self, record: Record) -> None:
+        """Writes a record as it is now, unless it was removed."""
+        record_id = record["id"]
+        path = self._directory / f"{record_id}.json"
         other = path.with_suffix(".new")
-        with open_private(other, "wb") as file:
-            file.write(json.dumps({"owner": owner, "record": record}).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        other.replace(path)
-        self._records[record["id"]] = record
-        self._owners[record["id"]] = owner
+        with self._writing:
+            with self._changing:
+                if record_id not in self._records:
+                    return
+                owner = self._owners[record_id]
+            _write(other, json.dumps({"owner": owner, "record": record}).encode())
+            other.replace(path)
 
     @property
     def num_bytes(self) -> int:
@@ -141,20 +159,43 @@ class Store:
         files: int = sum(record["bytes"] for record in self.every("file"))
         return files + sum(path.stat().st_size for path in self._directory.glob("*.answers"))
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raises ApiError if there is no room for another file of so many bytes."""
-        count = len(self.every("file"))
+    @contextlib.contextmanager
+    def room(self, num_bytes: int) -> Iterator[None]:
+        """Keeps room for another file while it is written.
+
+        Raises:
+            ApiError: There is no room for so many bytes.
+        """
+        count = len(self.every("file")) + len(self._reserved)
         if count >= MAX_FILES:
             raise ApiError(
                 400, f"{count} files are stored, which is the most; delete one", code="storage_full"
             )
-        if self.num_bytes + num_bytes > self.max_bytes:
+        num_stored = self.num_bytes + sum(self._reserved)
+        if num_stored + num_bytes > self.max_bytes:
             raise ApiError(
                 400,
-                f"The files have {self.num_bytes} bytes, and {num_bytes} more are over the "
+                f"The files have {num_stored} bytes, and {num_bytes} more are over the "
                 f"{self.max_bytes} that are stored; delete some",
                 code="storage_full",
             )
+        self._reserved.append(num_bytes)
+        try:
+            yield
+        finally:
+            self._reserved.remove(num_bytes)
+
+    def write_file(
+        self, filename: str, purpose: str, owner: str, file_id: str, content: bytes
+    ) -> Record:
+        """Stores a file with its record, which it returns; for the arguments see `add_file`."""
+        path = self.content(file_id)
+        try:
+            _write(path, content)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return self.add_file(filename, purpose, owner, file_id)
 
     def add_file(self, filename: str, purpose: str, owner: str, file_id: str) -> Record:
         """Stores the record of a file whose content is written, and returns it.
@@ -174,26 +215,43 @@ class Store:
             "purpose": purpose,
             "status": "processed",
         }
-        self.save(record, owner)
+        self.put(record, owner)
+        self.write(record)
         return record
 
-    def remove(self, record: Record) -> None:
-        """Removes a file or a batch."""
-        record_id = record["id"]
-        (self._directory / f"{record_id}.json").unlink(missing_ok=True)
-        self.content(record_id).unlink(missing_ok=True)
-        del self._records[record_id], self._owners[record_id]
+    def forget(self, record: Record) -> None:
+        """Removes the record of a file or a batch; `delete_files` removes what is on the disk."""
+        with self._changing:
+            self._records.pop(record["id"], None)
+            self._owners.pop(record["id"], None)
 
-    def forget_ended_batch(self) -> None:
+    def delete_files(self, record: Record) -> None:
+        """Deletes the files of a record that is forgotten."""
+        with self._writing:
+            (self._directory / f"{record['id']}.json").unlink(missing_ok=True)
+            self.content(record["id"]).unlink(missing_ok=True)
+
+    def forget_ended_batch(self) -> Record | None:
         """Makes room for another batch, where there are as many as are kept.
+
+        Returns:
+            The batch that is forgotten, whose files are still there; None if there was room.
 
         Raises:
             ApiError: None of them has ended.
         """
         batches = self.every("batch")
         if len(batches) < MAX_BATCHES:
-            return
+            return None
         ended = [record for record in batches if record["status"] not in OPEN]
         if not ended:
             raise ApiError(400, f"{MAX_BATCHES} batches have not ended, which is the most")
-        self.remove(ended[0])
+        self.forget(ended[0])
+        return ended[0]
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open_private(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -36,16 +36,14 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
     boundary = header.get_param("boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
         raise ApiError(415, "Unsupported Media Type: a file is uploaded as 'multipart/form-data'")
-    # Each part begins behind a line with the boundary; the last line has two hyphens more.
-    before, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode())
-    last = parts.pop() if parts else b""
-    if before or not 0 < len(parts) <= _MAX_PARTS or not last.startswith(b"--"):
-        raise ApiError(400, f"The form must have 1 to {_MAX_PARTS} whole parts")
     fields: dict[str, Part] = {}
-    for part in parts:
-        head, empty_line, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        if not empty_line or len(head) > _MAX_HEADER_BYTES:
+    for start, end in _parts(body, b"--" + boundary.encode()):
+        # The empty line may be where the head would begin, so that there are no headers.
+        empty_line = body.find(b"\r\n\r\n", start, min(end, start + 2 + _MAX_HEADER_BYTES + 4))
+        if empty_line < 0:
             raise ApiError(400, "A part of the form has no headers, or too long ones")
+        head = body[start:empty_line].removeprefix(b"\r\n")
+        content = body[empty_line + 4 : end]
         headers = BytesHeaderParser().parsebytes(head)
         name = headers.get_param("name", header="content-disposition")
         if not isinstance(name, str) or name in fields:
@@ -57,3 +55,26 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
             )
         fields[name] = Part(filename, content)
     return fields
+
+
+def _parts(body: bytes, boundary: bytes) -> list[tuple[int, int]]:
+    """Returns where the parts of a form begin and end, without their boundaries.
+
+    Each part begins after a line with the boundary; the last line has two hyphens more. The search
+    stops at the first part too many, so that a body of nothing but boundaries costs no time.
+
+    Raises:
+        ApiError: There are too many parts or none, or the form is not whole.
+    """
+    parts: list[tuple[int, int]] = []
+    start = len(boundary) if body.startswith(boundary) else -1
+    while start >= 0 and len(parts) <= _MAX_PARTS and not body.startswith(b"--", start):
+        end = body.find(b"\r\n" + boundary, start)
+        if end < 0:
+            break
+        parts.append((start, end))
+        start = end + 2 + len(boundary)
+    is_whole = start >= 0 and body.startswith(b"--", start)
+    if not is_whole or not 0 < len(parts) <= _MAX_PARTS:
+        raise ApiError(400, f"The form must have 1 to {_MAX_PARTS} whole parts")
+    return parts

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.errors import (
     DeadlineExceeded,
@@ -17,7 +18,7 @@ from jaxpage.errors import (
     ShuttingDown,
     WeightsReplaced,
 )
-from jaxpage.serving.wire.dialects import dialect_of, encoded
+from jaxpage.serving.wire.dialects import dialect_of, encoded, encoded_parts
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,35 @@ def json_answer(
 ) -> Response:
     """Returns an answer in JSON."""
     return Response(encoded(value), status, headers, "application/json")
+
+
+def whole_answer(value: Any, headers: Mapping[str, str] | None = None) -> ASGIApp:
+    """Returns an answer in JSON that may be large; it belongs on a worker thread.
+
+    A large one is encoded and sent in parts, so that it holds up neither the threads nor the event
+    loop.
+    """
+    parts = encoded_parts(value)
+    if len(parts) == 1:
+        return Response(parts[0], 200, headers, "application/json")
+    return _InParts(parts, headers or {})
+
+
+class _InParts:
+    """An answer whose parts are sent as fast as the client reads them."""
+
+    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        self._parts = parts
+        size = sum(map(len, parts))
+        headers = {"content-length": str(size), "content-type": "application/json", **headers}
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)  # the send may not have waited
+        await send({"type": "http.response.body", "body": b""})
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:

@@ -25,11 +25,13 @@ class Parser(h11.Connection):
 
     Attributes:
         problem: The reason for which a request was refused that h11 itself would take; else None.
+        is_chunked: True if the body of the last request comes in chunks, and not with its length.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self.problem: str | None = None
+        self.is_chunked = False
 
     def next_event(self) -> Any:
         """Returns the next event, which is checked if it is a request."""
@@ -49,6 +51,7 @@ class Parser(h11.Connection):
 
     def _checked(self, request: h11.Request) -> h11.Request:
         names = {name for name, _ in request.headers}
+        self.is_chunked = b"transfer-encoding" in names
         if {b"content-length", b"transfer-encoding"} <= names:
             self._refuse("Content-Length and Transfer-Encoding exclude each other")
         if request.http_version < b"1.1" and b"transfer-encoding" in names:

@@ -24,7 +24,7 @@ from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.body import check_fields, parse_object
-from jaxpage.serving.wire.dialects import COMMENT, encoded, event
+from jaxpage.serving.wire.dialects import COMMENT, encoded_parts, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 from jaxpage.settings.argument_checks import shown
 
@@ -157,7 +157,7 @@ def state_routes(
         if request.method == "POST":
             check_origin(request.headers)
             check_is_json(request.headers)
-            body = parse_object(await request.body())
+            body = await asyncio.to_thread(parse_object, await request.body())
             check_fields(body, {"seconds_per_step"})
             seconds = _seconds_per_step(body.get("seconds_per_step", 0), can_be_slow=can_be_slow)
         # The connection sends this comment to find out whether the viewer is still there.
@@ -184,6 +184,10 @@ def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
             param="seconds_per_step",
         )
     return seconds
+
+
+def _encoded(snapshot: Snapshot) -> bytes:
+    return b"".join(encoded_parts(snapshot))
 
 
 class _Feed:
@@ -222,7 +226,7 @@ class _Feed:
                 if content != self._content:
                     self._content = content
                     self._version = self._version + 1
-                self._body = encoded(snapshot)
+                self._body = await asyncio.to_thread(_encoded, snapshot)
                 self._due = time.monotonic() + SECONDS_BETWEEN_SNAPSHOTS
             return self._version, self._body
 

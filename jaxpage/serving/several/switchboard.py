@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxpage import __version__
 from jaxpage.driver import SLEEP_LEVELS
 from jaxpage.errors import DeadlineExceeded, JaxpageError
-from jaxpage.serving.app import STATS_SECONDS
+from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import while_connected
@@ -27,17 +27,18 @@ from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
-from jaxpage.serving.preparing import Workers
+from jaxpage.serving.preparing import Readers
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.shown_models import ShownModels, not_loaded
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from jaxpage.serving.shared_answers import Shared
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
-from jaxpage.serving.wire.dialects import OLLAMA_PATHS
+from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encoded
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.openapi import openapi
@@ -76,7 +77,7 @@ class Switchboard:
             has_own_memory: True if the device has memory of its own, as a GPU has.
         """
         self.visitors = InFlightRequests()
-        self.preparing = Workers("naming", 1, 1024 + config.max_queued_requests)
+        self.preparing = Readers("naming", 1, 1024 + config.max_queued_requests)
         self.metrics = ServerMetrics("")
         self._table = table
         self._entries = entries
@@ -90,12 +91,14 @@ class Switchboard:
         self._lengths: dict[str, int] = {}
         self._shown = ShownModels(table, entries)
         self._has_own_memory = has_own_memory
-        self._openapi = openapi(
+        document = openapi(
             ModelContext(
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
             )
         )
-        posts = [path for path, item in self._openapi["paths"].items() if "post" in item]
+        self._openapi = encoded(document)
+        self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
+        posts = [path for path, item in document["paths"].items() if "post" in item]
         self.routes: list[BaseRoute] = [
             post_route("/api/show", self._show),
             *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS} - {"/api/show"}),
@@ -135,7 +138,7 @@ class Switchboard:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
+            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]), len(raw))
             if asked.unloads:
                 self._table.expire(asked.model)
                 await json_answer(asked.unloaded())(scope, receive, send)
@@ -245,10 +248,10 @@ class Switchboard:
         """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
         check_origin(request.headers)
         asked: dict[str, Any] = dict(request.query_params)
-        if str(asked.get("level", "")).isdecimal():
+        if asked.get("level") in ("1", "2"):
             asked["level"] = int(asked["level"])
         if raw := await request.body():
-            body = parse_object(raw)
+            body = await asyncio.to_thread(parse_object, raw)
             if twice := sorted(body.keys() & asked.keys()):
                 raise ApiError(400, f"{twice[0]} is in the body and in the query", param=twice[0])
             asked |= body
@@ -327,19 +330,23 @@ class Switchboard:
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
+        exposition = await self._shared_exposition.answer()
+        return Response(exposition, media_type=self.metrics.content_type)
+
+    async def _make_exposition(self) -> bytes:
         each: list[tuple[ServerMetrics, Mapping[str, Any]]] = [(self.metrics, {})]
         for _, model in self._in_memory():
             stats: Mapping[str, Any] = {}
             with contextlib.suppress(TimeoutError, JaxpageError):
                 stats = await asyncio.wait_for(model.driver.stats(), STATS_SECONDS)
             each.append((model.metrics, stats))
-        return Response(joined_exposition(each), media_type=self.metrics.content_type)
+        return await asyncio.to_thread(joined_exposition, each)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
     async def _document(self, request: Request) -> Response:
-        return json_answer(self._openapi)
+        return Response(self._openapi, media_type="application/json")
 
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]

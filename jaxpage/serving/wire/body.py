@@ -38,20 +38,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ApiError(400, f"Request body is not UTF-8: byte {error.start} is not valid") from None
-    _check_structure(text)
-    try:
-        # Integers have no hook: a million calls of it would keep the engine's thread waiting.
-        value = json.loads(
-            text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_without_twins
-        )
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ApiError(400, f"Request body is not valid JSON: {error.msg} ({where})") from None
-    except RecursionError:
-        raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep") from None
-    # Python reads no integer that has more digits than sys.get_int_max_str_digits().
-    except ValueError:
-        raise ApiError(400, "Request body has an integer with too many digits to read") from None
+    value = JsonReader().read(text)
     if not isinstance(value, dict):
         raise ApiError(400, f"Request body is {shown(value)}; expected a JSON object")
     if _SURROGATE.search(text):
@@ -60,49 +47,117 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_structure(text: str) -> None:
-    """Raises ApiError for a text that is nested too deeply or has too many parts.
+class JsonReader:
+    """Reads the JSON of one request: its body, or texts in it that are JSON themselves.
 
-    This runs before the parser, which recurses and makes an object of each part. A string that does
-    not end is left for the parser to report.
+    All texts that one reader reads share the limits of a body.
     """
-    if text.count("[") + text.count("{") <= MAX_BODY_DEPTH and text.count('"') <= 2 * MAX_STRINGS:
-        return
-    depth = num_containers = num_strings = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        if found[0] in "[{":
-            depth += 1
-            num_containers += 1
-            if depth > MAX_BODY_DEPTH:
-                raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep")
-            if num_containers > MAX_CONTAINERS:
-                raise ApiError(
-                    400, f"Request body has more than {MAX_CONTAINERS} arrays and objects"
-                )
-        elif found[0] in "]}":
-            depth -= 1
-        else:
-            num_strings += 1
-            if num_strings > MAX_STRINGS:
-                raise ApiError(400, f"Request body has more than {MAX_STRINGS} strings")
+
+    def __init__(self) -> None:
+        self._num_containers = 0
+        self._num_strings = 0
+
+    def read(self, text: str, param: str | None = None) -> Any:
+        """Returns the value of a JSON text.
+
+        Args:
+            text: The text.
+            param: The path of the field that the text is in; None for a body.
+
+        Raises:
+            ApiError: The text is refused; see `parse_object`.
+        """
+        text_name = _TextName(param)
+        self._check_structure(text, text_name)
+        try:
+            # Integers have no hook: a million calls of it would keep the engine's thread waiting.
+            value = json.loads(
+                text,
+                parse_constant=text_name.refuse_number,
+                parse_float=text_name.finite,
+                object_pairs_hook=text_name.without_twins,
+            )
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            raise text_name.refusal(f"is not valid JSON: {error.msg} ({where})") from None
+        except RecursionError:
+            raise text_name.refusal(f"is nested more than {MAX_BODY_DEPTH} deep") from None
+        # Python reads no integer that has more digits than sys.get_int_max_str_digits().
+        except ValueError:
+            raise text_name.refusal("has an integer with too many digits to read") from None
+        return value
+
+    def _check_structure(self, text: str, text_name: _TextName) -> None:
+        """Raises ApiError for a text that is nested too deeply or has too many parts.
+
+        This runs before the parser, which recurses and makes an object of each part. A string that
+        does not end is left for the parser to report.
+        """
+        num_brackets = text.count("[") + text.count("{")
+        num_quotes = text.count('"')
+        if (
+            num_brackets <= MAX_BODY_DEPTH
+            and self._num_containers + num_brackets <= MAX_CONTAINERS
+            and self._num_strings + num_quotes // 2 < MAX_STRINGS
+        ):
+            self._num_containers += num_brackets
+            self._num_strings += num_quotes // 2
+            return
+        depth = 0
+        for found in _STRING_OR_BRACKET.finditer(text):
+            if found[0] in "[{":
+                depth += 1
+                self._num_containers += 1
+                if depth > MAX_BODY_DEPTH:
+                    raise text_name.refusal(f"is nested more than {MAX_BODY_DEPTH} deep")
+                if self._num_containers > MAX_CONTAINERS:
+                    raise text_name.refusal(
+                        f"has more than {MAX_CONTAINERS} arrays and objects", is_shared=True
+                    )
+            elif found[0] in "]}":
+                depth -= 1
+            else:
+                self._num_strings += 1
+                if self._num_strings > MAX_STRINGS:
+                    raise text_name.refusal(f"has more than {MAX_STRINGS} strings", is_shared=True)
 
 
-def _no_number(constant: str) -> NoReturn:
-    raise ApiError(400, f"{constant} is not a valid JSON number")
+class _TextName:
+    """Makes the errors of one JSON text, which name the field that it is in."""
 
+    def __init__(self, param: str | None) -> None:
+        self._param = param
+        self._text_name = f"{param}, the text of a JSON object," if param else "Request body"
 
-def _finite(digits: str) -> float:
-    number = float(digits)
-    return number if math.isfinite(number) else _no_number(shown(digits))
+    def refusal(self, problem: str, *, is_shared: bool = False) -> ApiError:
+        """Returns the error.
 
+        Args:
+            problem: The words after the name of the text.
+            is_shared: True if the limit holds for all texts of its kind together.
+        """
+        others = " with the texts before it," if is_shared and self._param else ""
+        return ApiError(400, f"{self._text_name}{others} {problem}", param=self._param)
 
-def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ApiError(400, f"Request body has the key {shown(name)} twice")
-        found[name] = value
-    return found
+    def refuse_number(self, constant: str) -> NoReturn:
+        """Raises the error for a number that JSON does not have."""
+        if self._param:
+            raise self.refusal(f"has {constant}, which is not a valid JSON number")
+        raise ApiError(400, f"{constant} is not a valid JSON number")
+
+    def finite(self, digits: str) -> float:
+        """Returns a number that is not too large for a float."""
+        number = float(digits)
+        return number if math.isfinite(number) else self.refuse_number(shown(digits))
+
+    def without_twins(self, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Returns the object of these pairs, in which no key is twice."""
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise self.refusal(f"has the key {shown(name)} twice")
+            found[name] = value
+        return found
 
 
 def _check_unicode(name: str, value: Any) -> None:

@@ -35,7 +35,7 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     check_common(request)
     prompts = _prompts(request, context)
     _check_tokens(request, context)
-    params = _params(request, context)
+    params = _params(request, context, len(prompts))
     add_special_tokens = request.add_special_tokens is not False
     lora = context.adapter(request.model)
     ignored += beyond_context(context, max_tokens=request.max_tokens)
@@ -79,7 +79,9 @@ def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
         )
 
 
-def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams | BeamSearchParams:
+def _params(
+    request: CompletionRequest, context: ModelContext, num_prompts: int
+) -> SamplingParams | BeamSearchParams:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     if request.use_beam_search:
         return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
@@ -90,7 +92,7 @@ def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams
     }
     if request.echo and request.logprobs is not None:
         own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return sampling_params(request, context, **own)
+    return sampling_params(request, context, num_prompts=num_prompts, **own)
 
 
 class CompletionAnswer(Answer):

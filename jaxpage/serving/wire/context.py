@@ -44,12 +44,19 @@ class RequestLimits:
         max_sequences: The most sequences of a request: its prompts times the sequences of each.
         max_tokenize_characters: The longest text that is tokenized.
         max_detokenize_tokens: The most tokens that are detokenized.
+        max_score_characters: The most characters of all prompts of a request that scores or ranks,
+            where a prompt counts once for each of its continuations, and a query once for each
+            document that it is read with.
+        max_output_logprobs: The most log probabilities of an answer's output: its sequences times
+            their tokens times 1 + the most likely tokens of each.
     """
 
     max_prompts: int = 256
     max_sequences: int = 1024
     max_tokenize_characters: int = 1_000_000
-    max_detokenize_tokens: int = 1_000_000
+    max_detokenize_tokens: int = 262_144
+    max_score_characters: int = 8_000_000
+    max_output_logprobs: int = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

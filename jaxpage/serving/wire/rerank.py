@@ -116,4 +116,12 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
         )
     documents = [one if isinstance(one, str) else one.text for one in request.documents]
     context.checked_prompt(request.query, "query")
+    if isinstance(context.reranker, YesNo):  # it reads the query again with each document
+        number = len(request.query) * len(documents) + sum(map(len, documents))
+        if number > (longest := context.limits.max_score_characters):
+            raise ApiError(
+                400,
+                f"documents have {number} characters, where the query counts once for each; at most {longest} are allowed",
+                param="documents",
+            )
     return RerankAnswer(request, context, documents, ignored)

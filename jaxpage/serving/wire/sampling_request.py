@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.request_fields import (
@@ -68,7 +69,7 @@ _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
 
 
 def sampling_params(
-    request: GenerationRequest, context: ModelContext, **own: Any
+    request: GenerationRequest, context: ModelContext, *, num_prompts: int = 1, **own: Any
 ) -> SamplingParams:
     """Returns the sampling parameters of a request.
 
@@ -77,6 +78,7 @@ def sampling_params(
     Args:
         request: The request.
         context: The served model and the server's settings.
+        num_prompts: The number of prompts that share the parameters.
         own: The endpoint's own values, by the engine's names.
 
     Raises:
@@ -97,10 +99,48 @@ def sampling_params(
         given["seed"] = request.seed % 2**64
     given["user"] = request.user or None
     given["structured_outputs"] = structured_outputs(request)
+    given = {**context.sampling_defaults, **given, **own}
     try:
-        return SamplingParams(**{**context.sampling_defaults, **given, **own})
+        params = SamplingParams(**given)
+        longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
+        if longest is not None and params.max_tokens is None:
+            params = SamplingParams(**{**given, "max_tokens": longest})
     except ValueError as error:
         raise as_api_error(error) from None
+    return params
+
+
+def _max_tokens_with_logprobs(
+    params: SamplingParams, request: GenerationRequest, context: ModelContext, num_prompts: int
+) -> int | None:
+    """Returns the most tokens of a sequence whose log probabilities fit into an answer.
+
+    None if there is room for as many as the model can generate. A request that says no length gets
+    what there is room for, as it does from the length of the model.
+
+    Raises:
+        ApiError: The request asks for more tokens.
+    """
+    if params.logprobs is None:
+        return None
+    num_sequences = num_prompts * (params.best_of or params.n)
+    max_tokens = min(params.max_tokens or context.max_model_len, context.max_model_len)
+    per_token = 1 + params.logprobs
+    number = num_sequences * max_tokens * per_token
+    most = context.limits.max_output_logprobs
+    if number <= most:
+        return None
+    longest = most // (num_sequences * per_token)
+    if params.max_tokens is None and longest:
+        return longest
+    advice = f"max_tokens of at most {longest}" if longest else "fewer sequences"
+    name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
+    raise ApiError(
+        400,
+        f"{name}: the response could have {number} log probabilities ({num_sequences} sequences times {max_tokens} tokens "
+        f"times 1 + {params.logprobs}); at most {most} are allowed: ask for {advice}",
+        param=name,
+    )
 
 
 def beam_params(
@@ -166,9 +206,14 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
 
 
 def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns structured outputs without the fields that vLLM's client adds with their defaults."""
+    """Returns structured outputs without the fields that vLLM's client adds with their defaults.
+
+    A schema that is given as a text is read here, with the limits of a body.
+    """
     if given is None:
         return None
+    if isinstance(schema := given.get("json"), str):
+        given = {**given, "json": JsonReader().read(schema, "structured_outputs.json")}
     return {
         name: value
         for name, value in given.items()

@@ -23,16 +23,14 @@ from jaxpage.serving.wire.request_fields import ScoreRequest
 def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     """Returns the exchange of a request to POST /v1/score.
 
-    It encodes texts, which may take a while.
+    It encodes each pair of texts, and each prompt once, which may take a while.
 
     Raises:
         ApiError: The request is refused.
     """
     request, ignored = read(body, ScoreRequest, context)
-    pairs = [
-        _encoded(prompt, continuation, request, context)
-        for prompt, continuation in _pairs(request, context)
-    ]
+    encoder = _Encoder(request, context)
+    pairs = [encoder.encoded(*pair) for pair in _pairs(request, context)]
     params = replace(
         SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user
     )
@@ -131,46 +129,72 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
     for name, given in (("prompt", prompts), ("continuation", continuations)):
         if not 0 < len(given) <= most:
             raise ApiError(400, f"{name} must be 1 to {most} of them, not {len(given)}", param=name)
+    for prompt in prompts:
+        context.checked_prompt(prompt, "prompt")
     if len(prompts) == 1:
         prompts *= len(continuations)
     if len(prompts) != len(continuations):
         message = f"continuation must be one for each prompt: there are {len(prompts)} prompts and {len(continuations)}"
         raise ApiError(400, message, param="continuation")
+    number = sum(len(text) for text in prompts if isinstance(text, str))
+    if number > (longest := context.limits.max_score_characters):
+        raise ApiError(
+            400,
+            f"prompt has {number} characters, counted once for each continuation; at most {longest} are allowed",
+            param="prompt",
+        )
     return list(zip(prompts, continuations, strict=True))
 
 
-def _encoded(
-    prompt: Any, continuation: Any, request: ScoreRequest, context: ModelContext
-) -> tuple[tuple[int, ...], int]:
-    """Returns the tokens of a prompt with its continuation, and how many of them are the prompt's.
+class _Encoder:
+    """Encodes the prompts of a request, each with its continuation.
 
     Texts are encoded together, because the token of a word includes the space before it. The
     tokens of the prompt alone are then cut off. Spaces at the prompt's end go with the continuation
     for the same reason. lm-eval does both.
-
-    Raises:
-        ApiError: One of the two is empty or too long, or only one of them is text.
     """
-    if isinstance(prompt, str) != isinstance(continuation, str):
-        raise ApiError(
-            400,
-            "prompt and continuation must both be text, or both be token ids",
-            param="continuation",
-        )
-    for name, given in (("prompt", prompt), ("continuation", continuation)):
-        context.checked_prompt(given, name)
-    if isinstance(prompt, str):
-        special = request.add_special_tokens is not False
-        tokenizer = context.tokenizer
+
+    def __init__(self, request: ScoreRequest, context: ModelContext) -> None:
+        self._context = context
+        self._special = request.add_special_tokens is not False
+        self._lengths: dict[str, int] = {}  # the tokens of each prompt alone
+
+    def encoded(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
+        """Returns the tokens of a pair, and how many of them are the prompt's.
+
+        Raises:
+            ApiError: One of the two is empty, they are too long together, or only one of them is
+                text.
+        """
+        if isinstance(prompt, str) != isinstance(continuation, str):
+            raise ApiError(
+                400,
+                "prompt and continuation must both be text, or both be token ids",
+                param="continuation",
+            )
+        self._context.checked_prompt(continuation, "continuation")
+        if isinstance(prompt, str):
+            self._context.check_length(prompt + continuation, "prompt")
+            token_ids = self._tokens(prompt + continuation)
+        else:
+            token_ids = (*prompt, *continuation)
+        # A prompt that is too long is refused before it is encoded with other continuations.
+        if len(token_ids) > (longest := self._context.max_model_len):
+            message = f"The prompt has {len(token_ids)} tokens with its continuation, and max_model_len is {longest}"
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        num_prompt_tokens = self._num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+        if not num_prompt_tokens:
+            raise ApiError(400, "prompt must have at least one token", param="prompt")
+        if num_prompt_tokens >= len(token_ids):
+            raise ApiError(400, "continuation must have at least one token", param="continuation")
+        return token_ids, num_prompt_tokens
+
+    def _num_tokens(self, prompt: str) -> int:
+        if (number := self._lengths.get(prompt)) is None:
+            number = self._lengths[prompt] = len(self._tokens(prompt.rstrip()))
+        return number
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        tokenizer = self._context.tokenizer
         assert tokenizer is not None
-        context.check_length(prompt + continuation, "prompt")
-        token_ids = tuple(tokenizer(prompt + continuation, add_special_tokens=special)["input_ids"])
-        num_prompt_tokens = len(tokenizer(prompt.rstrip(), add_special_tokens=special)["input_ids"])
-    else:
-        token_ids = (*prompt, *continuation)
-        num_prompt_tokens = len(prompt)
-    if not num_prompt_tokens:
-        raise ApiError(400, "prompt must have at least one token", param="prompt")
-    if num_prompt_tokens >= len(token_ids):
-        raise ApiError(400, "continuation must have at least one token", param="continuation")
-    return token_ids, num_prompt_tokens
+        return tuple(tokenizer(text, add_special_tokens=self._special)["input_ids"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta, nodes
@@ -15,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.rendering import RENDERERS
@@ -67,8 +67,10 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     if continues and not isinstance(request.messages[-1], AssistantMessage):
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
+    reader = JsonReader()
     messages = [
-        _message(message, f"messages[{index}]") for index, message in enumerate(request.messages)
+        _message(message, f"messages[{index}]", reader)
+        for index, message in enumerate(request.messages)
     ]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     asked = {
@@ -113,10 +115,15 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _message(message: Fields, path: str) -> dict[str, Any]:
+def _message(message: Fields, path: str, reader: JsonReader) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
     Its content is one text, and the arguments of its calls are objects.
+
+    Args:
+        message: The message.
+        path: Its path in the request.
+        reader: Reads the arguments of all calls of the request.
     """
     content = getattr(message, "content", None)
     if isinstance(content, list):
@@ -140,19 +147,16 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
         if message.tool_calls:
             fields["content"] = content or ""
             fields["tool_calls"] = [
-                _call(call, f"{path}.tool_calls[{index}]")
+                _call(call, f"{path}.tool_calls[{index}]", reader)
                 for index, call in enumerate(message.tool_calls)
             ]
     return fields
 
 
-def _call(call: ToolCall, path: str) -> dict[str, Any]:
+def _call(call: ToolCall, path: str, reader: JsonReader) -> dict[str, Any]:
     param = f"{path}.function.arguments"
-    try:
-        # An answer may have had empty arguments, and clients send back what they received.
-        arguments = json.loads(call.function.arguments.strip() or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+    # An answer may have had empty arguments, and clients send back what they received.
+    arguments = reader.read(call.function.arguments.strip() or "{}", param)
     if not isinstance(arguments, dict):
         raise ApiError(
             400,

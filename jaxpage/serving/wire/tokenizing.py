@@ -86,15 +86,17 @@ def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
         ApiError: The request is refused.
     """
     tokenizer = _tokenizer(context)
-    request, ignored = read(body, DetokenizeRequest, context)
-    if len(request.tokens) > (most := context.limits.max_detokenize_tokens):
+    tokens = body.get("tokens")
+    most = context.limits.max_detokenize_tokens
+    if isinstance(tokens, list) and len(tokens) > most:
         raise ApiError(
-            400,
-            f"tokens has {len(request.tokens)} items; at most {most} are allowed",
-            param="tokens",
+            400, f"tokens has {len(tokens)} items; at most {most} are allowed", param="tokens"
         )
-    if request.tokens and max(request.tokens) >= context.vocab_size:
-        message = f"tokens has {max(request.tokens)}, but the model's token ids are 0 to {context.vocab_size - 1}"
+    request, ignored = read(body, DetokenizeRequest, context)
+    if (largest := max(request.tokens, default=0)) >= context.vocab_size:
+        message = (
+            f"tokens has {largest}, but the model's token ids are 0 to {context.vocab_size - 1}"
+        )
         raise ApiError(400, message, param="tokens")
     return Transformed(
         {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}, ignored
