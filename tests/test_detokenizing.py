@@ -14,6 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jaxpage
 from jaxpage.engine.text import StreamDetokenizer
+from jaxpage.outputs import Logprob
+from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
 from tests.support.tokenizers import byte_letters
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(jaxpage.__file__).parent / "demo")
@@ -83,9 +85,27 @@ def of_vocabulary(texts: list[str], decoder: Any, added: list[str]) -> PreTraine
 
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
-SENTENCE_PIECES = [*FALLBACK, "\ufffd", "\u2581", "a", "\u2581a", "\u2581\u2581b", "\u00e9", "\u2581\ufffd"]
+SENTENCE_PIECES = [
+    *FALLBACK,
+    "\ufffd",
+    "\u2581",
+    "a",
+    "\u2581a",
+    "\u2581\u2581b",
+    "\u00e9",
+    "\u2581\ufffd",
+]
 OF_PIECES = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-CUT_PIECES = (" ab", "\ufffd", "\u00e9", "\u9f98", b" \xe9", b"\xbe\x98\xf0\x9f", b"\x98\x80a", b"a\xef\xbf")
+CUT_PIECES = (
+    " ab",
+    "\ufffd",
+    "\u00e9",
+    "\u9f98",
+    b" \xe9",
+    b"\xbe\x98\xf0\x9f",
+    b"\x98\x80a",
+    b"a\xef\xbf",
+)
 BYTE_PIECES = [
     "".join(byte_letters()[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
     for piece in (*(bytes([byte]) for byte in range(256)), *CUT_PIECES)
@@ -174,10 +194,14 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
             st.text("\U0001f389\u9f98\u0c24\U0001f1e9\U0001f3fd\u00e9\ufffda ", max_size=4).map(
                 lambda text: spelled(text, 16)
             ),
-            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(lambda cut: spelled(*cut)),
+            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(
+                lambda cut: spelled(*cut)
+            ),
             st.integers(256, size - 1).map(lambda token_id: [token_id]),
         ]
-    return st.lists(st.one_of(tokens), max_size=12).map(lambda parts: sum(parts, []))
+    return st.lists(st.one_of(tokens), max_size=12).map(
+        lambda parts: [token_id for part in parts for token_id in part]
+    )
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -191,7 +215,15 @@ def test_text_in_pieces_is_the_text_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
-@pytest.mark.parametrize("text", ["\U0001f389\U0001f389", "\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd", "\u0c24\u0c46\u0c32\u0c41", "\u9f98\u9f98"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\U0001f389\U0001f389",
+        "\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd",
+        "\u0c24\u0c46\u0c32\u0c41",
+        "\u9f98\u9f98",
+    ],
+)
 def test_characters_that_are_no_tokens_follow_each_other(name: str, text: str) -> None:
     """Each comes out with its last byte, in a vocabulary that has it only as bytes."""
     token_ids = list(text.encode())
@@ -209,3 +241,33 @@ def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length: int) -> None:
     before = bytes(prompt).decode(errors="ignore")
     shown = "".join(map(stream.push, follows))
     assert before + shown == bytes(prompt + follows).decode(errors="ignore")
+
+
+@pytest.mark.parametrize("name", ["gemma", "byte level"])
+@given(parts=st.data())
+@settings(max_examples=50)
+def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(
+    name: str, parts: st.DataObject
+) -> None:
+    """A token begins where the character begins that it is a part of; all bytes together are the text."""
+    token_ids = parts.draw(ids_of(name))
+    tokenizer = VOCABULARIES[name]
+    text = tokenizer.decode(token_ids)
+    texts, places, said = TokenTexts(tokenizer), TextOffsets(tokenizer), b""
+    for token_id in token_ids:
+        entry = {token_id: Logprob(-1.0, 1, tokenizer.decode([token_id]))}
+        (row,) = chat_logprobs([token_id], [entry], 0, texts)["content"]
+        at = places.after(token_id, row["token"])
+        assert at <= len(text)
+        if "\ufffd" not in text:
+            assert at == len(said.decode(errors="ignore"))
+        said += bytes(row["bytes"])
+    if "\ufffd" not in text:
+        assert said.decode() == text
+
+
+def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first() -> None:
+    tokenizer = VOCABULARIES["llama"]
+    word, letter = tokenizer.convert_tokens_to_ids(["\u2581a", "a"])
+    places = TextOffsets(tokenizer, prompt_token_ids=[letter])
+    assert [places.after(token_id, "a") for token_id in (word, letter)] == [0, 2]

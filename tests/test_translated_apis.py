@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -19,6 +19,7 @@ from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.ollama import open_ollama_chat
 from jaxpage.serving.wire.responses import open_response
+from tests.support import successors
 from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
@@ -650,3 +651,60 @@ def test_an_error_within_a_stream_reaches_the_client(
         assert "0x" not in str(caught.value)
     monkeypatch.undo()
     server.errors.clear()  # that it failed was logged, and had to be
+
+
+def _events(answer: httpx.Response) -> Iterator[Any]:
+    """The objects of a stream, of server-sent events or of lines of JSON."""
+    for line in answer.text.splitlines():
+        line = line.removeprefix("data: ")
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str | None]]] = {
+    "completions": (
+        "/v1/completions",
+        {"prompt": ":", "max_tokens": 39},
+        lambda event: event["choices"][0]["text"],
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [USER], "max_tokens": 39},
+        lambda event: event["choices"][0]["delta"].get("content"),
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "The old house", "max_output_tokens": 39},
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+    ),
+    "messages": (
+        "/v1/messages",
+        {"messages": [USER], "max_tokens": 39},
+        lambda event: event.get("delta", {}).get("text"),
+    ),
+    "ollama": (
+        "/api/chat",
+        {"messages": [USER], "options": {"temperature": 0, "num_predict": 39}},
+        lambda event: event["message"]["content"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("models") / "demo"
+    with running(model=successors.write_successors(directory)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_characters_that_are_no_tokens_reach_every_stream(repeating: Running, name: str) -> None:
+    """With byte fallback, where each of their bytes is a token."""
+    path, body, text_of_event = STREAMS[name]
+    sampling = {} if "options" in body else {"temperature": 0}
+    body = {"model": "demo", "stream": True, **sampling, **body}
+    answer = httpx.post(repeating.address + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    texts = [text for event in _events(answer) if (text := text_of_event(event))]
+    assert "".join(texts) == 3 * successors.TEXT
+    assert len(texts) > 9, "it comes in pieces"

@@ -6,7 +6,6 @@ import codecs
 import copy
 import functools
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, Self
@@ -188,6 +187,10 @@ class StreamDetokenizer:
         self._unfinished = b""
         return self._take(self._decode(self._window))
 
+    def held_back(self) -> str:
+        """Returns what `flush` would give; it is empty between characters."""
+        return self.fork().flush() if self._unfinished else ""
+
     def fork(self) -> Self:
         """Returns a detokenizer with the same past, which goes on by itself."""
         other = copy.copy(self)
@@ -265,7 +268,7 @@ def _num_common(first: str, second: str) -> int:
     """Returns the number of characters that two strings have in common at their start."""
     if second.startswith(first):
         return len(first)
-    return len(os.path.commonprefix((first, second)))
+    return next(index for index in range(len(first)) if first[: index + 1] != second[: index + 1])
 
 
 class NoText:
