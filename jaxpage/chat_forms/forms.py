@@ -27,11 +27,15 @@ from jaxpage.chat_forms.markers import (
     CALL_INDEX,
     KEY,
     TOOL_NAME,
+    chunks,
     first_chunk,
+    is_pair,
 )
 
 Encoding = Literal["raw", "xml", "json", "python", "list"]
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
+# Models write the one where their template has the other.
+ARGUMENT_KEYS = ("arguments", "parameters")
 # Templates and tokenizers name the reasoning of a message in these ways.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
 
@@ -81,6 +85,21 @@ class ListForm:
     between: str
     end: str
     values: tuple[ValueForm, ...]
+
+
+@dataclass(frozen=True)
+class BareCall:
+    """Describes a call whose outer tag is missing, as models write it now and then.
+
+    Attributes:
+        open: The marker before the call.
+        close: The marker after it.
+        orphan: The closing outer tag, which may still follow; it may be empty.
+    """
+
+    open: str
+    close: str
+    orphan: str
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,21 @@ class ToolForm:
     def trigger(self) -> str:
         """Returns the text that calls begin with, up to white space or a placeholder."""
         return first_chunk(self.opening)
+
+    @property
+    def bare(self) -> BareCall | None:
+        """Returns the markers of a call whose outer tag is missing; None if nothing is left then.
+
+        What is left must begin with a tag of its own, because a bracket says too little.
+        """
+        outer = self.trigger
+        rest = self.opening.lstrip()[len(outer) :].lstrip()
+        if not outer or not rest.startswith("<") or not first_chunk(rest):
+            return None
+        last = (chunks(self.close) or [""])[-1]
+        if is_pair(outer, last):
+            return BareCall(rest, self.close.rstrip().removesuffix(last), last)
+        return BareCall(rest, self.close, self.end if is_pair(outer, self.end) else "")
 
     @property
     def example(self) -> str:
