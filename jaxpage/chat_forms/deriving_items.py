@@ -154,6 +154,9 @@ def _strings(arguments: _Arguments) -> list[ValueForm]:
     if encoding in ("json", "python"):
         opened, close = opened[:-1], close[1:]
     form = ValueForm(frozenset({"string"}), opened, close, encoding)
+    if parts is not None and encoding == "raw" and parts[0].strip() != opened.strip():
+        # A text with signs of markup has markers of its own, such as CDATA.
+        return [replace(form, open=parts[0], close=parts[2]), form]
     if encoding != "raw" or opened[-1:] not in ("'", '"') or opened[-1:] != close[:1]:
         return [form]
     return [form, replace(form, open=opened[:-1], close=close[1:], encoding="python")]

@@ -171,10 +171,12 @@ class ToolForm:
         rest = self.opening.lstrip()[len(outer) :].lstrip()
         if not outer or not rest.startswith("<") or not first_chunk(rest):
             return None
+        if self.begin.strip():
+            return BareCall(rest, self.close, self.end.strip())
         last = (chunks(self.close) or [""])[-1]
         if is_pair(outer, last):
             return BareCall(rest, self.close.rstrip().removesuffix(last), last)
-        return BareCall(rest, self.close, self.end if is_pair(outer, self.end) else "")
+        return BareCall(rest, self.close, "")
 
     @property
     def example(self) -> str:
@@ -305,6 +307,45 @@ LLAMA3_JSON = ToolForm(
     other_keys=("arguments",),
     first="",
 )
+LFM2 = ToolForm(
+    "lfm2",
+    "items",
+    begin="<|tool_call_start|>[",
+    close=")",
+    between=", ",
+    end="]<|tool_call_end|>",
+    arguments=ListForm("(", "", ", ", "", (ValueForm(JSON_TYPES, "=", "", "python"),)),
+    is_code=True,
+)
+GRANITE = ToolForm(
+    "granite",
+    "object",
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+    shape=f'{{"name": "{TOOL_NAME}", "arguments": {ARGUMENTS}}}',
+    other_keys=("parameters",),
+)
+MINICPM5 = ToolForm(
+    "minicpm5",
+    "items",
+    open='<function name="',
+    close="</function>",
+    between="\n",
+    arguments=ListForm(
+        '">',
+        '<param name="',
+        "",
+        "",
+        (
+            ValueForm(frozenset({"string"}), '"><![CDATA[', "]]></param>", "raw"),
+            ValueForm(JSON_TYPES, '">', "</param>", "xml"),
+        ),
+    ),
+)
+TOOL_FORMS = {form.name: form for form in (HERMES, LLAMA3_JSON, LFM2, GRANITE, MINICPM5)}
+# What a template that renders no calls has in its text, if its model writes the form.
+HINTS = {"<|tool_list_start|>": LFM2, "<|tool_call|>": GRANITE, "<function name=": MINICPM5}
 THINK = ReasoningForm("<think>", "</think>")
-TOOL_FORMS = {form.name: form for form in (HERMES, LLAMA3_JSON)}
-REASONING_FORMS = {"think": THINK}
+REASONING_FORMS = {"think": THINK, "granite": THINK}
+CONTENT_FORMS = {"granite": ContentForm(opens=("<response>",), closes=("</response>",))}
