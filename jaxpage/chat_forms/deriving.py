@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
+from jaxpage.chat_forms.deriving_history import derive_sent_reasoning
 from jaxpage.chat_forms.deriving_instructions import prober_of_instructions
 from jaxpage.chat_forms.deriving_text import TextForms, derive_text
 from jaxpage.chat_forms.forms import HINTS, ContentForm, HeaderForm, ToolForm
@@ -54,6 +55,7 @@ def derive(render: Render, source: str) -> Derived:
     if not any(map(_renders_calls, ways)):
         instructed = prober_of_instructions(prober)
         ways = [] if instructed is None else [instructed]
+    sent = derive_sent_reasoning(next(filter(_renders_calls, ways), plain))
     problem, has_tools = None, False
     for way in filter(_renders_calls, ways):
         text = derive_text(way, source)
@@ -66,7 +68,7 @@ def derive(render: Render, source: str) -> Derived:
                 problem or "the markers around the name and the arguments of a call are unclear"
             )
             continue
-        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
+        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True, sent=sent)
         form = replace(form, headers=_headers(form))
         if form.headers is None:
             form = replace(form, content=_with_stray(way, replace(text, content=found[1])))
@@ -77,7 +79,7 @@ def derive(render: Render, source: str) -> Derived:
             return Derived(form, None)
         problem = problem or failure
     hinted = None if ways else _hinted(prober, source)
-    form = ChatFormat(hinted, has_tools=has_tools or hinted is not None)
+    form = ChatFormat(hinted, has_tools=has_tools or hinted is not None, sent=sent)
     if (text := derive_text(plain, source)) is not None:
         form = replace(form, reasoning=text.reasoning, content=_with_stray(plain, text))
     return Derived(form, problem)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpage.chat_forms.markers import (
     ARGUMENTS,
@@ -245,6 +245,35 @@ class ContentForm:
     closes: tuple[str, ...] = ()
     tails: tuple[str, ...] = ()
     responses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SentReasoning:
+    """Describes how a template takes the reasoning of an earlier answer.
+
+    Attributes:
+        name: The field of the message; None for a part of its content with the type "thinking".
+        takes_content: False if an answer with calls cannot have content next to its reasoning.
+    """
+
+    name: str | None = REASONING_FIELDS[0]
+    takes_content: bool = True
+
+    def fields(self, reasoning: str, content: str, *, has_calls: bool = False) -> dict[str, Any]:
+        """Returns the fields of a message with reasoning and content.
+
+        Content that the template would refuse or drop goes to the end of the reasoning.
+        """
+        if has_calls and reasoning and not self.takes_content:
+            reasoning, content = f"{reasoning}\n\n{content}".rstrip(), ""
+        if self.name is not None:
+            return {"content": content, self.name: reasoning}
+        if not reasoning:
+            return {"content": content}
+        parts = [{"type": "thinking", "thinking": reasoning}]
+        if content:
+            parts.append({"type": "text", "text": content})
+        return {"content": parts}
 
 
 @dataclass(frozen=True)

@@ -131,4 +131,5 @@ def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> Chat
         has_tools=derived.has_tools,
         declared=derived.declared if tool_parser == "auto" else None,
         headers=derived.headers if is_derived and not is_fixed else None,
+        sent=derived.sent,
     )

@@ -15,6 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.rendering import RENDERERS
@@ -68,7 +69,8 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
     messages = [
-        _message(message, f"messages[{index}]") for index, message in enumerate(request.messages)
+        _message(message, f"messages[{index}]", context.chat_format)
+        for index, message in enumerate(request.messages)
     ]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     asked = {
@@ -113,10 +115,11 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _message(message: Fields, path: str) -> dict[str, Any]:
+def _message(message: Fields, path: str, form: ChatFormat) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
-    Its content is one text, and the arguments of its calls are objects.
+    Its content is one text, the arguments of its calls are objects, and its reasoning stands where
+    the template reads it.
     """
     content = getattr(message, "content", None)
     if isinstance(content, list):
@@ -135,10 +138,12 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
         reasoning = (
             message.reasoning if message.reasoning_content is None else message.reasoning_content
         )
-        if reasoning is not None:
-            fields["reasoning_content"] = reasoning
         if message.tool_calls:
             fields["content"] = content or ""
+        if reasoning is not None:
+            has_calls = bool(message.tool_calls)
+            fields |= form.sent.fields(reasoning, content or "", has_calls=has_calls)
+        if message.tool_calls:
             fields["tool_calls"] = [
                 _call(call, f"{path}.tool_calls[{index}]")
                 for index, call in enumerate(message.tool_calls)
