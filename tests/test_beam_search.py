@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import jaxpage.decoding.beam as beam_module
 from jaxpage import BeamSearchParams, SamplingParams
@@ -35,6 +38,7 @@ from tests.support.engines import (
     run_giving_way,
 )
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.tokenizers import byte_letters
 
 PROMPT = (5, 6, 7)
 
@@ -328,17 +332,14 @@ def test_a_width_that_holds_every_hypothesis_finds_the_best(
     assert [one.score for one in found] == pytest.approx([one.score for one in want])
 
 
-class Bytes:
+@functools.cache
+def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """A tokenizer whose token ids are parts of characters."""
-
-    parts = (b"a", b"\xc3", b"\xa9", b" ", b"\xe2", b"\x82", b"\xac", b".")
-
-    @property
-    def backend_tokenizer(self) -> Bytes:
-        return self
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self.parts[token_id] for token_id in token_ids).decode(errors="replace")
+    letters = byte_letters()
+    vocabulary = {letters[byte]: index for index, byte in enumerate(b"a\xc3\xa9 \xe2\x82\xac.")}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.mark.parametrize("key", range(20))
@@ -346,7 +347,7 @@ def test_the_text_of_a_hypothesis_is_that_of_its_tokens(key: int) -> None:
     """Where beams part within a character, too. What ends a hypothesis brings no text."""
 
     def new() -> StreamDetokenizer:
-        return StreamDetokenizer(Bytes(), PROMPT, skip_special_tokens=True)
+        return StreamDetokenizer(tokenizer_of_bytes(), PROMPT, skip_special_tokens=True)
 
     beam = BeamSearchParams(4, stop_token_ids=[7], early_stopping="never", length_penalty=2.0)
     request = request_of(beam, (), 9)

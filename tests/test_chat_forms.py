@@ -19,11 +19,14 @@ from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokeniz
 from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
 from tests.support.chat_templates import (
+    HINTED,
     NO_TOOLS,
+    STRAY,
     TEMPLATES,
     THOUGHT,
     TOLD,
     TOLD_OTHERWISE,
+    TOLD_TO_THINK,
     UNCLEAR,
     UNTOLD,
 )
@@ -753,3 +756,229 @@ def test_a_form_that_no_grammar_can_hold_is_refused() -> None:
             is_open=False,
             special_tokens={},
         )
+
+
+def thinking_prompt(source: str) -> str:
+    """A prompt that opens the reasoning, where the template has one."""
+    return render(source, [{"role": "user", "content": "Hi"}], generates=True, enable_thinking=True)
+
+
+OSLO = [("look-up2", {"city": "Oslo", "days": 3})]
+BERN = [("get_weather", {"city": "Bern"})]
+WRITES_OBJECTS = [
+    name
+    for name in TEMPLATES
+    if derived(TEMPLATES[name]).form.tools.payload == "object"  # type: ignore[union-attr]  # each has one
+    and name != "array with names as keys"
+]
+
+
+def same_however_cut(form: ChatFormat, text: str, prompt: str, data: st.DataObject) -> Any:
+    message = read(form, [text], prompt)
+    assert read(form, text, prompt) == read(form, cut(text, data), prompt) == message
+    return message
+
+
+@pytest.mark.parametrize("name", WRITES_OBJECTS)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_arguments_may_have_the_other_usual_key(name: str, data: st.DataObject) -> None:
+    form = derived(TEMPLATES[name]).form
+    prompt, text = answer(name, OSLO)
+    key = form.tools.arguments_path[-1]  # type: ignore[union-attr]
+    other = {"arguments": "parameters", "parameters": "arguments"}[key]
+    assert key in text
+    message = same_however_cut(form, text.replace(key, other), prompt, data)
+    assert (calls_of(message), message["content"]) == (OSLO, "")
+
+
+@pytest.mark.parametrize("name", WRITES_OBJECTS)
+def test_an_object_may_be_that_of_a_request(name: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    prompt, text = answer(name, [("look-up2", {})])
+    begin, end = text.index("{"), text.rindex("}") + 1
+    whole = {
+        "type": "function",
+        "function": {"name": "look-up2", "arguments": {"city": "Oslo", "days": 3}},
+    }
+    if form.tools.name_path == ("name",) and not form.tools.arguments_as_text:  # type: ignore[union-attr]
+        assert calls_of(read(form, text[:begin] + json.dumps(whole) + text[end:], prompt)) == OSLO
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize("city", ["Oslo", "a, b) ]", "3", "", "Sao\\nPaulo"])
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_code_may_have_other_quotes_than_the_template(
+    quote: str, city: str, data: st.DataObject
+) -> None:
+    """As LFM2.5's, whose template puts texts between single quotes as they are."""
+    source = TEMPLATES["code"].replace("{{ v | tojson }}", '{{ "\'" + v + "\'" }}', 1)
+    form, problem = derived(source)
+    assert problem is None
+    text = f"<|tool_call_start|>[look-up2(city={quote}{city}{quote}, days=3)]<|tool_call_end|>"
+    (call,) = calls_of(same_however_cut(form, text, "", data))
+    assert call[1]["days"] == 3 and call[1]["city"].replace("\n", "\\n") == city
+    two = text.replace(")]", f"), get_weather(city={quote}Bern{quote})]")
+    assert calls_of(read(form, two, ""))[1:] == BERN
+
+
+HAS_OUTER_TAG = [name for name in TEMPLATES if derived(TEMPLATES[name]).form.tools.bare]  # type: ignore[union-attr]
+
+
+def without_outer_tag(name: str, calls: Any) -> str:
+    """What a template renders of calls, without the first tag."""
+    form = derived(TEMPLATES[name]).form.tools
+    _, text = answer(name, calls)
+    return text[text.index(form.trigger) + len(form.trigger) :].lstrip()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", HAS_OUTER_TAG)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_a_call_may_lack_its_opening_tag(name: str, data: st.DataObject) -> None:
+    """On a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
+    form = derived(TEMPLATES[name]).form
+    prompt = answer(name, OSLO)[0]
+    if form.is_open(prompt):
+        prompt += "Hm." + form.reasoning.close  # type: ignore[union-attr]
+    for calls in (OSLO, OSLO + BERN):
+        for before, content in (("", ""), ("I look.\n\n", "I look.")):
+            text = before + without_outer_tag(name, calls)
+            message = same_however_cut(form, text, prompt, data)
+            assert (message["content"], calls_of(message)) == (content, calls), text
+
+
+def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other() -> None:
+    form, prompt = derived(TEMPLATES["parameters on lines"]).form, "<think>\n\n</think>\n\n"
+    bare = "<function=look-up2>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
+    other = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+    texts = {
+        f"{bare}\n</tool_call>\n{other}": OSLO + BERN,
+        f"{bare}\n{other}": OSLO + BERN,
+        f"{other}\n{bare}": BERN + OSLO,
+        f"{other}\n{bare}\n</tool_call>\n{bare}": BERN + OSLO * 2,
+        f"{bare}<|im_end|>\n": OSLO,
+        f"So: {bare}\n</tool_call>": OSLO,
+    }
+    for text, calls in texts.items():
+        message = read(form, [text], prompt)
+        assert (calls_of(message), message["content"]) == (calls, "So:" if "So" in text else "")
+        assert read(form, text, prompt) == message
+    quoted = [
+        f"One writes {bare}",  # in a line
+        f"For instance:\n{bare}\nThat is all.",
+        f"For instance:\n```\n{bare}\n```",
+        bare.replace("look-up2", "another"),
+        bare.replace("</function>", ""),
+        "Write <function=look-up2> and then <parameter=city>.",
+    ]
+    for text in quoted:
+        message = read(form, [text], prompt)
+        assert (message["content"], message["tool_calls"]) == (text, [])
+        assert read(form, text, prompt) == message
+
+
+THINKS_AND_CALLS = [
+    name
+    for name in sorted(set(TEMPLATES) - {"channels"})
+    if (form := derived(TEMPLATES[name]).form).reasoning and form.tools and form.tools.trigger
+]
+
+
+@pytest.mark.parametrize("name", THINKS_AND_CALLS)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_calls_at_the_end_of_reasoning_are_calls(name: str, data: st.DataObject) -> None:
+    """A model forgets to end its reasoning. If it goes on after a call, it only thinks of calling."""
+    form = derived(TEMPLATES[name]).form
+    assert form.tools is not None and form.reasoning is not None
+    prompt, text = thinking_prompt(TEMPLATES[name]), answer(name, OSLO + BERN)[1]
+    opened = "" if form.is_open(prompt) else form.reasoning.open
+    calls = text[text.index(before_placeholder(form.tools.opening).strip().partition("\n")[0]) :]
+    for tail in (*form.content.tails, *form.content.closes):
+        calls = calls.removesuffix(tail)
+    for after in ("", "\n", form.reasoning.close):
+        message = same_however_cut(form, f"{opened}I look.\n{calls}{after}", prompt, data)
+        wanted = ("I look.", "", OSLO + BERN)
+        assert (
+            message["reasoning_content"].strip(),
+            message["content"],
+            calls_of(message),
+        ) == wanted
+    thought = f"I could write {calls} or not."
+    message = same_however_cut(form, opened + thought + form.reasoning.close + "So.", prompt, data)
+    assert message["reasoning_content"].strip() == thought and not message["tool_calls"]
+    message = same_however_cut(form, opened + thought + form.reasoning.close + calls, prompt, data)
+    assert message["reasoning_content"].strip() == thought and calls_of(message) == OSLO + BERN
+
+
+@pytest.mark.parametrize("between", ["; ", ";\n", ", ", "\n", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["object without a tag, one only", "object in tags", "objects in one tag", "name, mark, JSON"],
+)
+def test_calls_in_json_may_have_other_signs_between_them(name: str, between: str) -> None:
+    form, (prompt, text) = derived(TEMPLATES[name]).form, answer(name, OSLO)
+    tools = form.tools
+    assert tools is not None
+    for tail in (*form.content.tails, tools.end.strip()):
+        text = text.removesuffix(tail)
+    other = answer(name, BERN)[1].removeprefix(tools.begin)
+    message = read(form, [text + between + other.lstrip("\n")], prompt)
+    assert (calls_of(message), message["content"]) == (OSLO + BERN, "")
+    assert read(form, text + between + other.lstrip("\n"), prompt) == message
+
+
+@pytest.mark.parametrize("name", HINTED)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(
+    name: str, data: st.DataObject
+) -> None:
+    source, call = HINTED[name]
+    form, problem = derived(source)
+    assert (form.tool_form, form.has_tools, problem) == (name, True, None)
+    called = [("look-up2", {"city": "it's {x}", "days": 3})]
+    for text, content in ((call, ""), (f"I look.\n{call}", "I look.")):
+        message = same_however_cut(form, text, "", data)
+        assert (message["content"], calls_of(message)) == (content, called)
+    may_write, written = writer_of(form), call.replace("\n", "")
+    assert may_write(written) and not may_write(written.replace("3", "three"))
+    quoted = f"One writes {call.replace('look-up2', 'another')} so."
+    assert read(form, quoted, "")["content"] == quoted
+
+
+def test_a_prompt_tells_what_stands_around_reasoning_and_answer() -> None:
+    """As Granite 3.3's, if it is asked for reasoning."""
+    form = derived(TOLD_TO_THINK).form
+    asked = [{"role": "user", "content": "Hi"}]
+    prompt = render(TOLD_TO_THINK, asked, generates=True, thinking=True)
+    text = "<think>Hm.</think>\n<response>So.</response>"
+    message = read(form, [text], prompt)
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
+    assert read(form, text, prompt) == message
+    for said in ("The <think> tag opens it, <response> the answer.", "So."):
+        assert read(form, said, render(TOLD_TO_THINK, asked, generates=True))["content"] == said
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("It is 3.<channel|>", "It is 3."),
+        ("It is 3.<channel|><turn|>\n", "It is 3."),
+        (f"I look.<channel|>{CALLS_A_TOOL}", "I look."),
+        ("The <channel|> mark, or <|channel>.", "The <channel|> mark, or <|channel>."),
+    ],
+)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_a_stray_mark_after_an_answer_is_no_content_where_the_template_drops_it(
+    text: str, content: str, data: st.DataObject
+) -> None:
+    form, problem = derived(STRAY)
+    assert problem is None
+    prompt = render(STRAY, [{"role": "user", "content": "Hi"}], generates=True)
+    message = same_however_cut(form, text, prompt, data)
+    assert (message["content"], message["reasoning_content"]) == (content, "")
+    assert len(message["tool_calls"]) == text.count("tool_call>call")

@@ -332,7 +332,7 @@ WRONG_USE = [
     (("serve", "demo", "--prot", "80"), "unknown argument '--prot'; did you mean '--port'?"),
     (
         ("serve", "demo", "--tool-call-parser", "xml"),
-        "command line: tool_parser: must be 'auto', 'none', 'hermes' or 'llama3_json'",
+        "command line: tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', 'granite' or 'minicpm5'",
     ),
     (
         ("serve", "demo", "--ui-show-prompts"),

@@ -1,16 +1,21 @@
-"""Tokens that bring no text: they cost no more than others, and what follows them is the tokenizer's own text."""
+"""Text that is made token by token is the tokenizer's own, and tokens that bring none cost no more than others."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jaxpage
 from jaxpage.engine.text import StreamDetokenizer
+from jaxpage.outputs import Logprob
+from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
 from tests.support.tokenizers import byte_letters
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(jaxpage.__file__).parent / "demo")
@@ -69,3 +74,200 @@ def test_a_thousand_of_them_are_shown_as_they_come(piece: tuple[int, ...], skip:
         len(whole) - len(shown) <= 3 and whole.startswith(shown) and shown + stream.flush() == whole
     )
     assert stream.most <= MOST_AT_ONCE
+
+
+def of_vocabulary(texts: list[str], decoder: Any, added: list[str]) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({text: index for index, text in enumerate(texts)}, "?"))
+    backend.decoder = decoder
+    backend.add_tokens([AddedToken(text, normalized=False) for text in added])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+SENTENCE_PIECES = [
+    *FALLBACK,
+    "\ufffd",
+    "\u2581",
+    "a",
+    "\u2581a",
+    "\u2581\u2581b",
+    "\u00e9",
+    "\u2581\ufffd",
+]
+OF_PIECES = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+CUT_PIECES = (
+    " ab",
+    "\ufffd",
+    "\u00e9",
+    "\u9f98",
+    b" \xe9",
+    b"\xbe\x98\xf0\x9f",
+    b"\x98\x80a",
+    b"a\xef\xbf",
+)
+BYTE_PIECES = [
+    "".join(byte_letters()[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
+    for piece in (*(bytes([byte]) for byte in range(256)), *CUT_PIECES)
+]
+# Of these, one consists of letters that stand for bytes, one of others, and one is a byte that is no character.
+ADDED = ["<tool>", "<a \u9f98>", "\u00ff"]
+WORDS = ["a", "##b", "\ufffd", ".", "##\ufffd", "\u2581a", "\u2581", "b</w>", "a</w>", "<pad>", "|"]
+VOCABULARIES = {
+    "llama": of_vocabulary(SENTENCE_PIECES, decoders.Sequence([*OF_PIECES, decoders.Strip(" ", 1, 0)]), ADDED),
+    "gemma": of_vocabulary(SENTENCE_PIECES, decoders.Sequence(OF_PIECES), ADDED),
+    "byte level": of_vocabulary(BYTE_PIECES, decoders.ByteLevel(), ADDED),
+    "byte level and more": of_vocabulary(
+        BYTE_PIECES, decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), ADDED
+    ),
+    "words": of_vocabulary(WORDS, decoders.WordPiece(), ADDED),
+    "metaspace": of_vocabulary(WORDS, decoders.Metaspace(), ADDED),
+    "suffixes": of_vocabulary(WORDS, decoders.BPEDecoder(), ADDED),
+    "ctc": of_vocabulary(WORDS, decoders.CTC(), ADDED),
+    "no decoder": of_vocabulary(WORDS, None, ADDED),
+}  # fmt: skip
+
+
+def mended(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> list[int]:
+    """The tokens, with one of U+FFFD for each byte of a run from the first on that is of no character.
+
+    Such a run with byte fallback is the one thing that a tokenizer writes otherwise when more of it comes: from
+    then on its complete characters are replaced, too. Text that is out cannot be.
+    """
+    if tokenizer.convert_tokens_to_ids("<0x00>") != 0:
+        return token_ids
+    found: list[int] = []
+    for is_run, tokens in itertools.groupby(token_ids, lambda token_id: token_id < 256):
+        run = list(tokens)
+        try:
+            bytes(run if is_run else []).decode()
+            found += run
+        except UnicodeDecodeError as error:
+            found += [*run[: error.start], *[256] * (len(run) - error.start)]
+            whole = [tokenizer.decode(each) for each in (run, found[-len(run) :])]
+            assert error.start > 0 or whole[0] == whole[1], "otherwise it is the tokenizer's own"
+    return found
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], *, skips: bool) -> str:
+    special = tokenizer.convert_tokens_to_ids("<s>")
+    shown = [token_id for token_id in token_ids if not skips or token_id != special]
+    return str(tokenizer.decode(mended(tokenizer, shown), skip_special_tokens=skips))
+
+
+def agree_with_the_tokenizer(name: str, token_ids: list[int], cut: int, *, skips: bool) -> None:
+    """At each token: what was shown, and what an end here would bring, are the text; little is held back."""
+    tokenizer = VOCABULARIES[name]
+    stream = StreamDetokenizer(tokenizer, tuple(token_ids[:cut]), skip_special_tokens=skips)
+    before, shown = text_of(tokenizer, token_ids[:cut], skips=skips), ""
+    for end in range(cut, len(token_ids) + 1):
+        whole = text_of(tokenizer, token_ids[:end], skips=skips)
+        ended = shown + stream.fork().flush()
+        # A prompt may end within a character, which belongs to the output once it is complete.
+        starts = [before[: len(before) - num_open] for num_open in range(4)]
+        assert any(
+            whole == start + ended and before == start + (len(before) - len(start)) * "\ufffd"
+            for start in starts
+        ), (whole, before, ended)
+        assert len(ended) - len(shown) <= 3
+        if end < len(token_ids):
+            shown += stream.push(token_ids[end])
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Tokens of a vocabulary: characters of all planes as bytes, random bytes, other tokens."""
+    size = len(VOCABULARIES[name])
+    tokens = [st.integers(0, size - 1).map(lambda token_id: [token_id])]
+    if size > 256:
+        letters = {letter: byte for byte, letter in byte_letters().items()}
+        of_byte = (
+            {letters[text]: index for index, text in enumerate(BYTE_PIECES[:256])}
+            if "byte" in name
+            else {byte: byte for byte in range(256)}
+        )
+
+        def spelled(text: str, length: int) -> list[int]:
+            return [of_byte[byte] for byte in text.encode()[:length]]
+
+        tokens += [
+            st.characters(codec="utf-8").map(lambda text: spelled(text, 4)),
+            st.text("\U0001f389\u9f98\u0c24\U0001f1e9\U0001f3fd\u00e9\ufffda ", max_size=4).map(
+                lambda text: spelled(text, 16)
+            ),
+            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(
+                lambda cut: spelled(*cut)
+            ),
+            st.integers(256, size - 1).map(lambda token_id: [token_id]),
+        ]
+    return st.lists(st.one_of(tokens), max_size=12).map(
+        lambda parts: [token_id for part in parts for token_id in part]
+    )
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_text_in_pieces_is_the_text_of_the_whole(name: str) -> None:
+    @settings(max_examples=100)
+    @given(ids_of(name), st.integers(0, 20), st.booleans())
+    def search(token_ids: list[int], cut: int, skips: bool) -> None:
+        agree_with_the_tokenizer(name, token_ids, min(cut, len(token_ids)), skips=skips)
+
+    search()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\U0001f389\U0001f389",
+        "\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd",
+        "\u0c24\u0c46\u0c32\u0c41",
+        "\u9f98\u9f98",
+    ],
+)
+def test_characters_that_are_no_tokens_follow_each_other(name: str, text: str) -> None:
+    """Each comes out with its last byte, in a vocabulary that has it only as bytes."""
+    token_ids = list(text.encode())
+    stream = StreamDetokenizer(VOCABULARIES[name], (), skip_special_tokens=True)
+    shown = [stream.push(token_id) for token_id in token_ids]
+    assert [piece for piece in shown if piece] == list(text)
+    assert "".join(shown) == VOCABULARIES[name].decode(token_ids) == text
+
+
+@pytest.mark.parametrize("length", [4, 250, 256, 257, 1000])
+def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length: int) -> None:
+    token_ids = list(("\U0001f389\u9f98\u00e9" * 200).encode())
+    prompt, follows = token_ids[:length], token_ids[length : length + 9]
+    stream = StreamDetokenizer(VOCABULARIES["llama"], prompt, skip_special_tokens=True)
+    before = bytes(prompt).decode(errors="ignore")
+    shown = "".join(map(stream.push, follows))
+    assert before + shown == bytes(prompt + follows).decode(errors="ignore")
+
+
+@pytest.mark.parametrize("name", ["gemma", "byte level"])
+@given(parts=st.data())
+@settings(max_examples=50)
+def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(
+    name: str, parts: st.DataObject
+) -> None:
+    """A token begins where the character begins that it is a part of; all bytes together are the text."""
+    token_ids = parts.draw(ids_of(name))
+    tokenizer = VOCABULARIES[name]
+    text = tokenizer.decode(token_ids)
+    texts, places, said = TokenTexts(tokenizer), TextOffsets(tokenizer), b""
+    for token_id in token_ids:
+        entry = {token_id: Logprob(-1.0, 1, tokenizer.decode([token_id]))}
+        (row,) = chat_logprobs([token_id], [entry], 0, texts)["content"]
+        at = places.after(token_id, row["token"])
+        assert at <= len(text)
+        if "\ufffd" not in text:
+            assert at == len(said.decode(errors="ignore"))
+        said += bytes(row["bytes"])
+    if "\ufffd" not in text:
+        assert said.decode() == text
+
+
+def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first() -> None:
+    tokenizer = VOCABULARIES["llama"]
+    word, letter = tokenizer.convert_tokens_to_ids(["\u2581a", "a"])
+    places = TextOffsets(tokenizer, prompt_token_ids=[letter])
+    assert [places.after(token_id, "a") for token_id in (word, letter)] == [0, 2]

@@ -92,7 +92,7 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         (
             "tool_parser",
             "xml",
-            "tool_parser: must be 'auto', 'none', 'hermes' or 'llama3_json', got 'xml'",
+            "tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', 'granite' or 'minicpm5', got 'xml'",
         ),
         (
             "log_level",

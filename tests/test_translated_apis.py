@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -15,10 +16,12 @@ import pytest
 
 import jaxpage
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.ollama import open_ollama_chat
 from jaxpage.serving.wire.responses import open_response
+from tests.support import successors
 from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
@@ -248,6 +251,76 @@ def test_a_translated_request_is_that_of_the_chat(
     )
     assert found.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
     assert (found.stream, found.ignored_fields) == (False, ())
+
+
+FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "parts")
+READS = "{% if m.FIELD %}({{ m.FIELD }}){% endif %}{{ m.content }}"
+PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'thinking' %}({{ p.thinking }}){% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+)
+# As gpt-oss, which takes either before a call.
+CALLS = (
+    "{% if m.tool_calls %}{% if m.content and m.FIELD %}{{ raise_exception('both') }}{% endif %}"
+    "<{{ m.content or m.FIELD }}>{% for c in m.tool_calls %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}{% else %}SAID{% endif %}"
+)
+EACH = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}SAID{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@functools.cache
+def reads_reasoning(field: str, *, refuses: bool = False) -> Any:
+    said = PARTS if field == "parts" else READS
+    said = CALLS.replace("SAID", said) if refuses else said
+    loaded = with_template(EACH.replace("SAID", said).replace("FIELD", field))
+    return context(tokenizer=loaded, chat_format=chosen(derived_form(loaded).form, "none", "none"))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("dialect", ["chat", "vllm", "responses", "messages", "ollama"])
+def test_reasoning_that_is_sent_back_reaches_the_template(field: str, dialect: str) -> None:
+    """By whatever name the template reads it, and the dialect has it."""
+    thinking = {"type": "thinking", "thinking": "Hm", "signature": ""}
+    said = {
+        "chat": {**TOLD, "reasoning_content": "Hm"},
+        "vllm": {**TOLD, "reasoning": "Hm"},
+        "messages": {**TOLD, "content": [thinking, {"type": "text", "text": "It was"}]},
+        "ollama": {**TOLD, "thinking": "Hm"},
+    }
+    bodies: dict[str, tuple[Any, dict[str, Any]]] = {
+        name: (open_, {"messages": [USER, said.get(name), MORE], **more})
+        for name, open_, more in (
+            ("chat", open_chat, {}),
+            ("vllm", open_chat, {}),
+            ("messages", open_message, {"max_tokens": 12}),
+            ("ollama", open_ollama_chat, {}),
+        )
+    }
+    thought = {"type": "reasoning_text", "text": "Hm"}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]}
+    bodies["responses"] = (open_response, {"input": [USER, reasoning, TOLD, MORE]})
+    opens, body = bodies[dialect]
+    (asked,) = opens({"model": "demo", **body}, reads_reasoning(field)).prompts
+    assert asked.prompt == "<|user|>The old house<|assistant|>(Hm)It was<|user|>Go on<|assistant|>"
+
+
+@pytest.mark.parametrize("field", FIELDS[:-1])
+@pytest.mark.parametrize("content", ["I look.", "", None, " "])
+def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_taken(
+    field: str, content: str | None
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": content, "reasoning": "Hm", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "3"}
+    body = {"model": "demo", "messages": [USER, said, result]}
+    (asked,) = open_chat(body, reads_reasoning(field, refuses=True)).prompts
+    thought = "Hm\n\nI look." if content == "I look." else "Hm"
+    assert asked.prompt.endswith(
+        f"<|assistant|><{thought}><call>f{{}}</call><|tool|>3<|assistant|>"
+    )
 
 
 # Responses
@@ -650,3 +723,60 @@ def test_an_error_within_a_stream_reaches_the_client(
         assert "0x" not in str(caught.value)
     monkeypatch.undo()
     server.errors.clear()  # that it failed was logged, and had to be
+
+
+def _events(answer: httpx.Response) -> Iterator[Any]:
+    """The objects of a stream, of server-sent events or of lines of JSON."""
+    for line in answer.text.splitlines():
+        line = line.removeprefix("data: ")
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str | None]]] = {
+    "completions": (
+        "/v1/completions",
+        {"prompt": ":", "max_tokens": 39},
+        lambda event: event["choices"][0]["text"],
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [USER], "max_tokens": 39},
+        lambda event: event["choices"][0]["delta"].get("content"),
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "The old house", "max_output_tokens": 39},
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+    ),
+    "messages": (
+        "/v1/messages",
+        {"messages": [USER], "max_tokens": 39},
+        lambda event: event.get("delta", {}).get("text"),
+    ),
+    "ollama": (
+        "/api/chat",
+        {"messages": [USER], "options": {"temperature": 0, "num_predict": 39}},
+        lambda event: event["message"]["content"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("models") / "demo"
+    with running(model=successors.write_successors(directory)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_characters_that_are_no_tokens_reach_every_stream(repeating: Running, name: str) -> None:
+    """With byte fallback, where each of their bytes is a token."""
+    path, body, text_of_event = STREAMS[name]
+    sampling = {} if "options" in body else {"temperature": 0}
+    body = {"model": "demo", "stream": True, **sampling, **body}
+    answer = httpx.post(repeating.address + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    texts = [text for event in _events(answer) if (text := text_of_event(event))]
+    assert "".join(texts) == 3 * successors.TEXT
+    assert len(texts) > 9, "it comes in pieces"

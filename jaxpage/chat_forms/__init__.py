@@ -11,7 +11,8 @@ Enter by these names:
 
 - `derive`: what a template's answers look like (`Derived`), given a `Render`.
 - `ChatFormat`: the form of a model's answers; `MessageReader` reads one answer.
-- `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name.
+- `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name; `CONTENT_FORMS`: the markers
+  around the content that come with one of reasoning.
 - `Tools`: the tools that an answer may call.
 - `grammar_of`: the grammar of an answer that must call tools, in the model's own form.
 - `Piece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
@@ -20,12 +21,13 @@ Enter by these names:
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
-from jaxpage.chat_forms.forms import REASONING_FORMS, TOOL_FORMS
+from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
 from jaxpage.chat_forms.grammar import grammar_of
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 from jaxpage.chat_forms.probes import Render
 
 __all__ = [
+    "CONTENT_FORMS",
     "REASONING_FORMS",
     "TOOL_FORMS",
     "ChatFormat",

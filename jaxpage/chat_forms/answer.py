@@ -10,6 +10,8 @@ from jaxpage.chat_forms.markers import first_chunk, leading_space
 from jaxpage.chat_forms.pieces import Piece, TextKind
 from jaxpage.chat_forms.text_buffer import BufferedReader, MismatchError, Parser, attempt, fits
 
+_SEPARATORS = (";", ",")  # models write them between calls in JSON, whatever the template has
+
 
 class AnswerReader(BufferedReader):
     """Reads the text of one answer.
@@ -47,6 +49,7 @@ class AnswerReader(BufferedReader):
         self._calls = (
             None if tool_form is None else CallReader(tool_form, tools or Tools(), self._buffer)
         )
+        self._bare = None if tool_form is None else tool_form.bare
         # White space at the end of a text; it is given out only if more text follows.
         self._space: list[str] = []
         self._has_called = False
@@ -62,9 +65,10 @@ class AnswerReader(BufferedReader):
         if form is not None and (not form.trigger or form.first is not None):
             # There is no marker to look for: the prompt ends with it, or the form has none.
             yield from self._read_calls(form, form.first_opening)
-        trigger = "" if form is None else form.trigger
+        bare = "" if self._bare is None else self._bare.open
+        begins = ("" if form is None else form.trigger, bare)
         ends = (*content.closes, *content.tails, *content.responses)
-        markers = tuple({trigger, *map(first_chunk, ends)} - {""})
+        markers = tuple({*map(first_chunk, (*begins, *ends))} - {""})
         emit = functools.partial(self._emit, "content")
         while (marker := (yield from buffer.next_marker(markers, emit))) is not None:
             yield from self._at_marker(marker)
@@ -79,13 +83,44 @@ class AnswerReader(BufferedReader):
         elif not (yield from fits(buffer, buffer.literal(form.open, before_value=True))):
             return
         emit = functools.partial(self._emit, "reasoning")
+        trigger = "" if self._form is None else self._form.trigger
+        markers = tuple({first_chunk(form.close), trigger} - {""})
         space = ""
-        while marker := (yield from buffer.next_marker((first_chunk(form.close),), emit)):
+        while marker := (yield from buffer.next_marker(markers, emit)):
             if (yield from fits(buffer, buffer.literal(form.close, before_value=True))):
                 space = leading_space(form.close)
                 break
+            if trigger.startswith(marker):
+                calls = yield from self._attempt_call(self._last_calls(form.close))
+                if calls is not None:
+                    self._add(*calls)
+                    return
             self._emit_character("reasoning", marker)
         self._emit_space("reasoning", space)
+
+    def _last_calls(self, close: str) -> Parser[list[Piece]]:
+        """Reads calls in the reasoning, which a model forgot to end.
+
+        They are calls if the answer ends with them. Otherwise the model thinks of calling.
+
+        Args:
+            close: The marker after the reasoning, which may come after them.
+
+        Raises:
+            MismatchError: There is no call, or something else follows.
+        """
+        assert self._form is not None and self._calls is not None
+        buffer = self._buffer
+        calls = [(yield from self._calls.call(self._form.opening))]
+        while (call := (yield from self._next_call(self._form))) is not None:
+            calls.append(call)
+        for marker in (self._form.end, close, *self._content.tails, *self._content.responses):
+            if marker.strip():
+                yield from attempt(buffer, buffer.last_literal(marker))
+        yield from buffer.skip_space()
+        if (yield from buffer.next_character()):
+            raise MismatchError
+        return calls
 
     def _at_marker(self, marker: str) -> Parser[None]:
         """Reads what a marker begins; if that is nothing of the form, the marker is content."""
@@ -93,6 +128,13 @@ class AnswerReader(BufferedReader):
         is_call = form is not None and form.trigger.startswith(marker)
         if form is not None and is_call and (yield from self._read_calls(form, form.opening)):
             return
+        bare = None if self._bare is None else first_chunk(self._bare.open)
+        if form is not None and bare is not None and bare.startswith(marker):
+            call = yield from self._attempt_call(self._bare_call(form, after_call=False))
+            if call is not None:
+                self._add(call)
+                yield from self._read_more_calls(form)
+                return
         for close in content.closes:
             if first_chunk(close).startswith(marker) and (yield from self._read_close(close)):
                 return
@@ -147,26 +189,71 @@ class AnswerReader(BufferedReader):
             form: The form of calls.
             opened: The marker before the first call.
         """
-        if not (yield from self._read_call(opened)):
-            return False
-        while (yield from self._read_call(form.between + form.open)) or (
-            form.between.strip() and (yield from self._read_call(form.open))
-        ):
-            pass
-        if form.end.strip():
-            yield from attempt(self._buffer, self._buffer.last_literal(form.end))
-        self._buffer.forget()
-        return True
-
-    def _read_call(self, opened: str) -> Parser[bool]:
         assert self._calls is not None
         call = yield from self._attempt_call(self._calls.call(opened))
         if call is None:
             return False
+        self._add(call)
+        yield from self._read_more_calls(form)
+        return True
+
+    def _read_more_calls(self, form: ToolForm) -> Parser[None]:
+        """Reads the calls that follow a call, and the marker after them."""
+        while (call := (yield from self._next_call(form))) is not None:
+            self._add(call)
+        if form.end.strip():
+            yield from attempt(self._buffer, self._buffer.last_literal(form.end))
+        self._buffer.forget()
+
+    def _next_call(self, form: ToolForm) -> Parser[Piece | None]:
+        """Returns the call that follows another, or None."""
+        assert self._calls is not None
+        betweens = [form.between]
+        if form.between.strip():
+            betweens.append("")
+        if form.payload != "items":
+            betweens += [mark for mark in _SEPARATORS if mark != form.between.strip()]
+        for between in betweens:
+            call = yield from self._attempt_call(self._calls.call(between + form.open))
+            if call is not None:
+                return call
+        if self._bare is None:
+            return None
+        return (yield from self._attempt_call(self._bare_call(form, after_call=True)))
+
+    def _bare_call(self, form: ToolForm, *, after_call: bool) -> Parser[Piece]:
+        """Reads a call whose outer tag is missing.
+
+        Its closing tag follows, or the call stands on a line of its own or after another one, and
+        nothing but calls follows it: a text that quotes a call goes on.
+
+        Args:
+            form: The form of calls.
+            after_call: True if another call comes before it.
+
+        Raises:
+            MismatchError: There is no such call.
+        """
+        assert self._calls is not None and self._bare is not None
+        buffer, bare = self._buffer, self._bare
+        yield from buffer.skip_space()
+        is_alone = after_call or buffer.is_at_line()
+        call = yield from self._calls.call(bare.open, bare.close)
+        yield from buffer.skip_space()
+        if is_alone and (yield from buffer.next_character()) == "":
+            return call
+        if bare.orphan and (yield from fits(buffer, buffer.literal(bare.orphan))):
+            return call
+        for marker in (form.opening, bare.open, *self._content.tails, *self._content.responses):
+            if is_alone and marker.strip() and (yield from buffer.comes(marker)):
+                return call
+        raise MismatchError
+
+    def _add(self, *calls: Piece) -> None:
+        """Gives out calls. White space before them is no text."""
         self._space.clear()
         self._has_called = True
-        self._pieces.append(call)
-        return True
+        self._pieces += calls
 
     def _emit_character(self, kind: TextKind, marker: str) -> None:
         """Gives out the first character of a marker that is none.

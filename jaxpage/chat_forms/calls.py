@@ -80,18 +80,20 @@ class CallReader:
         self._schema: Any = None  # of the arguments of the call, which references lead into
         self._depth = 0  # of lists that are not written as JSON
 
-    def call(self, opened: str) -> Parser[Piece]:
+    def call(self, opened: str, close: str | None = None) -> Parser[Piece]:
         """Reads a call with the markers around it.
 
         A text that ends within the closing marker is complete if nothing else could follow.
 
         Args:
             opened: The marker before the call.
+            close: The marker after it; None for that of the form.
 
         Raises:
             MismatchError: The text is no call of a tool.
         """
         form, buffer = self._form, self._buffer
+        close = form.close if close is None else close
         yield from buffer.literal(opened)
         if form.payload == "object":
             piece = self._object((yield from self._json()))
@@ -103,13 +105,13 @@ class CallReader:
             else:
                 assert form.arguments is not None
                 self._schema = self._tools.schema(name)
-                arguments = yield from self._members(form.arguments, form.close, self._schema)
+                arguments = yield from self._members(form.arguments, close, self._schema)
                 piece = self._tools.call(name, arguments)
         begin = buffer.position
         try:
-            yield from buffer.literal(form.close, piece.name)
+            yield from buffer.literal(close, piece.name)
         except EndedError:
-            if form.arguments is not None and not self._is_past_items(buffer.text[begin:]):
+            if form.arguments is not None and not self._is_past_items(buffer.text[begin:], close):
                 raise
             buffer.position = len(buffer.text)
         return piece
@@ -127,12 +129,12 @@ class CallReader:
         yield from self._buffer.skip_space()
         return read_literal((yield from nested_literal(self._buffer, is_python=self._form.is_code)))
 
-    def _is_past_items(self, rest: str) -> bool:
+    def _is_past_items(self, rest: str, close: str) -> bool:
         """Returns whether a part of the closing marker shows that no further item comes."""
         items = self._form.arguments
         assert items is not None
         item = _without_space(items.between + items.open)
-        return not self._form.close.strip() or not item.startswith(_without_space(rest))
+        return not close.strip() or not item.startswith(_without_space(rest))
 
     def _name(self) -> Parser[str]:
         """Reads the name of a tool, which ends where the next marker begins."""
@@ -163,6 +165,9 @@ class CallReader:
                 raise MismatchError
             ((name, arguments),) = value.items()
             return self._tools.call(name, arguments)
+        if _at(value, form.name_path) is None and isinstance(value, dict):
+            # The object of a request's own form, `{"type": "function", "function": {...}}`.
+            value = value.get("function")
         *outer, key = form.arguments_path
         found = (_at(value, (*outer, one)) for one in (key, *form.other_keys))
         arguments = next((one for one in found if one is not None), None)

@@ -9,7 +9,13 @@ from typing import Any
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
-from jaxpage.chat_forms.forms import ContentForm, HeaderForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.forms import (
+    ContentForm,
+    HeaderForm,
+    ReasoningForm,
+    SentReasoning,
+    ToolForm,
+)
 from jaxpage.chat_forms.headed import HeadedReader
 from jaxpage.chat_forms.markers import trailing_space
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
@@ -28,6 +34,7 @@ class ChatFormat:
         declared: Makes transformers' parser, where the tokenizer declares a response template and
             no form of calls is derived.
         headers: The form of headers, where answers are messages with headers; or None.
+        sent: How the chat template takes the reasoning of earlier answers.
     """
 
     tools: ToolForm | None = None
@@ -36,6 +43,7 @@ class ChatFormat:
     has_tools: bool = False
     declared: NewResponseParser | None = None
     headers: HeaderForm | None = None
+    sent: SentReasoning = field(default_factory=SentReasoning)
 
     @property
     def tool_form(self) -> str | None:

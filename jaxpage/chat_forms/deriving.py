@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from jaxpage.chat_forms.chat_format import ChatFormat
 from jaxpage.chat_forms.deriving_calls import derive_calls
+from jaxpage.chat_forms.deriving_history import derive_sent_reasoning
 from jaxpage.chat_forms.deriving_instructions import prober_of_instructions
-from jaxpage.chat_forms.deriving_text import derive_text
-from jaxpage.chat_forms.forms import HeaderForm
-from jaxpage.chat_forms.markers import chunks, without_suffix
-from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Prober, Render, prober_of
+from jaxpage.chat_forms.deriving_text import TextForms, derive_text
+from jaxpage.chat_forms.forms import HINTS, ContentForm, HeaderForm, ToolForm
+from jaxpage.chat_forms.markers import PLACEHOLDER, chunks, without_suffix
+from jaxpage.chat_forms.probes import CONTENT, NAMES, TOOLS, Call, Prober, Render, prober_of
 from jaxpage.chat_forms.round_trips import ROUND_TRIP_TOOLS, problem_of
 
 _CHANNEL = re.compile(r"(<[^<>\s]+>)(\w+)(<[^<>\s]+>)")
@@ -54,6 +55,7 @@ def derive(render: Render, source: str) -> Derived:
     if not any(map(_renders_calls, ways)):
         instructed = prober_of_instructions(prober)
         ways = [] if instructed is None else [instructed]
+    sent = derive_sent_reasoning(next(filter(_renders_calls, ways), plain))
     problem, has_tools = None, False
     for way in filter(_renders_calls, ways):
         text = derive_text(way, source)
@@ -66,18 +68,48 @@ def derive(render: Render, source: str) -> Derived:
                 problem or "the markers around the name and the arguments of a call are unclear"
             )
             continue
-        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
+        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True, sent=sent)
         form = replace(form, headers=_headers(form))
+        if form.headers is None:
+            form = replace(form, content=_with_stray(way, replace(text, content=found[1])))
         other_tools = replace(way, tools=ROUND_TRIP_TOOLS)
         # Some templates cannot show a tool that has an array.
         failure = problem_of(form, way if other_tools.prompt() is None else other_tools)
         if failure is None:
             return Derived(form, None)
         problem = problem or failure
-    form = ChatFormat(has_tools=has_tools)
+    hinted = None if ways else _hinted(prober, source)
+    form = ChatFormat(hinted, has_tools=has_tools or hinted is not None, sent=sent)
     if (text := derive_text(plain, source)) is not None:
-        form = replace(form, reasoning=text.reasoning, content=text.content)
+        form = replace(form, reasoning=text.reasoning, content=_with_stray(plain, text))
     return Derived(form, problem)
+
+
+def _hinted(prober: Prober, source: str) -> ToolForm | None:
+    """Returns the form that a template tells by a marker, where it shows tools and no calls."""
+    shown = prober.question() or ""
+    if NAMES[0] not in shown:
+        return None
+    return next((form for hint, form in HINTS.items() if hint in source), None)
+
+
+def _with_stray(prober: Prober, text: TextForms) -> ContentForm:
+    """Returns the markers around content, with that after reasoning if templates drop it there.
+
+    A model may write it at the end of an answer though there was no reasoning. A template that
+    drops it from the end of an earlier answer says that it is no content.
+    """
+    content = text.content
+    close = "" if text.reasoning is None else text.reasoning.close.strip()
+    if not close or PLACEHOLDER.search(close):
+        return content
+    rendered = [
+        prober.answer(content=CONTENT + close, is_last=is_last) for is_last in (True, False)
+    ]
+    clean = [prober.answer(content=CONTENT, is_last=is_last) for is_last in (True, False)]
+    if rendered != clean or None in clean or not all(CONTENT in (one or "") for one in clean):
+        return content
+    return replace(content, closes=tuple(dict.fromkeys((*content.closes, close))))
 
 
 def _renders_calls(prober: Prober) -> bool:

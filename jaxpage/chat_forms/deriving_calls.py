@@ -9,7 +9,7 @@ from dataclasses import replace
 from jaxpage.chat_forms.deriving_items import derive_items
 from jaxpage.chat_forms.deriving_text import TextForms
 from jaxpage.chat_forms.finding_calls import CALLS, RenderedAnswer, render_calls, shape_of
-from jaxpage.chat_forms.forms import ContentForm, ToolForm
+from jaxpage.chat_forms.forms import ARGUMENT_KEYS, ContentForm, ToolForm
 from jaxpage.chat_forms.markers import (
     TAG,
     common_prefix,
@@ -75,7 +75,10 @@ def _payload(prober: Prober, answer: RenderedAnswer) -> tuple[ToolForm, str] | N
     if first.is_code:
         text = json.dumps(first.value, ensure_ascii=False)
     form = replace(form, name_path=first.name_path, arguments_path=first.arguments_path)
-    return replace(form, arguments_as_text=first.as_text, shape=shape_of(text)), ""
+    keys = first.arguments_path[-1:]
+    others = tuple(key for key in ARGUMENT_KEYS if key not in keys) if keys else ()
+    form = replace(form, arguments_as_text=first.as_text, other_keys=others)
+    return replace(form, shape=shape_of(text)), ""
 
 
 def _ended(content: ContentForm, after: str) -> tuple[ContentForm, str]:

@@ -65,7 +65,7 @@ def derive_items(prober: Prober) -> ItemForms | None:
     number = next((value for value in scalars if "number" in value.types), None)
     if number is None:
         return None
-    values = [_string(arguments), *scalars]
+    values = [*_strings(arguments), *scalars]
     forms: dict[str, ListForm] = {}
     for kind, sample in _LISTS.items():
         region = arguments.region(sample)
@@ -141,8 +141,11 @@ def _cut(text: str | None, parts: Sequence[str]) -> list[str] | None:
     return [*found, with_placeholders(text or "")]
 
 
-def _string(arguments: _Arguments) -> ValueForm:
-    """Returns the form of strings."""
+def _strings(arguments: _Arguments) -> list[ValueForm]:
+    """Returns the forms of strings.
+
+    Where a template puts a text in quotes as it is, a model may write a literal with other quotes.
+    """
     opened, close = arguments.mid, arguments.split.close
     encoding: Encoding = "raw"
     parts = _cut(arguments.region(_BEGIN + _ESCAPED + _END), [_BEGIN, _END])
@@ -150,7 +153,13 @@ def _string(arguments: _Arguments) -> ValueForm:
         encoding = _encoding(parts[1], quote=parts[0][-1:])
     if encoding in ("json", "python"):
         opened, close = opened[:-1], close[1:]
-    return ValueForm(frozenset({"string"}), opened, close, encoding)
+    form = ValueForm(frozenset({"string"}), opened, close, encoding)
+    if parts is not None and encoding == "raw" and parts[0].strip() != opened.strip():
+        # A text with signs of markup has markers of its own, such as CDATA.
+        return [replace(form, open=parts[0], close=parts[2]), form]
+    if encoding != "raw" or opened[-1:] not in ("'", '"') or opened[-1:] != close[:1]:
+        return [form]
+    return [form, replace(form, open=opened[:-1], close=close[1:], encoding="python")]
 
 
 def _encoding(written: str, quote: str) -> Encoding:

@@ -21,6 +21,7 @@ from jaxpage.chat_forms.probes import (
 )
 
 _MAX_HEADER = 100  # characters
+_PAIRS = re.compile(r"<(\w+)></\1>")
 _SPLITS = re.compile(r"""split\(\s*(?:'([^']+)'|"([^"]+)")""")
 
 
@@ -54,6 +55,9 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
     reasoning = (
         reasoning or _before_calls(prober, header) or _dropped_reasoning(prober, source, header)
     )
+    if reasoning is None and (told := _told(prober, header)) is not None:
+        reasoning, content = told
+        return TextForms(header, "", reasoning, replace(content, tails=(after,)))
     if reasoning is not None:
         opened = header.rstrip()
         if opened.endswith(reasoning.open.strip()) and opened != reasoning.open.strip():
@@ -185,6 +189,22 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
         if is_written or (header and any(prompt.rstrip().endswith(begun) for prompt in prompts)):
             return ReasoningForm(opened, close)
     return None
+
+
+def _told(prober: Prober, header: str) -> tuple[ReasoningForm, ContentForm] | None:
+    """Returns the markers of reasoning and content that a prompt tells the model to write.
+
+    It does so if it is asked for reasoning: "Think within <think></think>, and answer within
+    <response></response>".
+    """
+    asked = replace(prober, variables=VARIABLES[1]).prompt() or ""
+    plain = prober.prompt() or ""
+    pairs = [pair for pair in _PAIRS.finditer(asked) if pair[0] not in plain]
+    tags = list(dict.fromkeys(pair[1] for pair in pairs))
+    if len(tags) != 2:
+        return None
+    (opened, close), (content, end) = ((f"<{tag}>", f"</{tag}>") for tag in tags)
+    return ReasoningForm(opened, close, header), ContentForm((content,), (end,))
 
 
 def _in_prompts(prompts: Sequence[str], header: str) -> Iterator[tuple[str, str]]:

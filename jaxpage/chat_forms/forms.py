@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpage.chat_forms.markers import (
     ARGUMENTS,
@@ -27,11 +27,15 @@ from jaxpage.chat_forms.markers import (
     CALL_INDEX,
     KEY,
     TOOL_NAME,
+    chunks,
     first_chunk,
+    is_pair,
 )
 
 Encoding = Literal["raw", "xml", "json", "python", "list"]
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
+# Models write the one where their template has the other.
+ARGUMENT_KEYS = ("arguments", "parameters")
 # Templates and tokenizers name the reasoning of a message in these ways.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
 
@@ -81,6 +85,21 @@ class ListForm:
     between: str
     end: str
     values: tuple[ValueForm, ...]
+
+
+@dataclass(frozen=True)
+class BareCall:
+    """Describes a call whose outer tag is missing, as models write it now and then.
+
+    Attributes:
+        open: The marker before the call.
+        close: The marker after it.
+        orphan: The closing outer tag, which may still follow; it may be empty.
+    """
+
+    open: str
+    close: str
+    orphan: str
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,23 @@ class ToolForm:
     def trigger(self) -> str:
         """Returns the text that calls begin with, up to white space or a placeholder."""
         return first_chunk(self.opening)
+
+    @property
+    def bare(self) -> BareCall | None:
+        """Returns the markers of a call whose outer tag is missing; None if nothing is left then.
+
+        What is left must begin with a tag of its own, because a bracket says too little.
+        """
+        outer = self.trigger
+        rest = self.opening.lstrip()[len(outer) :].lstrip()
+        if not outer or not rest.startswith("<") or not first_chunk(rest):
+            return None
+        if self.begin.strip():
+            return BareCall(rest, self.close, self.end.strip())
+        last = (chunks(self.close) or [""])[-1]
+        if is_pair(outer, last):
+            return BareCall(rest, self.close.rstrip().removesuffix(last), last)
+        return BareCall(rest, self.close, "")
 
     @property
     def example(self) -> str:
@@ -212,6 +248,35 @@ class ContentForm:
 
 
 @dataclass(frozen=True)
+class SentReasoning:
+    """Describes how a template takes the reasoning of an earlier answer.
+
+    Attributes:
+        name: The field of the message; None for a part of its content with the type "thinking".
+        takes_content: False if an answer with calls cannot have content next to its reasoning.
+    """
+
+    name: str | None = REASONING_FIELDS[0]
+    takes_content: bool = True
+
+    def fields(self, reasoning: str, content: str, *, has_calls: bool = False) -> dict[str, Any]:
+        """Returns the fields of a message with reasoning and content.
+
+        Content that the template would refuse or drop goes to the end of the reasoning.
+        """
+        if has_calls and reasoning and not self.takes_content:
+            reasoning, content = f"{reasoning}\n\n{content}".rstrip(), ""
+        if self.name is not None:
+            return {"content": content, self.name: reasoning}
+        if not reasoning:
+            return {"content": content}
+        parts = [{"type": "thinking", "thinking": reasoning}]
+        if content:
+            parts.append({"type": "text", "text": content})
+        return {"content": parts}
+
+
+@dataclass(frozen=True)
 class HeaderForm:
     """Describes answers that are messages, each with a header of several parts.
 
@@ -271,6 +336,45 @@ LLAMA3_JSON = ToolForm(
     other_keys=("arguments",),
     first="",
 )
+LFM2 = ToolForm(
+    "lfm2",
+    "items",
+    begin="<|tool_call_start|>[",
+    close=")",
+    between=", ",
+    end="]<|tool_call_end|>",
+    arguments=ListForm("(", "", ", ", "", (ValueForm(JSON_TYPES, "=", "", "python"),)),
+    is_code=True,
+)
+GRANITE = ToolForm(
+    "granite",
+    "object",
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+    shape=f'{{"name": "{TOOL_NAME}", "arguments": {ARGUMENTS}}}',
+    other_keys=("parameters",),
+)
+MINICPM5 = ToolForm(
+    "minicpm5",
+    "items",
+    open='<function name="',
+    close="</function>",
+    between="\n",
+    arguments=ListForm(
+        '">',
+        '<param name="',
+        "",
+        "",
+        (
+            ValueForm(frozenset({"string"}), '"><![CDATA[', "]]></param>", "raw"),
+            ValueForm(JSON_TYPES, '">', "</param>", "xml"),
+        ),
+    ),
+)
+TOOL_FORMS = {form.name: form for form in (HERMES, LLAMA3_JSON, LFM2, GRANITE, MINICPM5)}
+# What a template that renders no calls has in its text, if its model writes the form.
+HINTS = {"<|tool_list_start|>": LFM2, "<|tool_call|>": GRANITE, "<function name=": MINICPM5}
 THINK = ReasoningForm("<think>", "</think>")
-TOOL_FORMS = {form.name: form for form in (HERMES, LLAMA3_JSON)}
-REASONING_FORMS = {"think": THINK}
+REASONING_FORMS = {"think": THINK, "granite": THINK}
+CONTENT_FORMS = {"granite": ContentForm(opens=("<response>",), closes=("</response>",))}

@@ -201,7 +201,11 @@ class _Writer:
         """Returns an expression for a value with its markers."""
         allowed = types_of(schema, self._schema) or JSON_TYPES
         found = []
+        bare = [value.open for value in values if value.is_bare and "string" in value.types]
         for value in values:
+            shorter = (other for other in bare if other.strip() and other != value.open)
+            if value.is_bare and any(map(value.open.startswith, shorter)):
+                continue  # what it writes, such as CDATA, is a text of the other form, too
             if types := value.types & allowed:
                 opened = self.literal(value.open, key=key)
                 found.append(f"{opened} {self._value(value, key, types, schema)}")

@@ -102,6 +102,7 @@ class Prober:
         is_last: bool = True,
         in_parts: bool = False,
         result: str = "",
+        message: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Returns the conversation with an answer, or None if the template refuses.
 
@@ -112,20 +113,21 @@ class Prober:
             is_last: False if another question follows.
             in_parts: True if the content is a list of parts, one of which is the reasoning.
             result: The result of the first call, which follows if there is any.
+            message: The fields of the answer in place of its content and reasoning.
         """
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        fields: dict[str, Any] = {"role": "assistant", "content": content, **(message or {})}
         if in_parts:
-            message["content"] = [
+            fields["content"] = [
                 {"type": "thinking", "thinking": reasoning},
                 {"type": "text", "text": content},
             ]
         elif reasoning:
-            message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+            fields |= dict.fromkeys(REASONING_FIELDS, reasoning)
         if calls and self.example:
-            message["content"] = "\n".join(filter(None, [content, *map(self._written, calls)]))
+            fields["content"] = "\n".join(filter(None, [content, *map(self._written, calls)]))
         elif calls:
-            message["tool_calls"] = [self._call(index, call) for index, call in enumerate(calls)]
-        messages = [message]
+            fields["tool_calls"] = [self._call(index, call) for index, call in enumerate(calls)]
+        messages = [fields]
         if not is_last:
             messages.append({"role": "user", "content": QUESTION})
         if result:

@@ -65,10 +65,10 @@ class TextBuffer:
         self.text = held
 
     def forget(self) -> None:
-        """Removes what was read, if it is much; nobody may go back then."""
+        """Removes what was read but its last character, if it is much; nobody may go back then."""
         if self.position > _KEPT:
-            self.text = self.text[self.position :]
-            self.position = 0
+            self.text = self.text[self.position - 1 :]
+            self.position = 1
 
     def more(self) -> Parser[None]:
         """Waits for more text.
@@ -85,6 +85,13 @@ class TextBuffer:
         while self.position >= len(self.text) and not self.has_ended:
             yield
         return self.text[self.position : self.position + 1]
+
+    def is_at_line(self) -> bool:
+        """Returns whether a line begins here, or white space that begins one."""
+        begin = self.position
+        while begin > 0 and self.text[begin - 1] in " \t":
+            begin -= 1
+        return begin == 0 or self.text[begin - 1] == "\n"
 
     def skip_space(self) -> Parser[None]:
         """Reads white space."""
@@ -281,12 +288,12 @@ class BufferedReader:
         taken, self._pieces = self._pieces, []
         return taken
 
-    def _attempt_call(self, call: Parser[Piece]) -> Parser[Piece | None]:
+    def _attempt_call(self, call: Parser[T]) -> Parser[T | None]:
         """Returns a call, or None and goes back where the text is none, or after many attempts."""
         if self._in_vain > _MOST_IN_VAIN:
             return None
         begin = self._buffer.position
-        piece = yield from attempt(self._buffer, call)
-        if piece is None:
+        found = yield from attempt(self._buffer, call)
+        if found is None:
             self._in_vain += self._buffer.reached - begin
-        return piece
+        return found

@@ -337,14 +337,14 @@ SERVER_FLAGS = (
         "tool_parser",
         str,
         "format of the model's tool calls: auto (derived from its chat template), hermes, "
-        "llama3_json or none; default: auto",
+        "llama3_json, lfm2, granite, minicpm5 or none; default: auto",
         alias="--tool-call-parser",
     ),
     Flag(
         "reasoning_parser",
         str,
-        "format of the model's reasoning, which is returned apart from the answer: auto (derived "
-        "from its chat template), think or none; default: auto",
+        "format of the model's reasoning, which is returned apart from the answer: auto (from its"
+        " chat template), think, granite or none; default: auto",
     ),
     Flag(
         "rerank_method",

@@ -13,7 +13,9 @@ Other rooms take:
     NamedAdapter           holds an adapter that was read and fits the model
     PreparedRequest        holds a request that can be added to the engine
     Reporter               reports on one request
+    StreamDetokenizer      makes the text of one sequence as its tokens come
     NoText                 gives no text, for a model without a tokenizer
+    token_bytes            gives the bytes that a token stands for
     Prompt                 holds one prompt, as a text or as token ids
     Messages               are the messages of a conversation
     chat_prompt            makes the prompt of a conversation by the chat template
@@ -56,7 +58,7 @@ from jaxpage.engine.reranking import (
 )
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs, scores_of
-from jaxpage.engine.text import NoText
+from jaxpage.engine.text import NoText, StreamDetokenizer, token_bytes
 
 __all__ = [
     "SCORING",
@@ -75,6 +77,7 @@ __all__ = [
     "Reporter",
     "RerankMethod",
     "Runner",
+    "StreamDetokenizer",
     "YesNo",
     "chat_prompt",
     "checked_documents",
@@ -88,4 +91,5 @@ __all__ = [
     "reranker_of",
     "scored_pairs",
     "scores_of",
+    "token_bytes",
 ]

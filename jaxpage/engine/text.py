@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
+import functools
+import json
+import re
+from collections.abc import Sequence
 from typing import Any, Self
 
 _REPLACEMENT = "\ufffd"
-# A further byte may change up to three replacement characters at the end of a text: a character of
-# UTF-8 has four bytes, of which three may be there. One replacement character may replace one to
-# three bytes.
-_MOST_OPEN = 3
-_OPEN_TOKENS = 9
-_MOST_PENDING = 16  # the most tokens that are held back while they give no text
-# The window begins with some tokens of the prompt, which decide whether the first piece of text has
-# a leading space.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte, with byte fallback
+# Tokens that are decoded with the next one: they decide whether it begins with a space, and have
+# the bytes of an unfinished character, at most three.
 _CONTEXT_TOKENS = 8
+_MOST_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
+_MOST_TOKENS = 24  # in a window that grows by tokens without text
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -43,6 +45,70 @@ def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[in
     return tuple(found)
 
 
+class _TokenBytes(dict[int, bytes | None]):
+    """Remembers the bytes of each token; None for a token that is a text of its own.
+
+    Attributes:
+        has_fallback: True if some tokens are one byte each, such as `<0xE7>`, and others are texts.
+        special: The ids of special tokens.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+        decoders = _decoder_types(backend.decoder)
+        self._is_of_bytes = "ByteLevel" in decoders
+        self.has_fallback = "ByteFallback" in decoders
+        added = backend.get_added_tokens_decoder()
+        self.special = frozenset(token_id for token_id in added if added[token_id].special)
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        self[token_id] = piece = self._piece(self._backend.id_to_token(token_id))
+        return piece
+
+    def _piece(self, name: str | None) -> bytes | None:
+        if name is None:
+            return b""  # decoders pass over ids that no token has
+        if self._is_of_bytes:
+            letters = _byte_of_letter()
+            is_spelled = all(letter in letters for letter in name)
+            return bytes(map(letters.__getitem__, name)) if is_spelled else name.encode()
+        if self.has_fallback and (found := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(found[1])
+        return None
+
+
+def _decoder_types(decoder: Any) -> set[str]:
+    """Returns the types of a decoder and of those that it consists of."""
+    if decoder is None:
+        return set()
+    described = json.loads(decoder.__getstate__())
+    return {part["type"] for part in (described, *described.get("decoders", ()))}
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """Returns the byte that each letter of a vocabulary of bytes stands for.
+
+    Printable bytes stand for themselves, and the letters from U+0100 on for the others.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _bytes_by_token(backend: Any) -> _TokenBytes:
+    return _TokenBytes(backend)
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes | None:
+    """Returns the bytes that a token stands for, or None if it is a text of its own."""
+    return _bytes_by_token(tokenizer.backend_tokenizer)[token_id]
+
+
 class StreamDetokenizer:
     """Makes the text of one sequence as its tokens come.
 
@@ -53,71 +119,149 @@ class StreamDetokenizer:
         tokens  [ known ... | new ... ]
         text    "the cat sat" + " down"     only " down" is new
 
-    `tokenizers.DecodeStream` does the same, but it raises an error where a tokenizer with byte
-    fallback changes its mind about invalid bytes, and it repeats a prompt that ends in a
+    The bytes of the tokens say whether a character is finished. The text does not: decoders write a
+    replacement character for an unfinished character, for invalid bytes, and for U+FFFD itself.
+
+    With byte fallback (`<0xE7>`) a decoder writes a run of bytes as a text, or, if any of it is
+    invalid, a replacement character for each byte, those of complete characters included. Here
+    complete characters are given out at once and stay, whatever follows them; from the first
+    invalid byte to the end of the run there is a replacement character for each byte.
+
+    `tokenizers.DecodeStream` raises an error in such a run, and it repeats a prompt that ends in a
     replacement character.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_token_ids: tuple[int, ...], *, skip_special_tokens: bool
+        self, tokenizer: Any, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
     ):
         self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
-        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        # The part of the window's text that was given out, or belongs to the prompt.
-        self._known = self._decode(self._window)
-        self._num_known = len(self._window)
+        self._bytes = _bytes_by_token(self._backend)
+        # The last tokens, and the part of their text that was given out or belongs to the prompt.
+        self._window: list[int] = []
+        self._known = ""
+        self._unfinished = b""  # the bytes of an unfinished character
+        # With byte fallback the tokens of `_unfinished`, which are not in the window.
+        self._open: list[int] = []
+        self._num_prompted = 0  # of `_open`, which the prompt shows already
+        self._is_broken = False  # in a run of bytes of which some were invalid
+        for token_id in self._context(prompt_token_ids):
+            self.push(token_id)
+        self._num_prompted = len(self._open)
+        if self._unfinished and not self._open:
+            self._known = self._decode(self._window)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the last tokens of the prompt, with a run of bytes from its beginning on."""
+        begin = max(0, len(prompt_token_ids) - _CONTEXT_TOKENS)
+        if self._bytes.has_fallback:
+            least = max(0, len(prompt_token_ids) - _MOST_CONTEXT_TOKENS)
+            while begin > least and self._bytes[prompt_token_ids[begin]] is not None:
+                begin -= 1
+            if begin == least > 0:
+                # Bytes of a character that begins before these tokens would make the run invalid.
+                rest = range(begin, len(prompt_token_ids))
+                starts = (at for at in rest if not _continues(self._bytes[prompt_token_ids[at]]))
+                begin = next(starts, len(prompt_token_ids))
+        return prompt_token_ids[begin:]
 
     def push(self, token_id: int) -> str:
         """Returns the text that is certain with this token; it may be empty."""
-        if (
-            self._skip
-            and not self._decode([token_id])
-            and self._backend.decode([token_id], skip_special_tokens=False)
-        ):
-            return ""  # special tokens are no text
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        new = ""
-        num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
-        if not num_replaced or num_replaced > _MOST_OPEN:
-            new = self._take(text, num_open=min(num_replaced, _MOST_OPEN))
-        if not new and len(self._window) - self._num_known > _MOST_PENDING:
-            new = self._take(text)
-            if not new:
-                del self._window[self._num_known]
-        return new
+        piece = self._bytes[token_id]
+        if piece == b"" or (self._skip and token_id in self._bytes.special):
+            return ""
+        if piece is None:
+            new = self._break_off()
+            self._is_broken = False
+            return new + self._append([token_id])
+        if self._bytes.has_fallback:
+            return self._push_byte(token_id, piece)
+        whole = self._unfinished + piece
+        self._unfinished = whole[codecs.utf_8_decode(whole, "replace", False)[1] :]
+        return self._append([token_id])
 
     def flush(self) -> str:
         """Returns the text that is held back; incomplete bytes become the replacement character."""
+        if self._open:
+            return self._break_off()
+        self._unfinished = b""
         return self._take(self._decode(self._window))
+
+    def held_back(self) -> str:
+        """Returns what `flush` would give; it is empty between characters."""
+        return self.fork().flush() if self._unfinished else ""
 
     def fork(self) -> Self:
         """Returns a detokenizer with the same past, which goes on by itself."""
         other = copy.copy(self)
         other._window = self._window.copy()
+        other._open = self._open.copy()
         return other
 
-    def _take(self, text: str, num_open: int = 0) -> str:
-        """Returns the part of `text` that is not known yet, and moves the window to its tokens.
+    def _push_byte(self, token_id: int, piece: bytes) -> str:
+        """Returns the text that is certain with a byte of a vocabulary with byte fallback."""
+        if self._is_broken:
+            return _REPLACEMENT
+        self._open.append(token_id)
+        self._unfinished += piece
+        try:
+            _, num_read = codecs.utf_8_decode(self._unfinished, "strict", False)
+        except UnicodeDecodeError:
+            return self._break_off()
+        if not num_read:
+            return ""
+        character, self._open = self._open, []
+        self._unfinished = b""
+        self._num_prompted = 0
+        return self._append(character)
 
-        Args:
-            text: The decoded window.
-            num_open: The number of characters at the end that are held back. Their tokens stay in
-                the window.
+    def _break_off(self) -> str:
+        """Returns the text of bytes that will be no character, if there are any."""
+        if not self._open:
+            return ""
+        num_new = len(self._open) - self._num_prompted
+        self._window, self._open = self._open, []
+        self._known = self._decode(self._window)
+        self._unfinished = b""
+        self._num_prompted = 0
+        self._is_broken = True
+        return num_new * _REPLACEMENT
+
+    def _append(self, token_ids: list[int]) -> str:
+        """Adds tokens to the window, and returns the text that is new and certain."""
+        self._window += token_ids
+        new = self._take(self._certain())
+        if new:
+            # A run of bytes stays valid if it begins with a character.
+            is_run = self._bytes.has_fallback and self._bytes[token_ids[0]] is not None
+            self._window = self._window[-(len(token_ids) if is_run else _CONTEXT_TOKENS) :]
+            self._known = self._certain()
+        elif len(self._window) > _MOST_TOKENS:
+            self._window.pop()  # a token without text
+        return new
+
+    def _certain(self) -> str:
+        """Returns the text of the window without that of an unfinished character.
+
+        The text has one replacement character for it, because it could still become a character.
         """
-        text = text[: len(text) - num_open]
-        if new := text[_num_common(self._known, text) :]:
-            self._window = self._window[self._num_known :]
-            known = self._decode(self._window)
-            self._known = known[: len(known) - num_open]
-            self._num_known = (
-                max(0, len(self._window) - _OPEN_TOKENS) if num_open else len(self._window)
-            )
+        text = self._decode(self._window)
+        return text[:-1] if self._unfinished else text
+
+    def _take(self, text: str) -> str:
+        """Returns the part of the window's text that is not known yet."""
+        new = text[_num_common(self._known, text) :]
+        if new:
+            self._known = text
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip))
+
+
+def _continues(piece: bytes | None) -> bool:
+    """Returns whether a byte is one of a character that began before it."""
+    return piece is not None and b"\x80" <= piece < b"\xc0"
 
 
 def _num_common(first: str, second: str) -> int:

@@ -231,14 +231,16 @@ class ServerConfig(Settings):
     strict_requests: bool = setting(
         False, "an unknown field is an error, instead of named in a header"
     )
-    tool_parser: Literal["auto", "none", "hermes", "llama3_json"] = setting(
-        "auto",
-        "format of the model's tool calls: auto (derived from its chat template), hermes, llama3_json or none",
-        alias="--tool-call-parser",
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "lfm2", "granite", "minicpm5"] = (
+        setting(
+            "auto",
+            "format of the model's tool calls: auto (derived from its chat template), hermes, llama3_json, lfm2, granite, minicpm5 or none",
+            alias="--tool-call-parser",
+        )
     )
-    reasoning_parser: Literal["auto", "none", "think"] = setting(
+    reasoning_parser: Literal["auto", "none", "think", "granite"] = setting(
         "auto",
-        "format of the model's reasoning, which is returned apart from the answer: auto (derived from its chat template), think or none",
+        "format of the model's reasoning, which is returned apart from the answer: auto (from its chat template), think, granite or none",
     )
     rerank_method: Literal["auto", "yes_no", "embedding"] = setting(
         "auto",

@@ -21,7 +21,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
-from jaxpage.chat_forms import ChatFormat
+from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import (
     describe_model,
     load_tokenizer,
@@ -166,7 +166,7 @@ def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatForma
     if derived.has_tools and form.tool_form is None and server.tool_parser != "none":
         no_form = (
             f"no form of tool calls is derived from the model's chat template ({problem}): "
-            "give --tool-parser hermes or llama3_json if the model writes one of these"
+            f"give --tool-parser {' or '.join(TOOL_FORMS)} if the model writes one of these"
         )
         logger.warning("%s", no_form)
         return form, no_form

@@ -344,3 +344,35 @@ UNTOLD = {
 }
 # It renders calls in another way than it tells, and the model has learnt what is rendered.
 TOLD_OTHERWISE = told(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
+
+_SHOWS = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>MARK\n{% endif %}"
+)
+# Templates that show tools and render no calls. By the name of the form that their model writes: a template, and a call of `look-up2`.
+HINTED = {
+    "lfm2": (
+        _template("", tools=_SHOWS.replace("<tools>", "<|tool_list_start|>").replace("MARK", "<|tool_list_end|>")),
+        """<|tool_call_start|>[look-up2(city="it's {x}", days=3)]<|tool_call_end|>""",
+    ),
+    "granite": (
+        _template("", tools=_SHOWS.replace("MARK", "To call a tool, write <|tool_call|> and a JSON list.")),
+        """<|tool_call|>[{"name": "look-up2", "arguments": {"city": "it's {x}", "days": 3}}]""",
+    ),
+    "minicpm5": (
+        _template("", tools=_SHOWS.replace("MARK", 'Write <function name="f"><param name="k">value</param></function>.')),
+        """<function name="look-up2"><param name="city">it's {x}</param>\n<param name="days">3</param></function>""",
+    ),
+}  # fmt: skip
+# It tells what to write around reasoning and an answer, if it is asked for reasoning.
+TOLD_TO_THINK = _template(
+    "",
+    tools="{% if thinking %}Think within <think></think>, and answer within <response></response>.\n{% endif %}",
+)
+# As Gemma 4: the mark after reasoning is dropped from an earlier answer, wherever it stands.
+STRAY = TEMPLATES["a response in the same answer"].replace(
+    "{{ m.content }}{% if not m.tool_calls %}", "{{ strip(m.content) }}{% if not m.tool_calls %}"
+).replace(
+    "{% for m in messages %}",
+    "{% macro strip(text) %}{% for part in text.split('<channel|>') %}{{ part.split('<|channel>')[0] }}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}", 1
+).removesuffix("{% endif %}") + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"  # fmt: skip

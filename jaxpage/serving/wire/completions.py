@@ -207,10 +207,12 @@ class CompletionAnswer(Answer):
         }
 
     def _new_offsets(self, output: RequestOutput) -> TextOffsets:
+        echo = self._request.echo
         return TextOffsets(
             self._context.tokenizer,
             skips_special=self._request.skip_special_tokens is not False,
-            prompt=self._prompt_text(output) if self._request.echo else None,
+            prompt=self._prompt_text(output) if echo else None,
+            prompt_token_ids=() if echo else output.prompt_token_ids,
         )
 
     def _prompt_text(self, output: RequestOutput) -> str:

@@ -10,7 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpage.chat_forms import REASONING_FORMS, TOOL_FORMS, ChatFormat, Derived, derive
+from jaxpage.chat_forms import (
+    CONTENT_FORMS,
+    REASONING_FORMS,
+    TOOL_FORMS,
+    ChatFormat,
+    Derived,
+    derive,
+)
 from jaxpage.checkpoints import load_tokenizer, resolve_model
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
@@ -118,8 +125,11 @@ def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> Chat
     return ChatFormat(
         derived.tools if tool_parser == "auto" else tools,
         derived.reasoning if reasoning_parser == "auto" else reasoning,
-        derived.content if is_derived else ChatFormat().content,
+        CONTENT_FORMS.get(
+            reasoning_parser, derived.content if is_derived else ChatFormat().content
+        ),
         has_tools=derived.has_tools,
         declared=derived.declared if tool_parser == "auto" else None,
         headers=derived.headers if is_derived and not is_fixed else None,
+        sent=derived.sent,
     )

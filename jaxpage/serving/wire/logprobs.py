@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
+from collections.abc import Sequence
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+from jaxpage.engine import StreamDetokenizer, token_bytes
 from jaxpage.outputs import Logprob
 
 # The candidates of each position, the chosen token first; None for the first token of an echoed
 # prompt.
 Entries = list[dict[int, Logprob] | None]
-
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte that is no text
-_MOST_PIECES = 4  # a character has at most four bytes in UTF-8
 
 
 class TokenTexts:
@@ -35,21 +30,14 @@ class TokenTexts:
             else str(self._tokenizer.decode([token_id]))
         )
 
-    def piece(self, token_id: int) -> bytes | None:
-        """Returns the bytes of a token, or None if the vocabulary does not consist of bytes."""
-        name = None if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(token_id)
-        if not isinstance(name, str):
+    def bytes_of(self, token_id: int, text: str) -> bytes | None:
+        """Returns the bytes of a token with a text; None if only the tokenizer would know them."""
+        if "\ufffd" not in text:
+            return text.encode()
+        if self._tokenizer is None:
             return None
-        if found := _BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(found[1])
-        known = [_byte_of_letter().get(letter) for letter in name]
-        return None if None in known else bytes(byte for byte in known if byte is not None)
-
-
-@functools.cache
-def _byte_of_letter() -> dict[str, int]:
-    """Returns the byte for each letter of a vocabulary of bytes (GPT-2 and its successors)."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+        piece = token_bytes(self._tokenizer, token_id)
+        return text.encode() if piece is None else piece
 
 
 @functools.lru_cache(maxsize=4)
@@ -70,7 +58,12 @@ class TextOffsets:
     """
 
     def __init__(
-        self, tokenizer: Any | None, *, skips_special: bool = False, prompt: str | None = None
+        self,
+        tokenizer: Any | None,
+        *,
+        skips_special: bool = False,
+        prompt: str | None = None,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         """Makes the offsets of a choice, before its first token.
 
@@ -78,12 +71,16 @@ class TextOffsets:
             tokenizer: The tokenizer, or None.
             skips_special: True if special tokens are not in the text.
             prompt: The text of an echoed prompt. It is part of the text as it was given.
+            prompt_token_ids: The tokens before the first one, which are not in the text.
         """
-        self._tokenizer = tokenizer
         self._special = special_token_ids(tokenizer) if skips_special else frozenset()
         self._prompt = prompt
         self._offset = 0
-        self._pieces: list[int] = []  # the tokens of a character that is not whole yet
+        self._stream = (
+            None
+            if tokenizer is None
+            else StreamDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=False)
+        )
 
     def after(self, token_id: int, text: str) -> int:
         """Returns where the next token begins, in characters.
@@ -92,21 +89,14 @@ class TextOffsets:
             token_id: The next token.
             text: The text of that token alone.
         """
+        offset, stream = self._offset, self._stream
+        held = "" if stream is None else stream.held_back()
         if token_id in self._special and not self._is_shown(text):
-            return self._offset + self._length_of_pieces()
-        if self._tokenizer is None or "\ufffd" not in text:
-            self._offset += self._length_of_pieces()
-            self._pieces.clear()
-            offset = self._offset
-            self._offset += len(text)
-            return offset
-        offset = self._offset
-        self._pieces.append(token_id)
-        joined = self._tokenizer.decode(self._pieces)
-        if not joined.endswith("\ufffd") or len(self._pieces) == _MOST_PIECES:
-            self._offset += len(joined)
-            self._pieces.clear()
-        return offset
+            return offset + len(held)
+        new = text if stream is None else stream.push(token_id)
+        self._offset += len(new)
+        # A character that was begun and never became whole comes before this token.
+        return offset + len(held) if held and new.startswith(held) else offset
 
     def _is_shown(self, text: str) -> bool:
         """Returns whether a special token is text of the echoed prompt.
@@ -114,14 +104,6 @@ class TextOffsets:
         A tokenizer may add special tokens to a prompt, and a user may write others.
         """
         return self._prompt is not None and self._prompt.startswith(text, self._offset)
-
-    def _length_of_pieces(self) -> int:
-        """Returns how many characters the text has for pieces that never became a character."""
-        return (
-            len(self._tokenizer.decode(self._pieces))
-            if self._tokenizer is not None and self._pieces
-            else 0
-        )
 
 
 def bounded(logprob: float) -> float:
@@ -207,12 +189,9 @@ def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
 
 
 def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
-    """Returns the row of one token.
-
-    Its `bytes` are null if neither the token's text nor the vocabulary tells them.
-    """
+    """Returns the row of one token."""
     token = texts(token_id, one)
-    found = texts.piece(token_id) if "\ufffd" in token else token.encode()
+    found = texts.bytes_of(token_id, token)
     return {
         "token": token,
         "logprob": bounded(one.logprob),

@@ -14,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
@@ -69,7 +70,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         raise ApiError(400, message, param="continue_final_message")
     reader = JsonReader()
     messages = [
-        _message(message, f"messages[{index}]", reader)
+        _message(message, f"messages[{index}]", context.chat_format, reader)
         for index, message in enumerate(request.messages)
     ]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
@@ -115,14 +116,16 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _message(message: Fields, path: str, reader: JsonReader) -> dict[str, Any]:
+def _message(message: Fields, path: str, form: ChatFormat, reader: JsonReader) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
-    Its content is one text, and the arguments of its calls are objects.
+    Its content is one text, the arguments of its calls are objects, and its reasoning stands where
+    the template reads it.
 
     Args:
         message: The message.
         path: Its path in the request.
+        form: The form of the model's answers, which knows where its template reads reasoning.
         reader: Reads the arguments of all calls of the request.
     """
     content = getattr(message, "content", None)
@@ -142,10 +145,12 @@ def _message(message: Fields, path: str, reader: JsonReader) -> dict[str, Any]:
         reasoning = (
             message.reasoning if message.reasoning_content is None else message.reasoning_content
         )
-        if reasoning is not None:
-            fields["reasoning_content"] = reasoning
         if message.tool_calls:
             fields["content"] = content or ""
+        if reasoning is not None:
+            has_calls = bool(message.tool_calls)
+            fields |= form.sent.fields(reasoning, content or "", has_calls=has_calls)
+        if message.tool_calls:
             fields["tool_calls"] = [
                 _call(call, f"{path}.tool_calls[{index}]", reader)
                 for index, call in enumerate(message.tool_calls)
