@@ -78,6 +78,9 @@ def tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
 def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -306,18 +309,19 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "response_format": {"type": "json_object"}},
      "response_format", "not supported with tools"),
     *[
-        ({"tools": [tool(), tool("g", parameters=schema)]}, "tools[1].function.parameters", message)
-        for schema, message in (
-            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "is not a valid regular expression"),
-            ({"patternProperties": {"a[": {}}}, "is not a valid regular expression"),
-            ({"items": {"pattern": "(?=x)a"}}, "looks around"),
-            ({"pattern": "(?P<n>a)(?P=n)"}, "looks around or back"),
-            ({"type": "banana"}, "'banana'"),
-            ({"anyOf": [{"type": ["string", "banana"]}]}, "'banana'"),
-            ({"$ref": "http://localhost/x"}, "external references are not fetched"),
-            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "external references are not fetched"),
-            ({"properties": {"a": 5}}, "is not a JSON schema"),
-            ({"description": "x" * 70_000}, "at most 65536 characters"),
+        ({"tools": [tool(), tool("g", parameters=schema)], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+         f"tools[1].function.parameters{path}", message)
+        for schema, path, message in (
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern", "is not a valid regular expression"),
+            ({"patternProperties": {"a[": {}}}, "", "is not a valid regular expression"),
+            ({"items": {"pattern": "(?=x)a"}}, ".items.pattern", "looks around"),
+            ({"pattern": "(?P<n>a)(?P=n)"}, "", "looks around or back"),
+            ({"type": "banana"}, "", "'banana'"),
+            ({"anyOf": [{"type": ["string", "banana"]}]}, ".anyOf[0].type", "'banana'"),
+            ({"$ref": "http://localhost/x"}, "", "external references are not fetched"),
+            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, ".properties.a.$ref", "external references are not fetched"),
+            ({"properties": {"a b": 5}}, '.properties["a b"]', "is not a JSON schema"),
+            ({"description": "x" * 70_000}, "", "at most 65536 characters"),
         )
     ],
 ]  # fmt: skip
@@ -1068,7 +1072,7 @@ def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
         (open_completion, completion(response_format={"type": path})),
         (open_completion, completion(cache_salt=path + "\0")),
         (open_chat, chat(messages=[{"role": path, "content": "x"}])),
-        (open_chat, chat(tools=[tool(parameters={"$ref": path})])),
+        (open_chat, chat(tools=[tool(parameters={"$ref": path})], tool_choice=NAMED)),
         (tokenize, {"prompt": [path]}),
         (detokenize, {"tokens": [path]}),
         (lambda body, _: parse_object(body), json.dumps([path]).encode()),

@@ -44,6 +44,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
     )
     tools = tool_use(request, context)
+    ignored += tools.ignored
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
     params = _params(request, context, tools, max_tokens, str(prompt))
     prompt_request = PromptRequest(

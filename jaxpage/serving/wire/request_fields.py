@@ -270,7 +270,7 @@ class Function(Fields):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
+    parameters: Annotated[dict[str, Any] | bool, one_of("a JSON schema")] | None = None
     strict: bool | None = None
 
 
@@ -298,6 +298,24 @@ class NamedTool(Fields):
     function: FunctionName
 
 
+class AllowedTools(Fields):
+    """Holds the tools that the model may call, or of which it must call one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Fields):
+    """Restricts the choice to some of the tools."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ConversationFields(Fields):
     """Holds the fields from which a chat template renders a prompt."""
 
@@ -317,9 +335,10 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: (
         Annotated[
-            Literal["none", "auto", "required"] | NamedTool,
+            Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
             one_of(
-                "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
+                "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}}, or "
+                "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
             ),
         ]
         | None

@@ -41,6 +41,7 @@ _GIVEN = {
 _MAX_NUMBER = 10_000  # a template may count up to a variable
 _MAX_TEXT = 1_000
 _MAX_VARIABLES = 64
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 RENDER_SECONDS = 2.0  # processor time
 RENDER_BYTES = 256 << 20
 
@@ -104,13 +105,10 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def parameters_of(tool: Tool) -> dict[str, Any]:
+def parameters_of(tool: Tool) -> Any:
     """Returns the schema of a tool's arguments, which the prompt shows and grammars demand."""
-    return tool.function.parameters or {
-        "type": "object",
-        "properties": {},
-        "additionalProperties": False,
-    }
+    given = tool.function.parameters
+    return NO_PARAMETERS if given is None or given == {} else given
 
 
 def _message(message: Fields, path: str) -> dict[str, Any]:
