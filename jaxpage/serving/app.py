@@ -40,6 +40,7 @@ from jaxpage.serving.http.answers import error_answer, ignored_header, json_answ
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
+from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.in_flight import InFlightRequests
@@ -355,6 +356,7 @@ def guarded(
     """
     batches: Batches | None = server.batches
     middleware = [
+        Middleware(PlainPaths),
         *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
@@ -376,7 +378,7 @@ def guarded(
     app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.state.tracing = tracing
-    # A path with a slash too many is not found; Starlette would redirect it.
+    # `PlainPaths` has taken the slashes away for which Starlette would redirect.
     app.router.redirect_slashes = False
     return app
 
