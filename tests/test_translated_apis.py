@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +14,10 @@ import jsonschema
 import ollama
 import openai
 import pytest
+from safetensors import safe_open
 
 import jaxpage
+from jaxpage.checkpoints import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.messages import open_message
@@ -22,6 +26,7 @@ from jaxpage.serving.wire.responses import open_response
 from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
+DEMO = resolve_model("demo")
 KEY = "a-key-of-this-test"
 SYSTEM, USER = (
     {"role": "system", "content": "Tell it."},
@@ -502,9 +507,19 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
         ("demo", length)
     ]
     assert http.get("/api/version").json() == {"version": jaxpage.__version__}
+    (listed,) = llama.list().models
+    assert re.fullmatch("[0-9a-f]{64}", listed.digest or "") and listed.modified_at
+    assert listed.details is not None and listed.details.family == "llama"
+    assert listed.details.families == ["llama"] and listed.details.format == "safetensors"
+    with safe_open(DEMO / "model.safetensors", "numpy") as weights:
+        stored = [weights.get_slice(name) for name in weights.keys()]  # noqa: SIM118
+    num_parameters = sum(math.prod(tensor.get_shape()) for tensor in stored)
+    assert {tensor.get_dtype() for tensor in stored} == {listed.details.quantization_level}
+    assert listed.size == 2 * num_parameters  # bfloat16
+    assert listed.details.parameter_size == f"{num_parameters / 1e6:.2f}M"
     for name in ("demo", "demo:latest"):
         shown = llama.show(name)
-        assert shown.details is not None and shown.details.family == "llama"
+        assert shown.details is not None and shown.details == listed.details
         assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": length}
         assert shown.capabilities == ["completion", "thinking"]
         assert llama.chat(
@@ -545,7 +560,7 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
     for call, status, message in (
         (lambda: llama.embed("demo", "x" * 100_000), 400, "max_model_len=512"),
         (lambda: llama.embeddings("demo", "x" * 100_000), 400, "max_model_len=512"),
-        (lambda: llama.embed("demo", texts, truncate=True), 400, "truncate is not supported"),
+        (lambda: llama.embed("demo", "x" * 100_000, truncate=True), 400, "max_model_len=512"),
         (lambda: llama.embed("demo", texts, dimensions=7), 400, "dimensions=7"),
         (lambda: llama.embed("llama3", texts), 404, "llama3"),
     ):
@@ -577,15 +592,11 @@ def test_what_ollama_says_of_its_machine_changes_nothing(
         or ""
     )
     body = {"model": "demo", "messages": MESSAGES, "stream": False}
-    for name in ("truncate", "shift"):
-        assert (
-            http.post(
-                "/api/chat", json={**body, name: False, "options": {"num_predict": 1}}
-            ).status_code
-            == 200
-        )
-        answer = http.post("/api/chat", json={**body, name: True})
-        assert (answer.status_code, answer.json()) == (400, {"error": f"{name} is not supported"})
+    for field in ({"truncate": False}, {"truncate": True}, {"shift": False}):
+        answer = http.post("/api/chat", json={**body, **field, "options": {"num_predict": 1}})
+        assert answer.status_code == 200
+    answer = http.post("/api/chat", json={**body, "shift": True})
+    assert (answer.status_code, answer.json()) == (400, {"error": "shift is not supported"})
 
 
 def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:

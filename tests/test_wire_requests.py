@@ -195,7 +195,6 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
         ({name: "x"}, name, "is not supported")
         for name in ("kv_transfer_params", "mm_processor_kwargs", "guided_regex")
     ],
-    ({"store": True}, "store", "is not supported"),
     ({"response_format": "json"}, "response_format", "must"),
     ({"response_format": {}}, "response_format.type", "is required"),
     (
@@ -251,6 +250,10 @@ COMPLETION_REFUSED = [
     ({"best_of": 2, "n": 3}, "best_of", "must be"),
     ({"best_of": 2, "stream": True}, "best_of", "is not supported with stream"),
     ({"suffix": "x"}, "suffix", "is not supported"),
+    *[
+        ({name: value}, name, "is not supported by this endpoint")
+        for name, value in (("store", True), ("reasoning_effort", "low"), ("verbosity", "low"))
+    ],
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
@@ -296,6 +299,11 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[({"logprobs": value}, "logprobs", "must be") for value in (1, "true")],
     *[({"logprobs": True, "top_logprobs": value}, "top_logprobs", "must be") for value in (-1, 21, True, 1.5)],
     ({"top_logprobs": 1}, "top_logprobs", "only for logprobs"),
+    *[({"reasoning_effort": value}, "reasoning_effort", "must be") for value in ("some", 1, True, "")],
+    *[({"verbosity": value}, "verbosity", "must be") for value in ("loud", 1)],
+    ({"store": "yes"}, "store", "must be"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}, "messages[0].content", "must be"),
+    ({"messages": [{"role": "assistant", "refusal": 5}]}, "messages[0].refusal", "must be"),
     ({"prompt": "x"}, "prompt", "is not supported by this endpoint"),
     ({"best_of": 2}, "best_of", "is not supported by this endpoint"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),

@@ -226,26 +226,18 @@ class Server:
         }
 
     async def _tags(self, request: Request) -> Response:
-        """Answers Ollama's list of models, without files: clients see no path of this machine."""
+        """Answers Ollama's list of models, without paths: clients see none of this machine."""
         since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
-        return json_answer(
-            {
-                "models": [
-                    {"name": name, "model": name, "modified_at": since} for name in self._names
-                ]
-            }
-        )
+        card = self._context.card
+        models = [{**card.body(name), "modified_at": since} for name in self._names]
+        return json_answer({"models": models})
 
     async def _loaded(self, request: Request) -> Response:
         """Answers Ollama's list of the models in memory, which has all models of the server."""
+        card = self._context.card
         length = self._context.max_model_len
-        return json_answer(
-            {
-                "models": [
-                    {"name": name, "model": name, "context_length": length} for name in self._names
-                ]
-            }
-        )
+        models = [{**card.body(name), "context_length": length} for name in self._names]
+        return json_answer({"models": models})
 
     async def _capable(self, request: Request) -> Response:
         return json_answer(self._capabilities)

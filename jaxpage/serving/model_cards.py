@@ -6,16 +6,17 @@ import hashlib
 import itertools
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpage.checkpoints import ModelFiles, local_model, open_model
 from jaxpage.errors import JaxpageError
+from jaxpage.models import model_weights
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.engine_config import EngineConfig
 
 _SAMPLE_BYTES = 4096  # of each end of a file; whole files would take minutes
 _MAX_FILES = 4096
-_NAMES = {"BF16": "BF16", "F16": "F16", "F32": "F32"}
 
 
 def card_of(files: ModelFiles, quantization: str | None) -> ModelCard:
@@ -30,14 +31,17 @@ def card_of(files: ModelFiles, quantization: str | None) -> ModelCard:
     for filled in plan.parameters:
         for _, info in filled.pieces:
             counts[str(getattr(info, "kind", info.dtype))] += filled.weight.size
+    if files.rule is None:
+        weights = [filled.weight for filled in plan.parameters]
+    else:
+        weights = list(model_weights(files.family, files.spec))
     stored = counts.most_common(1)[0][0] if counts else ""
-    scheme = quantization or getattr(files.quantization, "name", None)
-    is_gguf = plan.layout == "gguf"
+    scheme = quantization or (files.quantization.name if files.quantization else None)
     return ModelCard(
         family=str(files.config.get("model_type", "")),
         format=plan.layout,
-        num_parameters=sum(filled.weight.size for filled in plan.parameters),
-        quantization=stored if is_gguf or not scheme else str(scheme).upper(),
+        num_parameters=sum(weight.size for weight in weights),
+        quantization=stored if plan.layout == "gguf" or scheme is None else scheme.upper(),
         num_bytes=plan.num_bytes(),
         digest=_digest(files.directory),
     )
@@ -71,7 +75,7 @@ def _digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _files(path: Path):
+def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
         return
