@@ -132,6 +132,9 @@ def test_only_tools_that_must_be_called_need_a_grammar() -> None:
         ({"items": {"$ref": "http://a/b"}}, ".items.$ref", "external references"),
         ({"type": "OBJECT"}, ".type", "'OBJECT' is none of JSON's"),
         ({"properties": {"a": 3}}, ".properties.a", "is not a JSON schema"),
+        ({"not": {"const": 1}}, ".not", "no grammar can enforce not"),
+        ({"items": {"if": {}, "then": {}}}, ".items.if", "no grammar can enforce if"),
+        ({"propertyNames": {"type": "integer"}}, ".propertyNames", "no grammar can enforce"),
     ],
 )
 def test_what_no_grammar_holds_is_refused_by_its_path(schema: Any, path: str, message: str) -> None:

@@ -24,6 +24,11 @@ _SINGLE = (
     *("items", "additionalProperties", "additionalItems", "not", "contains", "if", "then", "else"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
+_UNSUPPORTED = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+    *("$dynamicRef", "$recursiveRef"),
+)
 # Formats that llguidance enforces.
 _ENFORCED = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -63,6 +68,19 @@ def enforceable(schema: str) -> str:
         return json.dumps(_rewritten(json.loads(schema)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
+
+
+def unsupported_keyword(part: dict[str, Any]) -> str | None:
+    """Returns a keyword of one part of a schema that llguidance has not, or None.
+
+    `uniqueItems` is not among them: the caller may leave it out.
+    """
+    restated = dict(part)
+    if "propertyNames" in part:
+        restated["propertyNames"] = _rewritten(part["propertyNames"])
+    restate_keywords(restated)
+    _rewrite_counts(restated)
+    return next((keyword for keyword in _UNSUPPORTED if keyword in restated), None)
 
 
 def overlapping(schema: str) -> Iterator[tuple[str, str]]:

@@ -99,7 +99,7 @@ class _Closing:
             if "$ref" in applied:
                 # It leads to a schema that is closed where it stands.
                 return self._with_closed_values(part)
-            if len(members := part.get("allOf") or ()) == 1:
+            if len(members := part.get("allOf") or []) == 1:
                 return {**self._with_closed_values(part), "allOf": [self.closed(members[0])]}
         unions = [name for name in _UNIONS if isinstance(part.get(name), list)]
         keys = _Keys(outer)

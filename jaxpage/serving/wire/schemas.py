@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from jaxpage.decoding import unsupported_keyword
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.structured_outputs import MAX_CHARACTERS
@@ -91,6 +92,9 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
             )
     if "pattern" in part and (problem := problem_of_pattern(part["pattern"])):
         refuse(f"pattern {shown(part['pattern'])} {problem}", "pattern")
+    # What is wrong with the whole schema, the compiler of grammars says as well.
+    if not is_whole and (keyword := unsupported_keyword(part)) is not None:
+        refuse(f"no grammar can enforce {keyword}, which is not supported", keyword)
     for pattern in _keys(part, "patternProperties"):
         if problem := problem_of_pattern(pattern):
             refuse(f"pattern {shown(pattern)} {problem}", "patternProperties")
