@@ -87,6 +87,12 @@ TAGGED = (
 )
 
 
+KNOWN = (
+    context(tool_parser="hermes"),
+    context(tokenizer=with_template(TAGGED), tool_parser="auto"),
+)
+
+
 def test_bare_values_are_read_whatever_a_schema_says() -> None:
     known = context(tokenizer=with_template(TAGGED), tool_parser="auto")
     for schema in STRANGE:
@@ -217,6 +223,55 @@ def test_allowed_tools() -> None:
     for wrong in (("auto", "x"), ("required",), ("sometimes", "f")):
         with pytest.raises(ApiError, match="tool_choice"):
             opened(*wrong)
+
+
+KEYWORDS = (
+    *(
+        "type",
+        "enum",
+        "const",
+        "properties",
+        "required",
+        "items",
+        "anyOf",
+        "allOf",
+        "oneOf",
+        "$ref",
+    ),
+    *(
+        "additionalProperties",
+        "propertyNames",
+        "patternProperties",
+        "pattern",
+        "format",
+        "minLength",
+    ),
+    *("prefixItems", "$defs", "not", "contains", "minContains", "uniqueItems", "$schema", "$id"),
+    *("unevaluatedProperties", "exclusiveMinimum", "minimum", "multipleOf", "dependentRequired"),
+)
+ANYTHING = st.recursive(
+    st.sampled_from(
+        (None, True, False, 0, -1, 1.5, "", "object", "a", "#", "#/$defs/a", "(", 10**400)
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from((*KEYWORDS, "a")), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    parameters=st.dictionaries(st.sampled_from(KEYWORDS), ANYTHING, max_size=4),
+    choice=st.sampled_from(("auto", "required", CHOICE)),
+    is_tagged=st.booleans(),
+)
+def test_any_schema_is_taken_or_refused(parameters: Any, choice: Any, is_tagged: bool) -> None:
+    """With "auto" it is always taken."""
+    try:
+        open_chat(chat(tool("f", parameters), tool_choice=choice), KNOWN[is_tagged])
+    except ApiError as error:
+        assert error.status == 400 and choice != "auto"
 
 
 # Which objects are closed.

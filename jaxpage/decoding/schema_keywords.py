@@ -102,16 +102,20 @@ def _restate_property_names(part: dict[str, Any]) -> None:
     if _admits_all_texts(names):
         del part["propertyNames"]
         return
-    if not isinstance(names, dict) or "patternProperties" in part:
+    properties = part.get("properties", {})
+    if (
+        not isinstance(names, dict)
+        or not isinstance(properties, dict)
+        or "patternProperties" in part
+    ):
         return
     if (listed := _listed_names(names)) is not None:
         others = part.get("additionalProperties", True)
-        properties = part.get("properties") or {}
         part["properties"] = {
             **{name: schema if name in listed else False for name, schema in properties.items()},
             **{name: others for name in listed if name not in properties},
         }
-    elif (pattern := _pattern_of_names(names)) is not None and not part.get("properties"):
+    elif (pattern := _pattern_of_names(names)) is not None and not properties:
         part["patternProperties"] = {pattern: part.get("additionalProperties", True)}
     else:
         return
@@ -149,11 +153,13 @@ def _listed_names(names: dict[str, Any]) -> list[str] | None:
 def _pattern_of_names(names: dict[str, Any]) -> str | None:
     """Returns the regular expression of the names if one says all, or None."""
     found = _restrictions(names)
-    if found.keys() == {"pattern"}:
-        return str(found["pattern"])
+    if found.keys() == {"pattern"} and isinstance(found["pattern"], str):
+        return found["pattern"]
     if found == {"format": "uuid"}:
         return _UUID
-    if found and found.keys() <= {"minLength", "maxLength"}:
+    if found.keys() <= {"minLength", "maxLength"} and all(
+        isinstance(length, int) and length >= 0 for length in found.values()
+    ):
         least, most = found.get("minLength", 0), found.get("maxLength", "")
         return f"^[\\s\\S]{{{least},{most}}}$"
     return None

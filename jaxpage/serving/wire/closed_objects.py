@@ -99,7 +99,7 @@ class _Closing:
             if "$ref" in applied:
                 # It leads to a schema that is closed where it stands.
                 return self._with_closed_values(part)
-            if len(members := part.get("allOf") or []) == 1:
+            if len(members := _list(part, "allOf")) == 1:
                 return {**self._with_closed_values(part), "allOf": [self.closed(members[0])]}
         unions = [name for name in _UNIONS if isinstance(part.get(name), list)]
         keys = _Keys(outer)
@@ -171,13 +171,12 @@ class _Closing:
         seen.add(id(part))
         if part.get("additionalProperties", False) is not False or "unevaluatedProperties" in part:
             raise _StaysOpenError
-        for name in ("properties", "required"):
-            named = part.get(name) or ()
-            keys.names.update(dict.fromkeys(key for key in named if isinstance(key, str)))
-        keys.patterns.update(part.get("patternProperties") or {})
-        merged = list(part.get("allOf") or ())
+        required = [key for key in _list(part, "required") if isinstance(key, str)]
+        keys.names.update(dict.fromkeys([*_dict(part, "properties"), *required]))
+        keys.patterns.update(_dict(part, "patternProperties"))
+        merged = _list(part, "allOf")
         if with_unions:
-            merged += [member for name in _UNIONS for member in part.get(name) or ()]
+            merged = [*merged, *_list(part, "anyOf"), *_list(part, "oneOf")]
         if "$ref" in part:
             target = target_of(self._root, part["$ref"])
             if not isinstance(target, dict):
@@ -189,12 +188,23 @@ class _Closing:
 
 def _with_keys(part: dict[str, Any], keys: _Keys) -> dict[str, Any]:
     """Returns a part that admits these keys and no others."""
-    own = part.get("properties") or {}
+    own = _dict(part, "properties")
     closed = {
         **part,
         "properties": {**own, **{name: True for name in keys.names if name not in own}},
     }
     if keys.patterns:
         patterns = {pattern: True for pattern in keys.patterns}
-        closed["patternProperties"] = {**patterns, **(part.get("patternProperties") or {})}
+        closed["patternProperties"] = {**patterns, **_dict(part, "patternProperties")}
     return {**closed, "additionalProperties": False}
+
+
+def _list(part: dict[str, Any], name: str) -> list[Any]:
+    """Returns a keyword's list; an empty one if it has something else, which is refused later."""
+    found = part.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _dict(part: dict[str, Any], name: str) -> dict[str, Any]:
+    found = part.get(name)
+    return found if isinstance(found, dict) else {}
