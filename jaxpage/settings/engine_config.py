@@ -116,7 +116,6 @@ class EngineConfig(Settings):
         setting(
             "auto",
             "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8",
-            given='Literal["auto", "int8", "fp8", "fp8_e4m3"]',
         )
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(

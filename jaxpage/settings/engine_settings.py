@@ -44,7 +44,7 @@ class EngineSettings(TypedDict, total=False):
         ]
         | None
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
     max_model_len: int | None
     block_size: int
     num_blocks: int | None
