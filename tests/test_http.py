@@ -430,8 +430,8 @@ def test_small_answers(open_server):
     [
         ("GET", "/nothing", 404, "not_found"),
         ("POST", "/nothing", 404, "not_found"),
-        ("GET", "//v1/models", 404, "not_found"),
-        ("GET", "/v1/models/", 404, None),
+        ("GET", "//nothing", 404, "not_found"),
+        ("GET", "/v1/", 404, "not_found"),
         ("GET", "/v1/../metrics", 404, "not_found"),
         ("GET", "/v1/%2e%2e/metrics", 404, "not_found"),
         ("GET", "/metrics/", 404, "not_found"),
@@ -452,6 +452,30 @@ def test_what_is_not_there(open_server, method, path, status, code):
         answered == status and (code is None or error["code"] == code) and "location" not in headers
     )
     assert status != 405 or headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1//models", "//v1/models", "/v1/models/", "/v1/models//", "///v1///models"]
+)
+def test_slashes_too_many_are_passed_over(open_server, path):
+    """Clients make them when they join a base URL and a path."""
+    assert ask(open_server, "GET", path)[2] == ask(open_server, "GET", "/v1/models")[2]
+    one = path.replace("models", "models/demo")
+    assert json.loads(ask(open_server, "GET", one)[2])["id"] == "demo"
+    posted = path.replace("models", "chat//completions")
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert ask(open_server, "POST", posted, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/batches", "/v1/messages/batches/x", "/v1/messages/x", "/v1/messages//x"]
+)
+def test_paths_below_messages_answer_in_anthropics_shape(open_server, path):
+    for method in ("GET", "POST", "DELETE"):
+        status, _, body = ask(open_server, method, path, {} if method == "POST" else None)
+        error = json.loads(body)
+        assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+    assert "type" not in json.loads(ask(open_server, "GET", "/v1/messagesx")[2])
 
 
 def test_request_ids_are_echoed_or_made(open_server):
@@ -483,7 +507,25 @@ def test_request_ids_are_echoed_or_made(open_server):
         ({"Content-Type": "application/json; charset=utf-16"}, 415),
         ({"Content-Encoding": "gzip"}, 415),
         ({"Content-Encoding": "identity, br"}, 415),
-        ({"Content-Type": "application/json; charset=UTF-8"}, 200),
+        *[
+            ({"Content-Type": f"application/json{parameters}"}, 200)
+            for parameters in (
+                "; charset=UTF-8",
+                ";charset=utf8",
+                '; Charset = "UTF_8"',
+                "; a=b; charset=csUTF8",
+            )
+        ],
+        *[
+            ({"Content-Type": f"application/json{parameters}"}, 415)
+            for parameters in (
+                "; charset=utf-16",
+                "; charset=",
+                "; charset=utf-80",
+                "; charset=utf-8-sig",
+                "; charset=utf-8; charset=latin1",
+            )
+        ],
         ({"Content-Encoding": "identity"}, 200),
     ],
 )
@@ -655,6 +697,14 @@ def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
     ):
         assert ask(guarded, "GET", target)[0] == 401, target
     assert ask(guarded, "GET", "http://x/v1/models", Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_a_key_is_asked_for_whatever_the_slashes(guarded):
+    for path in ("/v1//models", "//v1/models/", "/v1/messages//batches"):
+        assert ask(guarded, "GET", path)[0] == 401
+    status, _, body = ask(guarded, "GET", "/v1/messages/batches")
+    assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
+    assert ask(guarded, "GET", "/v1/messages/batches", x_api_key=KEY)[0] == 404
 
 
 def test_a_body_in_chunks_needs_http_1_1(open_server):

@@ -164,7 +164,7 @@ NO_KEYS = [
 NO_PATHS = [
     *(
         "/nothing",
-        "//v1/models",
+        "//nothing",
         "/v1/../metrics",
         "/v1/%2e%2e/metrics",
         "/metrics/",
@@ -186,11 +186,10 @@ NO_MODELS = [
     "unknown",
     "../../etc/passwd",
     "..%2f..%2fetc",
-    "demo/",
+    "demo/x",
     "Demo",
     "demo%00",
     "x" * 5000,
-    "",
 ]
 HTTP = [
     *[Row(400, raw, None, message) for raw, message in BODIES if b"\\ud800" not in raw.lower()],

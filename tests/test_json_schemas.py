@@ -36,6 +36,7 @@ INTEGERS = [
     *map(str, (0, -5, 7, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), BIG, BIG - 21))
 ]
 UUIDS = [f"0b4d8f3e-1c2d-{version}e5f-8a9b-0c1d2e3f4a5b" for version in range(1, 9)]
+KEYS = ["{}", '{"a":1}', '{"a":"s"}', '{"xy":1}', '{"xy":"s"}', '{"long":1}']
 PAIR = {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
 
 
@@ -83,17 +84,77 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
         ({"type": "string", "format": "uuid4"}, [json.dumps(one) for one in UUIDS], [json.dumps(UUIDS[3])]),
         ({"type": "string", "format": "uuid4", "pattern": "^0b"}, [json.dumps(one) for one in UUIDS], [json.dumps(UUIDS[3])]),
         ({"type": "string", "format": "base64"}, ['""', '"YQ=="', '"YQ="', '"YWI="', '"a"'], ['""', '"YQ=="', '"YWI="']),
+        # zod 4 and pydantic write these.
+        *[({"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}, KEYS, ['{"a":1}', '{"xy":1}'])
+          for names in ({"type": "string"}, True, {}, {"type": "string", "minLength": 0, "title": "x"})],
+        ({"type": "object", "propertyNames": {"type": "string"}}, KEYS, ['{"a":1}', '{"xy":"s"}']),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, KEYS, ['{"a":1}', "{}"]),
+        ({"type": "object", "propertyNames": {"const": "a"}, "properties": {"a": {"type": "string"}, "xy": {}}}, KEYS, ['{"a":"s"}', "{}"]),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": False}, KEYS, ["{}"]),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "integer"}}, KEYS, ['{"xy":1}']),
+        ({"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}}, KEYS, ['{"xy":1}', '{"xy":"s"}']),
+        ({"type": "object", "propertyNames": {"format": "uuid"}}, [f'{{"{UUIDS[0]}":1}}', '{"a":1}'], [f'{{"{UUIDS[0]}":1}}']),
+        ({"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"}, ['"a1"', '"A"'], ['"a1"']),
+        ({"type": "string", "format": "jwt", "pattern": "^a"}, ['"ab"', '"b"'], ['"ab"']),
+        ({"type": "string", "format": "banana", "pattern": "^a", "minLength": 2}, ['"ab"', '"a"'], ['"ab"']),
+        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, KEYS, ['{"a":1}']),
+        ({"type": "object", "additionalProperties": {"type": "integer"}, "unevaluatedProperties": False}, KEYS, ['{"xy":1}']),
+        ({"type": "object", "unevaluatedProperties": True, "anyOf": [{}]}, KEYS, ['{"xy":1}']),
+        ({"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": False}, ["[]", "[1]", "[1,1]"], ["[]", "[1]"]),
+        ({"type": "array", "items": {"const": 1}, "unevaluatedItems": False}, ["[1,1]", "[2]"], ["[1,1]"]),
+        ({"type": "string", "not": False}, ['"a"'], ['"a"']),
+        ({"type": "string", "if": {"const": "a"}}, ['"a"'], ['"a"']),
+        ({"type": "string", "then": {"const": "a"}, "else": False}, ['"b"'], ['"b"']),
+        ({"type": "object", "dependentRequired": {}, "dependentSchemas": {}}, KEYS, ["{}"]),
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ['""', '"a"', '"abc"'], ['"a"']),
+        *[({"$schema": uri, "type": "string"}, ['"a"', "1"], ['"a"']) for uri in (
+            "https://example.com/dialect", "https://json-schema.org/draft-07/schema", "http://json-schema.org/draft/2020-12/schema#",
+            "http://json-schema.org/schema#")],
     ],
 )  # fmt: skip
 def test_what_comes_through_is_valid(
     schema: Any, texts: list[str], some: list[str], grammar: Any
 ) -> None:
     found = admitted(grammar, schema, texts)
-    valid = jsonschema.Draft202012Validator(schema)
+    valid = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in found), found
     assert set(some) <= set(found)
     if schema.get("format") in ("uuid4", "base64"):  # which jsonschema does not check
         assert found == some
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["3", "4"]),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": False}, ["2", "3"]),
+        ({"type": "integer", "maximum": 3, "exclusiveMaximum": True}, ["3", "2"]),
+        ({"type": "integer", "exclusiveMinimum": True}, ["3"]),
+    ],
+)
+def test_bounds_of_draft_4_are_exclusive_by_a_boolean(
+    schema: Any, texts: list[str], grammar: Any
+) -> None:
+    valid = jsonschema.Draft4Validator(schema)
+    found = admitted(grammar, schema, texts)
+    assert found == [text for text in texts if valid.is_valid(json.loads(text))]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"propertyNames": {"pattern": "^a"}, "properties": {"ab": {}}},
+        {"propertyNames": {"type": "integer"}},
+        {"propertyNames": {"enum": ["a"], "minLength": 2}},
+        {"properties": {"a": {}}, "anyOf": [{}], "unevaluatedProperties": False},
+        {"contains": {}, "prefixItems": [{}], "unevaluatedItems": False},
+        {"if": {}, "then": {}},
+        {"dependentRequired": {"a": ["b"]}},
+    ],
+)
+def test_what_cannot_be_said_in_other_keywords_is_refused(schema: Any, grammar: Any) -> None:
+    matcher = matcher_of(grammar[0], source_of("json", json.dumps(schema)))
+    assert "keywords that are not supported" in str(problem_of(matcher, grammar[1]))
 
 
 @pytest.mark.parametrize(

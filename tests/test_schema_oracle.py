@@ -137,6 +137,17 @@ unusual = st.one_of(
         {"type": "object", "maxProperties": 1},
         {"type": "object", "dependentRequired": {"a": ["b"]}},
         {"if": {"type": "integer"}, "then": {"minimum": 3}},
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {
+            "type": "object",
+            "propertyNames": {"enum": ["a", "x"]},
+            "additionalProperties": {"type": "integer"},
+        },
+        {"type": "object", "propertyNames": {"pattern": "^[ab]+$"}},
+        {"type": "object", "propertyNames": {"minLength": 2}},
+        {"type": "object", "unevaluatedProperties": False},
+        {"type": "array", "unevaluatedItems": False},
+        {"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"},
     )
 )
 with_unusual = st.builds(lambda schema, more: {**schema, **more}, schemas, unusual)

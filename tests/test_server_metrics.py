@@ -29,6 +29,7 @@ from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import ABORTIONS, REJECTIONS, ServerMetrics
 from jaxpage.serving.startup import publish_kv_events
+from jaxpage.settings.from_vllm import answers
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -426,23 +427,30 @@ def test_latencies_of_a_failed_request_are_left_out() -> None:
 # ---- what routers read
 
 
-def test_routers_find_the_names_that_they_know(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Those that the endpoint picker of the Gateway API reads of vLLM."""
+def test_routers_and_dashboards_find_vllms_names(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """The endpoint picker of the Gateway API reads the gauges, vLLM's dashboard the others, too."""
     stats = llm.stats()
-    found = {}
-    for name, family in parsed(ServerMetrics("m", 16).exposition(stats)).items():
-        if name.startswith("vllm:"):
-            (sample,) = family.samples
-            assert sample.labels["model_name"] == "m" and family.type == "gauge"
-            found[sample.name] = (
-                sample.value,
-                *(sample.labels.get(one) for one in ("block_size", "num_gpu_blocks")),
-            )
-    wanted = {
-        f"vllm:{name}": (stats[name], None, None)
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    families = parsed(ServerMetrics("m", 16).exposition(stats))
+    theirs = {name: family for name, family in families.items() if name.startswith("vllm:")}
+    same = {name for name, answer in answers("metrics").items() if answer.kind == "same"}
+    assert theirs.keys() == {
+        "vllm:cache_config_info",
+        *(f"vllm:{name.removesuffix('_total')}" for name in same),
     }
-    assert found == {**wanted, "vllm:cache_config_info": (1, "16", str(stats["num_blocks_total"]))}
+    (cache,) = theirs.pop("vllm:cache_config_info").samples
+    assert cache.labels == {
+        "model_name": "m",
+        "block_size": "16",
+        "num_gpu_blocks": str(stats["num_blocks_total"]),
+    }
+    (preemptions,) = theirs.pop("vllm:num_preemptions").samples
+    assert preemptions.value == sum(stats["num_preemptions_total"].values())
+    for name, family in theirs.items():
+        own = families[f"jaxpage_{name.removeprefix('vllm:')}"]
+        assert family.type == own.type
+        assert [(one.labels, one.value) for one in family.samples] == [
+            (one.labels, one.value) for one in own.samples
+        ]
 
 
 @pytest.mark.parametrize("following", [0, 1])

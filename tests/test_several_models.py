@@ -360,6 +360,17 @@ def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Clie
     assert len(helps) == len(set(helps)) and len(helps) >= text.count("# HELP")
 
 
+def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client: httpx.Client) -> None:
+    client.post("/v1/completions", json=asked("demo", 0, 0))
+    listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
+    for model in listed.values():
+        assert len(model["digest"]) == 64 and model["size"] > 0 and model["modified_at"]
+        assert model["details"]["family"] == "llama" and model["details"]["parameter_size"]
+    loaded = {model["name"]: model for model in client.get("/api/ps").json()["models"]}
+    assert loaded["demo"]["digest"] == listed["demo"]["digest"]
+    assert loaded["demo"]["details"] == listed["demo"]["details"]
+
+
 def test_ollamas_keep_alive(client: httpx.Client) -> None:
     def until() -> str:
         [model] = client.get("/api/ps").json()["models"]

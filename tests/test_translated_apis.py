@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +15,10 @@ import jsonschema
 import ollama
 import openai
 import pytest
+from safetensors import safe_open
 
 import jaxpage
+from jaxpage.checkpoints import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.serving.wire.exchange import open_chat
@@ -25,6 +29,7 @@ from tests.support import successors
 from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
+DEMO = resolve_model("demo")
 KEY = "a-key-of-this-test"
 SYSTEM, USER = (
     {"role": "system", "content": "Tell it."},
@@ -575,9 +580,25 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
         ("demo", length)
     ]
     assert http.get("/api/version").json() == {"version": jaxpage.__version__}
+    (listed,) = llama.list().models
+    assert re.fullmatch("[0-9a-f]{64}", listed.digest or "") and listed.modified_at
+    assert listed.details is not None and listed.details.family == "llama"
+    assert listed.details.families == ["llama"] and listed.details.format == "safetensors"
+    num_layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
+    with safe_open(DEMO / "model.safetensors", "numpy") as weights:
+        # A layer after the last one is a head that drafts.
+        stored = [
+            weights.get_slice(name)
+            for name in weights.keys()  # noqa: SIM118
+            if f".layers.{num_layers}." not in name
+        ]
+    num_parameters = sum(math.prod(tensor.get_shape()) for tensor in stored)
+    assert {tensor.get_dtype() for tensor in stored} == {listed.details.quantization_level}
+    assert listed.size == 2 * num_parameters  # bfloat16
+    assert listed.details.parameter_size == f"{num_parameters / 1e6:.2f}M"
     for name in ("demo", "demo:latest"):
         shown = llama.show(name)
-        assert shown.details is not None and shown.details.family == "llama"
+        assert shown.details is not None and shown.details == listed.details
         assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": length}
         assert shown.capabilities == ["completion", "thinking"]
         assert llama.chat(
@@ -618,7 +639,7 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
     for call, status, message in (
         (lambda: llama.embed("demo", "x" * 100_000), 400, "max_model_len=512"),
         (lambda: llama.embeddings("demo", "x" * 100_000), 400, "max_model_len=512"),
-        (lambda: llama.embed("demo", texts, truncate=True), 400, "truncate is not supported"),
+        (lambda: llama.embed("demo", "x" * 100_000, truncate=True), 400, "max_model_len=512"),
         (lambda: llama.embed("demo", texts, dimensions=7), 400, "dimensions=7"),
         (lambda: llama.embed("llama3", texts), 404, "llama3"),
     ):
@@ -650,15 +671,11 @@ def test_what_ollama_says_of_its_machine_changes_nothing(
         or ""
     )
     body = {"model": "demo", "messages": MESSAGES, "stream": False}
-    for name in ("truncate", "shift"):
-        assert (
-            http.post(
-                "/api/chat", json={**body, name: False, "options": {"num_predict": 1}}
-            ).status_code
-            == 200
-        )
-        answer = http.post("/api/chat", json={**body, name: True})
-        assert (answer.status_code, answer.json()) == (400, {"error": f"{name} is not supported"})
+    for field in ({"truncate": False}, {"truncate": True}, {"shift": False}):
+        answer = http.post("/api/chat", json={**body, **field, "options": {"num_predict": 1}})
+        assert answer.status_code == 200
+    answer = http.post("/api/chat", json={**body, "shift": True})
+    assert (answer.status_code, answer.json()) == (400, {"error": "shift is not supported"})
 
 
 def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:

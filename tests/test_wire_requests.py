@@ -78,6 +78,9 @@ def tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
 def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -192,7 +195,6 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
         ({name: "x"}, name, "is not supported")
         for name in ("kv_transfer_params", "mm_processor_kwargs", "guided_regex")
     ],
-    ({"store": True}, "store", "is not supported"),
     ({"response_format": "json"}, "response_format", "must"),
     ({"response_format": {}}, "response_format.type", "is required"),
     (
@@ -248,6 +250,10 @@ COMPLETION_REFUSED = [
     ({"best_of": 2, "n": 3}, "best_of", "must be"),
     ({"best_of": 2, "stream": True}, "best_of", "is not supported with stream"),
     ({"suffix": "x"}, "suffix", "is not supported"),
+    *[
+        ({name: value}, name, "is not supported by this endpoint")
+        for name, value in (("store", True), ("reasoning_effort", "low"), ("verbosity", "low"))
+    ],
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
@@ -293,6 +299,11 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[({"logprobs": value}, "logprobs", "must be") for value in (1, "true")],
     *[({"logprobs": True, "top_logprobs": value}, "top_logprobs", "must be") for value in (-1, 21, True, 1.5)],
     ({"top_logprobs": 1}, "top_logprobs", "only for logprobs"),
+    *[({"reasoning_effort": value}, "reasoning_effort", "must be") for value in ("some", 1, True, "")],
+    *[({"verbosity": value}, "verbosity", "must be") for value in ("loud", 1)],
+    ({"store": "yes"}, "store", "must be"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}, "messages[0].content", "must be"),
+    ({"messages": [{"role": "assistant", "refusal": 5}]}, "messages[0].refusal", "must be"),
     ({"prompt": "x"}, "prompt", "is not supported by this endpoint"),
     ({"best_of": 2}, "best_of", "is not supported by this endpoint"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
@@ -306,18 +317,19 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "response_format": {"type": "json_object"}},
      "response_format", "not supported with tools"),
     *[
-        ({"tools": [tool(), tool("g", parameters=schema)]}, "tools[1].function.parameters", message)
-        for schema, message in (
-            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "is not a valid regular expression"),
-            ({"patternProperties": {"a[": {}}}, "is not a valid regular expression"),
-            ({"items": {"pattern": "(?=x)a"}}, "looks around"),
-            ({"pattern": "(?P<n>a)(?P=n)"}, "looks around or back"),
-            ({"type": "banana"}, "'banana'"),
-            ({"anyOf": [{"type": ["string", "banana"]}]}, "'banana'"),
-            ({"$ref": "http://localhost/x"}, "external references are not fetched"),
-            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "external references are not fetched"),
-            ({"properties": {"a": 5}}, "is not a JSON schema"),
-            ({"description": "x" * 70_000}, "at most 65536 characters"),
+        ({"tools": [tool(), tool("g", parameters=schema)], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+         f"tools[1].function.parameters{path}", message)
+        for schema, path, message in (
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern", "is not a valid regular expression"),
+            ({"patternProperties": {"a[": {}}}, "", "is not a valid regular expression"),
+            ({"items": {"pattern": "(?=x)a"}}, ".items.pattern", "looks around"),
+            ({"pattern": "(?P<n>a)(?P=n)"}, "", "looks around or back"),
+            ({"type": "banana"}, "", "'banana'"),
+            ({"anyOf": [{"type": ["string", "banana"]}]}, ".anyOf[0].type", "'banana'"),
+            ({"$ref": "http://localhost/x"}, "", "external references are not fetched"),
+            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, ".properties.a.$ref", "external references are not fetched"),
+            ({"properties": {"a b": 5}}, '.properties["a b"]', "is not a JSON schema"),
+            ({"description": "x" * 70_000}, "", "at most 65536 characters"),
         )
     ],
 ]  # fmt: skip
@@ -1068,7 +1080,7 @@ def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
         (open_completion, completion(response_format={"type": path})),
         (open_completion, completion(cache_salt=path + "\0")),
         (open_chat, chat(messages=[{"role": path, "content": "x"}])),
-        (open_chat, chat(tools=[tool(parameters={"$ref": path})])),
+        (open_chat, chat(tools=[tool(parameters={"$ref": path})], tool_choice=NAMED)),
         (tokenize, {"prompt": [path]}),
         (detokenize, {"tokens": [path]}),
         (lambda body, _: parse_object(body), json.dumps([path]).encode()),

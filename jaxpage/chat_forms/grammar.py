@@ -181,7 +181,10 @@ class _Writer:
         if not _UNIONS.isdisjoint(schema):
             raise ValueError("a schema with anyOf, oneOf or allOf cannot be held to this form")
         required = schema.get("required") or []
-        names = list(schema.get("properties") or {})
+        properties = schema.get("properties") or {}
+        if not isinstance(required, list) or not isinstance(properties, dict):
+            raise ValueError("properties must be an object, and required a list")
+        names = list(properties)
         if missing := [name for name in required if name not in names]:
             raise ValueError(f"the property {missing[0]!r} is required and has no schema")
         # Two chains of rules: `after` follows an item, `first` none.

@@ -57,9 +57,12 @@ def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> frozenset[
     if isinstance(schema.get("enum"), list):
         return frozenset(map(type_of, schema["enum"]))
     declared = schema.get("type")
-    if declared is not None:
+    if isinstance(declared, str | list):
         names = [declared] if isinstance(declared, str) else declared
-        found = {"number" if name == "integer" else name for name in names}
+        # Some clients write types in capitals ("OBJECT"); where no grammar enforces a schema, it
+        # may have anything.
+        lowered = {name.lower() for name in names if isinstance(name, str)}
+        found = {"number" if name == "integer" else name for name in lowered}
         if schema.get("nullable") is True:
             found.add("null")
         return frozenset(found) & JSON_TYPES

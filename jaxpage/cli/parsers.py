@@ -115,14 +115,15 @@ def _add_run_batch(commands: Commands[Parser]) -> None:
         "run-batch",
         "answer a file of requests in OpenAI's batch format, or go on with it",
     )
-    add = parser.add_argument
-    add("input", metavar="FILE", help="JSON lines with custom_id, method, url and body")
-    add(
+    _add_file(parser, "input", "FILE", "-i", "JSON lines with custom_id, method, url and body")
+    _add_file(
+        parser,
         "output",
-        metavar="OUTPUT",
-        help="file of the answers, in the order in which they are ready; lines that it has are not asked again",
+        "OUTPUT",
+        "-o",
+        "file of the answers, in the order in which they are ready; lines that it has are not asked again",
     )
-    add(
+    parser.add_argument(
         "--sort-window",
         type=int,
         default=4096,
@@ -133,6 +134,20 @@ def _add_run_batch(commands: Commands[Parser]) -> None:
     add_server_flags(parser, only=BATCH_SETTINGS)
     add_engine_flags(parser)
     parser.set_defaults(run=lazily("commands", "run_batch"))
+
+
+def _add_file(parser: Parser, name: str, metavar: str, short: str, help: str) -> None:
+    """Adds a file that is given by its position, or by a flag as for `vllm run-batch`."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(name, metavar=metavar, nargs="?", default=argparse.SUPPRESS, help=help)
+    group.add_argument(
+        short,
+        f"--{name}-file",
+        dest=name,
+        metavar=metavar,
+        default=argparse.SUPPRESS,
+        help=f"the same as {metavar}",
+    )
 
 
 def _add_fetch(commands: Commands[Parser]) -> None:

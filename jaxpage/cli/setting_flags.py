@@ -177,6 +177,7 @@ ENGINE_FLAGS = (
         "tensor_parallel_size",
         int,
         "devices that share the model (docs/scale.md); default: 1",
+        alias="-tp",
     ),
     Flag(
         "tensor_parallel_reduction",

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jaxpage.decoding.schema_keywords import restate_keywords
+
 _MOST = 2**53 - 1  # up to here each integer has a float of its own
 _STEP = 1e-9  # the distance from an exclusive bound to the first allowed number
 _LOWER = ("minimum", "exclusiveMinimum")
@@ -21,6 +23,15 @@ _MERGED = ("allOf", "anyOf", "oneOf", "$ref")
 _SINGLE = (
     *("items", "additionalProperties", "additionalItems", "not", "contains", "if", "then", "else"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
+)
+_UNSUPPORTED = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+    *("$dynamicRef", "$recursiveRef"),
+)
+# Formats that llguidance enforces.
+_ENFORCED = frozenset(
+    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
 # Formats that restrict nothing in the text: they only tell a program how to use the value.
 _LABELS = frozenset(
@@ -43,6 +54,8 @@ _PATTERNS = {  # formats that pydantic writes and llguidance lacks
     "base64": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^([A-Za-z0-9_-]{4})*([A-Za-z0-9_-]{2}(==)?|[A-Za-z0-9_-]{3}=?)?$",
 }
+ENFORCED_FORMATS = _ENFORCED | _PATTERNS.keys()
+KNOWN_FORMATS = ENFORCED_FORMATS | _LABELS
 
 
 def enforceable(schema: str) -> str:
@@ -55,6 +68,19 @@ def enforceable(schema: str) -> str:
         return json.dumps(_rewritten(json.loads(schema)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
+
+
+def unsupported_keyword(part: dict[str, Any]) -> str | None:
+    """Returns a keyword of one part of a schema that llguidance has not, or None.
+
+    `uniqueItems` is not among them: the caller may leave it out.
+    """
+    restated = dict(part)
+    if "propertyNames" in part:
+        restated["propertyNames"] = _rewritten(part["propertyNames"])
+    restate_keywords(restated)
+    _rewrite_counts(restated)
+    return next((keyword for keyword in _UNSUPPORTED if keyword in restated), None)
 
 
 def overlapping(schema: str) -> Iterator[tuple[str, str]]:
@@ -109,6 +135,7 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
             else _rewritten(held)
         )
     _check_values(part)
+    restate_keywords(part)
     _rewrite_counts(part)
     _rewrite_format(part)
     _rewrite_bounds(part, is_merged=is_merged or not part.keys().isdisjoint(_MERGED))
@@ -151,7 +178,8 @@ def _rewrite_format(part: dict[str, Any]) -> None:
     kind = part.get("format")
     if not isinstance(kind, str):
         return
-    if kind in _LABELS:
+    if kind in _LABELS or (kind not in KNOWN_FORMATS and isinstance(part.get("pattern"), str)):
+        # A pattern next to a format that is not known says all that can be enforced.
         del part["format"]
     elif (pattern := _PATTERNS.get(kind)) is not None:
         del part["format"]

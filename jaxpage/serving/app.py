@@ -42,6 +42,7 @@ from jaxpage.serving.http.answers import error_answer, ignored_header, json_answ
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
+from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.http.root_path import BelowRootPath
@@ -233,26 +234,18 @@ class Server:
         }
 
     async def _tags(self, request: Request) -> Response:
-        """Answers Ollama's list of models, without files: clients see no path of this machine."""
+        """Answers Ollama's list of models, without paths: clients see none of this machine."""
         since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
-        return json_answer(
-            {
-                "models": [
-                    {"name": name, "model": name, "modified_at": since} for name in self._names
-                ]
-            }
-        )
+        card = self._context.card
+        models = [{**card.body(name), "modified_at": since} for name in self._names]
+        return json_answer({"models": models})
 
     async def _loaded(self, request: Request) -> Response:
         """Answers Ollama's list of the models in memory, which has all models of the server."""
+        card = self._context.card
         length = self._context.max_model_len
-        return json_answer(
-            {
-                "models": [
-                    {"name": name, "model": name, "context_length": length} for name in self._names
-                ]
-            }
-        )
+        models = [{**card.body(name), "context_length": length} for name in self._names]
+        return json_answer({"models": models})
 
     async def _capable(self, request: Request) -> Response:
         return json_answer(self._capabilities)
@@ -369,6 +362,7 @@ def guarded(
     prefix = config.root_path
     middleware = [
         *([Middleware(BelowRootPath, prefix=prefix)] if prefix else []),
+        Middleware(PlainPaths),
         *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=server.metrics),
@@ -391,7 +385,7 @@ def guarded(
     app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.state.tracing = tracing
-    # A path with a slash too many is not found; Starlette would redirect it.
+    # `PlainPaths` has taken the slashes away for which Starlette would redirect.
     app.router.redirect_slashes = False
     return app
 

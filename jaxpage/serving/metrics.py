@@ -19,6 +19,7 @@ from prometheus_client.core import (
 
 from jaxpage import __version__
 from jaxpage.serving.metric_texts import HELP, LABELS
+from jaxpage.settings.from_vllm import answers
 
 PREFIX = "jaxpage_"
 
@@ -130,10 +131,10 @@ class _Collected:
         return iter(self._families)
 
 
-def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
+def _families(stats: Mapping[str, Any], model_name: str, prefix: str = PREFIX) -> Iterator[Metric]:
     for name, value in stats.items():
         if isinstance(value, Mapping) and "buckets" in value:
-            histogram = HistogramMetricFamily(PREFIX + name, HELP[name], labels=("model_name",))
+            histogram = HistogramMetricFamily(prefix + name, HELP[name], labels=("model_name",))
             histogram.add_metric((model_name,), list(value["buckets"].items()), value["sum"])
             yield histogram
             continue
@@ -143,7 +144,7 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
             else GaugeMetricFamily
         )
         label = (LABELS[name],) if isinstance(value, Mapping) else ()
-        metric = family(PREFIX + name, HELP[name], labels=("model_name", *label))
+        metric = family(prefix + name, HELP[name], labels=("model_name", *label))
         for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
             metric.add_metric((model_name, *([] if key is None else [str(key)])), number)
         yield metric
@@ -152,16 +153,17 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
 def _under_vllm_names(
     stats: Mapping[str, Any], model_name: str, block_size: int
 ) -> Iterator[Metric]:
-    """Yields the metrics that routers read, under vLLM's names, which they know.
+    """Yields the metrics that routers and vLLM's dashboard read, under vLLM's names.
 
     Such a router is the endpoint picker of the Gateway API.
     """
     if not stats or not block_size:
         return
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        metric = GaugeMetricFamily(f"vllm:{name}", HELP[name], labels=("model_name",))
-        metric.add_metric((model_name,), stats[name])
-        yield metric
+    same = (name for name, answer in answers("metrics").items() if answer.kind == "same")
+    theirs = {name: stats[name] for name in same if name in stats}
+    preemptions = stats["num_preemptions_total"]
+    theirs["num_preemptions_total"] = sum(preemptions.values())  # vLLM has no label for the mode
+    yield from _families(theirs, model_name, "vllm:")
     labels = ("model_name", "block_size", "num_gpu_blocks")
     cache = GaugeMetricFamily("vllm:cache_config_info", "The size of the KV cache", labels=labels)
     cache.add_metric((model_name, str(block_size), str(stats["num_blocks_total"])), 1)

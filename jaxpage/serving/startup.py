@@ -44,6 +44,7 @@ from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_server
 from jaxpage.serving.tracing import open_tracing
 from jaxpage.serving.wire.context import ModelContext
@@ -125,7 +126,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         tokenizer=built.tokenizer,
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
-        model_type=str(built.model.config.get("model_type", "")),
+        card=card_of(built.model, engine.quantization),
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
@@ -151,7 +152,7 @@ def described_context(engine: EngineConfig, server: ServerConfig) -> ModelContex
         max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
         vocab_size=described.spec.vocab_size,
         tokenizer=tokenizer,
-        model_type=str(described.config.get("model_type", "")),
+        card=card_of_settings(engine),
         chat_format=chosen(derived, server.tool_parser, server.reasoning_parser),
     )
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from jaxpage.settings.from_vllm import answer_for_keyword, without_neutral
+
 Item = TypeVar("Item")
 _P = ParamSpec("_P")
 
@@ -64,12 +66,21 @@ def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 
 
 
 def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Returns an `__init__` whose TypeError for an unknown keyword suggests a name."""
+    """Returns an `__init__` whose TypeError for an unknown keyword suggests a name.
+
+    Keywords of vLLM's `SamplingParams` that ask for nothing, such as `detokenize=True`, are left
+    out, and others have an answer.
+    """
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
-    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> None:
+    def checked(*arguments: _P.args, **given: _P.kwargs) -> None:
+        keywords: Any = without_neutral("sampling", dict.fromkeys(known), given)
         for unknown in keywords.keys() - known:
+            answer = answer_for_keyword("sampling", unknown)
+            if answer is not None and answer.kind != "same":
+                kind = type(arguments[0]).__name__
+                raise TypeError(f"{kind} has no parameter {unknown!r}; {answer.text}")
             close = close_names(unknown, known)
             hint = f"did you mean {close[0]!r}?" if close else f"parameters are {', '.join(known)}"
             raise TypeError(f"{type(arguments[0]).__name__} has no parameter {unknown!r}; {hint}")

@@ -17,6 +17,7 @@ from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, nearest_name, setting
 from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
+from jaxpage.settings.from_vllm import answer_for_keyword
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
@@ -46,6 +47,13 @@ def dtype_name(value: Any) -> Any:
         return _DTYPE_NAMES.get(value, value)
     found = getattr(value, "dtype", value)  # jnp.bfloat16 is no type, but has a dtype
     return getattr(found, "name", value.__name__ if isinstance(value, type) else value)
+
+
+def _kv_cache_dtype(value: Any) -> Any:
+    """Returns the name of a type of the KV cache that is given by vLLM's name."""
+    if value == "fp8_e5m2":
+        raise ValueError("must be 'fp8', which is fp8_e4m3: there is no fp8_e5m2")
+    return "fp8" if value == "fp8_e4m3" else value
 
 
 class EngineConfig(Settings):
@@ -104,9 +112,11 @@ class EngineConfig(Settings):
         "checkpoint's own method",
         shown="as the checkpoint; for a GGUF file, dequantised",
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
-        "auto",
-        "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8",
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(_kv_cache_dtype)] = (
+        setting(
+            "auto",
+            "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8",
+        )
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         None,
@@ -201,7 +211,9 @@ class EngineConfig(Settings):
         16,
         "largest rank of a LoRA adapter; the others are padded to it",
     )
-    tensor_parallel_size: _Count = setting(1, "devices that share the model (docs/scale.md)")
+    tensor_parallel_size: _Count = setting(
+        1, "devices that share the model (docs/scale.md)", alias="-tp"
+    )
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = setting(
         "auto",
         "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 devices), fast (whatever "
@@ -223,6 +235,13 @@ class EngineConfig(Settings):
         "new file for all events that a replay needs, prompts included",
         given="AnyPath | None",
     )
+
+    @classmethod
+    def unknown(cls, name: str) -> Problem:
+        """Returns the problem with a name that no setting has; vLLM's names have an answer."""
+        if (answer := answer_for_keyword("settings", name)) is not None:
+            return name, f"unknown setting; {answer.text}"
+        return super().unknown(name)
 
     @property
     def acceptance(self) -> AcceptanceRule:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, cast
 from numpy.typing import DTypeLike
 
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.from_vllm import without_neutral
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 AnyPath = str | os.PathLike[str]
@@ -85,8 +86,12 @@ class LLMSettings(EngineSettings, total=False):
 def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
     """Returns the configuration of a model with these settings.
 
+    Settings of vLLM that ask for what jaxpage does anyway, such as `enforce_eager=False`, are left
+    out.
+
     Raises:
         ConfigError: A setting is wrong.
         UnsupportedError: This version cannot honour a setting.
     """
-    return EngineConfig(model=cast(str, model), **cast("dict[str, Any]", settings))
+    given = without_neutral("settings", EngineConfig.model_fields, settings)
+    return EngineConfig(model=cast(str, model), **given)

@@ -1,16 +1,20 @@
-"""Answers flags of `vllm serve`, and fields of requests, that jaxpage has or does not have.
+"""Answers the names of vLLM that jaxpage has or does not have.
 
-An unknown flag and a field that is not supported are refused with their answer. The page "Coming
-from vLLM" of the documentation is made from the same table.
+These are flags of `vllm serve`, fields of requests, keywords of `LLM` and of `SamplingParams`, and
+metrics. A name that is not the same is refused with its answer. The page "Coming from vLLM" of the
+documentation is made from the same table.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+_FLAG = re.compile(r"--([a-z][a-z-]*[a-z])")
 
 
 class Answer(NamedTuple):
@@ -26,17 +30,22 @@ class Answer(NamedTuple):
 
 
 @functools.cache
+def _table() -> Mapping[str, Any]:
+    with Path(__file__).with_suffix(".toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+@functools.cache
 def answers(what: str) -> Mapping[str, Answer]:
     """Returns the answers by the name of vLLM.
 
     Args:
-        what: "flags" of `vllm serve`, or "fields" of requests.
+        what: "flags" of `vllm serve`, "fields" of requests, "settings" of `LLM` that have other
+            answers than their flags, parameters of "sampling", or "metrics" without their prefix.
     """
-    with Path(__file__).with_suffix(".toml").open("rb") as file:
-        kinds = tomllib.load(file)[what]
     return {
         name: Answer(kind, text)
-        for kind, texts in kinds.items()
+        for kind, texts in _table()[what].items()
         for text, names in texts.items()
         for name in names.split()
     }
@@ -50,7 +59,71 @@ def answer_for_flag(word: str) -> str | None:
     """
     flag = word.partition(".")[0].replace("_", "-")
     known = answers("flags")
-    for name in (flag, flag.replace("--no-", "--", 1)):
+    # `-O3` is a short flag with its value.
+    for name in (flag, flag.replace("--no-", "--", 1), flag.rstrip("0123456789")):
         if name in known and known[name].kind != "same":
             return known[name].text
     return None
+
+
+def answer_for_keyword(what: Literal["settings", "sampling"], name: str) -> Answer | None:
+    """Returns the answer to a keyword of vLLM's `LLM` or `SamplingParams`, or None.
+
+    A setting without an answer of its own has that of its flag, in which flags are keywords.
+    """
+    if name in answers(what):
+        return answers(what)[name]
+    answer = answers("flags").get(f"--{name.replace('_', '-')}") if what == "settings" else None
+    if answer is None or answer.kind == "same":
+        # Flags that are the same and no settings are of the server.
+        return answer and Answer("other name", f"jaxpage serve --{name.replace('_', '-')} has it")
+    return answer._replace(text=_FLAG.sub(_as_keyword, answer.text))
+
+
+def _as_keyword(flag: re.Match[str]) -> str:
+    keyword = flag[1].replace("-", "_")
+    is_setting = keyword in answers("settings") or keyword in _KEYWORDS
+    return keyword if is_setting else flag[0]
+
+
+# Settings of jaxpage in the answers to flags, which vLLM does not have.
+_KEYWORDS = frozenset(
+    (
+        *("num_blocks", "swap_space_blocks", "prefix_cache_directory", "prefix_cache_disk_bytes"),
+        *("new_requests_wait_until", "event_log", "num_scheduler_steps"),
+        "tensor_parallel_reduction",
+    )
+)
+
+
+def without_neutral(
+    what: Literal["settings", "sampling"], known: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns keywords without those of vLLM that ask for what jaxpage does anyway.
+
+    Args:
+        what: The keywords are those of "settings" or of "sampling".
+        known: The keywords that jaxpage has, which all stay.
+        given: The keywords that the caller gave.
+    """
+    return {
+        name: value
+        for name, value in given.items()
+        if name in known
+        or answer_for_keyword(what, name) is None
+        or not _asks_nothing(what, name, value)
+    }
+
+
+def _asks_nothing(what: str, name: str, value: Any) -> bool:
+    values = _table()["neutral"][what].get(name)
+    if value is None:
+        return True
+    if isinstance(value, bool) and isinstance(values, list) and True in values:
+        # For these names false may ask for something.
+        return any(value is one for one in values)
+    if value is False or (isinstance(value, str | list | tuple | dict) and not value):
+        return True
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ()
+    )

@@ -182,28 +182,53 @@ def _from_vllm() -> Iterator[str]:
     yield "`vllm serve MODEL` is `jaxpage serve MODEL`. `LLM`, `SamplingParams` and `RequestOutput` have vLLM's names and"
     yield "meanings, and so have most flags and the fields of requests: [settings](settings.md),"
     yield "[sampling parameters](sampling-parameters.md), [HTTP API](wire-format.md). This page has every flag of"
-    yield "vLLM 0.33 and of some older versions, each with one answer, and then the fields of its requests."
+    yield "vLLM 0.33 and of some older versions, each with one answer, and then the fields of its requests, its"
+    yield "[Python names](#python) and its [metrics](#metrics)."
     yield ""
     yield "A flag that is not the same is refused with its answer, in whatever form vLLM takes it:"
     yield ""
     yield from ("```text", "$ jaxpage serve demo --enforce_eager")
     yield "jaxpage serve: error: " + make_parser()._of_unknown("--enforce_eager")  # type: ignore[attr-defined]
     yield from ("```", "")
-    verbs = {"same": "are the same", "other name": "have another name"}
     yield "A field that is not the same is refused with its answer too. Where it changes no answer, or where no"
     yield "endpoint knows it, it is ignored and named in the header `x-jaxpage-ignored-fields`."
     yield ""
-    for what in ("flags", "fields"):
-        known = answers(what)
-        for kind in dict.fromkeys(answer.kind for answer in known.values()):
-            yield f"## {what.capitalize()} that {verbs.get(kind, f'are {kind}')}"
-            yield ""
-            texts: dict[str, list[str]] = {}
-            for name, answer in known.items():
-                if answer.kind == kind:
-                    texts.setdefault(answer.text, []).append(f"`{name}`")
-            rows = ((", ".join(names), text) for text, names in texts.items())
-            yield from _table((f"{what} of vLLM", "in jaxpage"), rows)
+    yield from _answers("flags", "flags of vLLM")
+    yield from _answers("fields", "fields of vLLM")
+    yield "## Python"
+    yield ""
+    yield "Keywords of `LLM`, `AsyncLLM` and `SamplingParams` have vLLM's names where they mean the same. A keyword of"
+    yield "vLLM that asks for what jaxpage does anyway is taken and has no effect: `enforce_eager=False`,"
+    yield "`trust_remote_code=False`, `detokenize=True`, and any that is `None`, false or empty. Another one is refused with"
+    yield "its answer. A keyword of `LLM` that is not in the first table has the answer of its flag, above:"
+    yield ""
+    yield from ("```text", ">>> jaxpage.LLM(enforce_eager=True)")
+    yield "ConfigError: enforce_eager: " + EngineConfig.unknown("enforce_eager")[1]
+    yield from ("```", "")
+    yield from _answers("settings", "keywords of `LLM`", level="###")
+    yield from _answers("sampling", "parameters of `SamplingParams`", level="###")
+    yield "## Metrics"
+    yield ""
+    yield "`/metrics` has [names of its own](metrics.md), with the prefix `jaxpage_` where vLLM has `vllm:`. Those of vLLM that mean"
+    yield "the same are there under `vllm:` as well, so that routers and dashboards made for vLLM read them. Counters end"
+    yield "in `_total`, histograms in `_bucket`, `_sum` and `_count`."
+    yield ""
+    yield from _answers("metrics", "metrics of vLLM, without `vllm:`", level="###")
+
+
+def _answers(what: str, title: str, level: str = "##") -> Iterator[str]:
+    verbs = {"same": "are the same", "other name": "have another name"}
+    nouns = {"settings": "Keywords of LLM", "sampling": "Parameters of SamplingParams"}
+    known = answers(what)
+    for kind in dict.fromkeys(answer.kind for answer in known.values()):
+        yield f"{level} {nouns.get(what, what.capitalize())} that {verbs.get(kind, f'are {kind}')}"
+        yield ""
+        texts: dict[str, list[str]] = {}
+        for name, answer in known.items():
+            if answer.kind == kind:
+                texts.setdefault(answer.text, []).append(f"`{name}`")
+        rows = ((", ".join(names), text) for text, names in texts.items())
+        yield from _table((title, "in jaxpage"), rows)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

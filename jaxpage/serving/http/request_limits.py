@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import re
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
@@ -17,6 +18,8 @@ MAX_HEADERS = 100
 # The bytes of bodies from which on freed memory is given back. A body of JSON takes dozens of times
 # its bytes while it is read.
 _WORTH_GIVING_BACK = 1 << 20
+# The names of UTF-8 (IANA's and the browsers'), in small letters and without marks between.
+_UTF8 = ("utf8", "u8", "csutf8", "unicode11utf8", "unicode20utf8", "xunicode20utf8")
 # The number of bodies of the largest size that may be held at a time, or as many bytes in smaller
 # ones.
 NUM_LARGEST_BODIES = 32
@@ -137,9 +140,16 @@ def check_is_plain(headers: Headers) -> None:
 
 
 def check_is_json(headers: Headers) -> None:
-    """Raises ApiError unless the headers say that the body is JSON in UTF-8."""
-    media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
-    if media_type.strip() != "application/json" or (
-        "charset" in parameters and "utf-8" not in parameters
-    ):
+    """Raises ApiError unless the headers say that the body is JSON in UTF-8, however they spell it.
+
+    A media type has parameters after it: `application/json; charset="utf8"`.
+    """
+    media_type, *parameters = headers.get("content-type", "").lower().split(";")
+    named = (parameter.partition("=") for parameter in parameters)
+    charsets = [value for name, _, value in named if name.strip() == "charset"]
+    if media_type.strip() != "application/json" or not all(map(_is_utf8, charsets)):
         raise ApiError(415, "Unsupported Media Type: only 'application/json' in UTF-8 is read")
+
+
+def _is_utf8(charset: str) -> bool:
+    return re.sub(r"[^a-z0-9]", "", charset) in _UTF8

@@ -27,6 +27,7 @@ from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, joined_exposition
+from jaxpage.serving.model_cards import card_of_settings
 from jaxpage.serving.preparing import Readers
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.models_file import ModelEntry
@@ -41,6 +42,7 @@ from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encoded
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
+from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import shown
@@ -91,6 +93,7 @@ class Switchboard:
         self._lengths: dict[str, int] = {}
         self._shown = ShownModels(table, entries)
         self._has_own_memory = has_own_memory
+        self._file_cards: dict[str, ModelCard] = {}
         document = openapi(
             ModelContext(
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
@@ -287,8 +290,19 @@ class Switchboard:
 
     async def _tags(self, request: Request) -> Response:
         since = _moment(float(self._created))
-        names = [{"name": name, "model": name, "modified_at": since} for name in self._models]
-        return json_answer({"models": names})
+        cards = {name: await self._file_card(name) for name in self._entries}
+        models = [
+            {**cards[model].body(name), "modified_at": since}
+            for name, model in self._models.items()
+        ]
+        return json_answer({"models": models})
+
+    async def _file_card(self, name: str) -> ModelCard:
+        """Returns the description of a model's files, which is read once."""
+        if name not in self._file_cards:
+            engine = self._entries[name].engine
+            self._file_cards[name] = await asyncio.to_thread(card_of_settings, engine)
+        return self._file_cards[name]
 
     async def _loaded(self, request: Request) -> Response:
         """Answers Ollama's list of the models in memory, with the times at which they go."""
@@ -300,8 +314,7 @@ class Switchboard:
             until = time.time() + last_used + slot.keep_alive - time.monotonic()
             models.append(
                 {
-                    "name": slot.name,
-                    "model": slot.name,
+                    **model.context.card.body(slot.name),
                     "context_length": model.context.max_model_len,
                     "size": slot.size,
                     "size_vram": slot.size if self._has_own_memory else 0,

@@ -44,7 +44,12 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
     )
     tools = tool_use(request, context)
-    prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
+    ignored += tools.ignored
+    rendered = render(request, context, tools.shown)
+    ignored += rendered.ignored_fields
+    if request.store:
+        ignored += ("store",)
+    prompt = context.checked_prompt(rendered.text, "messages")
     params = _params(request, context, tools, max_tokens, str(prompt))
     prompt_request = PromptRequest(
         prompt, params, bool(request.add_special_tokens), context.adapter(request.model)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.engine import ByVectors, YesNo
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, shown
 from jaxpage.settings.lora_request import LoRARequest
 
@@ -71,7 +72,7 @@ class ModelContext:
         tokenizer: The tokenizer of transformers. None if there is no text.
         sampling_defaults: The fields of SamplingParams where a request does not set them.
         system_fingerprint: The fingerprint of the weights at the start; empty for none.
-        model_type: The type of the model in its config.json.
+        card: The description of the model's files.
         chat_format: The form of tool calls and reasoning in answers.
         no_form: The reason why the chat template's tool calls have no form, or None.
         strict_requests: True if unknown fields are refused.
@@ -86,7 +87,7 @@ class ModelContext:
     tokenizer: Any | None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""
-    model_type: str = ""
+    card: ModelCard = field(default_factory=ModelCard)
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     no_form: str | None = None
     strict_requests: bool = False

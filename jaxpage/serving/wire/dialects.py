@@ -49,6 +49,8 @@ def dialect_of(path: str) -> Dialect:
     """Returns the dialect of the API that a path belongs to; OpenAI's for any unknown path."""
     if path.startswith(OLLAMA_PATHS):
         return OLLAMA
+    if path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/"):
+        return MESSAGES
     return _DIALECTS.get(path, OPENAI)
 
 
@@ -200,7 +202,5 @@ MESSAGES = Dialect(_messages_error, _messages_error, _named)
 OLLAMA = Dialect(
     _ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" "
 )
-_DIALECTS = {
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), MESSAGES),
-    "/v1/responses": RESPONSES,
-}
+_MESSAGES_PATH = "/v1/messages"
+_DIALECTS = {"/v1/responses": RESPONSES}

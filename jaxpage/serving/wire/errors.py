@@ -110,11 +110,14 @@ class ApiError(Exception):
         Args:
             names: The client's names by our names; other parameters keep their name.
         """
-        if self.param is not None and (name := names.get(self.param)) is not None:
-            self._unscrubbed = re.sub(rf"^{re.escape(self.param)}\b", name, self._unscrubbed)
-            self.message = re.sub(rf"^{re.escape(self.param)}\b", name, self.message)
-            self.param = name
-            self.args = (self.message,)
+        if self.param is None or (begin := _known_beginning(self.param, names)) is None:
+            return self
+        # The message begins with the parameter, or with the path of a part of it.
+        beginning = re.compile(rf"^{re.escape(begin)}\b")
+        self._unscrubbed = beginning.sub(lambda _: names[begin], self._unscrubbed)
+        self.message = beginning.sub(lambda _: names[begin], self.message)
+        self.param = names[begin] + self.param[len(begin) :]
+        self.args = (self.message,)
         return self
 
     def body(self) -> dict[str, Any]:
@@ -127,6 +130,17 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def renamed_path(path: str, names: Mapping[str, str]) -> str:
+    """Returns the path of a field with the client's name for its beginning, if that has one."""
+    begin = _known_beginning(path, names)
+    return path if begin is None else names[begin] + path[len(begin) :]
+
+
+def _known_beginning(path: str, names: Mapping[str, str]) -> str | None:
+    ends = [len(path), *(found.start() for found in re.finditer(r"[.\[]", path))]
+    return next((path[:end] for end in sorted(ends, reverse=True) if path[:end] in names), None)
 
 
 def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) -> ApiError:

@@ -74,7 +74,6 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "no_stop_trim": (False,),
     "prediction": (),
     "prompt_embeds": (),
-    "reasoning_effort": (),
     "regex": (),
     "repetition_detection": (),
     "return_hidden_states": (False,),
@@ -89,17 +88,17 @@ _NOWHERE_HONOURED: dict[str, Values] = {
     "service_tier": ("auto", "default"),
     "session_params": (),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "stream_reasoning": (True,),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "verbosity": (),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
 }
+_OF_CHATS: dict[str, Values] = {"reasoning_effort": (), "store": (False,), "verbosity": ()}
+_NOT_OF_CHATS: dict[str, Values] = {**_NOWHERE_HONOURED, **_OF_CHATS}
 _OF_GENERATION: dict[str, Values] = {
     **_NOWHERE_HONOURED,
     "best_of": (1,),
@@ -129,11 +128,13 @@ _OF_OLLAMA: dict[str, Values] = {
     "shift": (False,),
     "tools": ([],),
     "top_logprobs": (0,),
-    "truncate": (False,),
+    # An input that is too long is refused, whatever this says.
+    "truncate": (False, True),
 }
 NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     CompletionRequest: {
         **_OF_GENERATION,
+        **_OF_CHATS,
         "add_generation_prompt": (False,),
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
@@ -144,11 +145,16 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "tool_choice": ("none",),
         "tools": ([],),
     },
-    ChatCompletionRequest: {**_OF_GENERATION, "echo": (False,), "prompt": ()},
-    EmbeddingRequest: _NOWHERE_HONOURED,
-    ScoreRequest: _NOWHERE_HONOURED,
+    ChatCompletionRequest: {
+        **_OF_GENERATION,
+        "echo": (False,),
+        "prompt": (),
+        "store": (False,),
+    },
+    EmbeddingRequest: _NOT_OF_CHATS,
+    ScoreRequest: _NOT_OF_CHATS,
     RerankRequest: {
-        **_NOWHERE_HONOURED,
+        **_NOT_OF_CHATS,
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
         "priority": (0,),
@@ -157,9 +163,9 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "truncate_prompt_tokens": (),
         "truncation": (False,),
     },
-    TokenizeRequest: _NOWHERE_HONOURED,
-    TokenizeChatRequest: _NOWHERE_HONOURED,
-    DetokenizeRequest: _NOWHERE_HONOURED,
+    TokenizeRequest: _NOT_OF_CHATS,
+    TokenizeChatRequest: {**_NOWHERE_HONOURED, "store": (False,)},
+    DetokenizeRequest: _NOT_OF_CHATS,
     AssistantMessage: {"annotations": ([],)},
     ResponsesRequest: {
         "access_programs": (),
@@ -188,7 +194,7 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     CountTokensRequest: _OF_MESSAGES,
     OllamaShowRequest: {"options": ({},), "system": ("",), "template": ("",)},
     OllamaChatRequest: _OF_OLLAMA,
-    OllamaEmbedRequest: {"truncate": (False,)},
+    OllamaEmbedRequest: {"truncate": (False, True)},
     OllamaEmbeddingsRequest: {},
     OllamaGenerateRequest: {
         **_OF_OLLAMA,
@@ -202,13 +208,13 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "width": (),
     },
     OllamaOptions: {
-        **dict.fromkeys(("logits_all", "num_keep"), ()),
+        "logits_all": (False,),
         "embedding_only": (False,),
         "mirostat": (0,),
-        "mirostat_eta": (),
-        "mirostat_tau": (),
+        # Ollama's own defaults, which matter only with mirostat.
+        "mirostat_eta": (0.1,),
+        "mirostat_tau": (5,),
         "penalize_newline": (True,),
-        "repeat_last_n": (-1,),  # looks at the whole context
         "tfs_z": (1,),
         "typical_p": (1,),
         "vocab_only": (False,),

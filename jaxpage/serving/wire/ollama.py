@@ -19,12 +19,14 @@ from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.efforts import SWITCHES
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.neutral import NEUTRAL, is_neutral
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.templates import template_of, variables_of
+from jaxpage.serving.wire.template_source import variables_of
+from jaxpage.serving.wire.templates import template_of
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.serving.wire.translated_fields import (
     OllamaChatRequest,
@@ -44,6 +46,7 @@ _OPTIONS = {
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "repetition_penalty": "repeat_penalty",
 }
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 
 @quotes
@@ -164,10 +167,10 @@ def show_ollama(
 
 def about_ollama(context: ModelContext) -> dict[str, Any]:
     """Returns what /api/show says about a model."""
-    thinks = context.chat_format.reasoning is not None and _can_think(context)
-    kind = context.model_type
+    thinks = context.chat_format.reasoning is not None and bool(_thinking_variables(context))
+    kind = context.card.family
     return {
-        "details": {"family": kind},
+        "details": context.card.details(),
         "model_info": {
             "general.architecture": kind,
             f"{kind}.context_length": context.max_model_len,
@@ -194,6 +197,7 @@ def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
         ours: value
         for ours, theirs in _OPTIONS.items()
         if (value := getattr(options, theirs)) is not None
+        and not (options.repeat_last_n == 0 and theirs in _PENALTIES)
     }
     if options.num_predict is not None and options.num_predict >= 0:
         asked["max_tokens"] = options.num_predict
@@ -217,19 +221,31 @@ def _check_options(options: OllamaOptions, context: ModelContext) -> None:
 
 
 def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
-    """Returns the template variable for `think`.
+    """Returns the fields of a chat for `think`.
 
     A template that does not read the variable is not told to stop thinking.
     """
-    is_wanted = request.think or (request.think is False and _can_think(context))
-    return {"chat_template_kwargs": {"enable_thinking": request.think}} if is_wanted else {}
+    if isinstance(request.think, str):
+        return {"reasoning_effort": request.think}
+    known = _thinking_variables(context)
+    switches = [name for name in SWITCHES if name in known]
+    if request.think is None or (not switches and (known or not request.think)):
+        return {}
+    return {"chat_template_kwargs": dict.fromkeys(switches or SWITCHES[:1], request.think)}
 
 
-def _can_think(context: ModelContext) -> bool:
-    """Returns whether the chat template reads the variable that `think` sets."""
+def _thinking_variables(context: ModelContext) -> frozenset[str]:
+    """Returns the variables of the chat template that say how much is thought."""
     if not getattr(context.tokenizer, "chat_template", None):
-        return False
-    return "enable_thinking" in variables_of(template_of(context, []))
+        return frozenset()
+    return variables_of(template_of(context, [])) & {*SWITCHES, "reasoning_effort"}
+
+
+def _without_effect(options: OllamaOptions) -> tuple[str, ...]:
+    """Returns the names of the options that change nothing and would change something in Ollama."""
+    penalises = options.presence_penalty or options.frequency_penalty
+    penalises = penalises or options.repeat_penalty not in (None, 1)
+    return ("options.repeat_last_n",) if options.repeat_last_n == 64 and penalises else ()
 
 
 class OllamaAnswer(Translated):
@@ -253,7 +269,9 @@ class OllamaAnswer(Translated):
             "response_format": "format",
             "response_format.json_schema.schema": "format",
             "chat_template_kwargs": "think",
+            "reasoning_effort": "think",
         }
+        ignored += _without_effect(request.options or OllamaOptions())
         super().__init__(opens, asked, context, request.model, ignored)
         self._usage: dict[str, Any] = {}
         self._reason: str | None = None

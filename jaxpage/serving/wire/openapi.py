@@ -283,6 +283,20 @@ def _completion(kind: str, **choice: Any) -> dict[str, Any]:
     )
 
 
+_DETAILS = _object(
+    format=_STRING,
+    family=_STRING,
+    families=_list(_STRING),
+    parameter_size=_STRING,
+    quantization_level=_STRING,
+)
+_OLLAMA_FILES = {
+    "name": _STRING,
+    "model": _STRING,
+    "size": _INTEGER,
+    "digest": _STRING,
+    "details": _DETAILS,
+}
 _TURN = {"role": {"const": "assistant"}}
 _OLLAMA = {
     "model": _STRING,
@@ -325,14 +339,10 @@ _ANSWERS: dict[str, Any] = {
         model=_STRING, embeddings=_list(_list({"type": "number"})), prompt_eval_count=_INTEGER
     ),
     "OllamaVector": _object(embedding=_list({"type": "number"})),
-    "OllamaModels": _object(
-        models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))
-    ),
-    "OllamaLoaded": _object(
-        models=_list(_object(name=_STRING, model=_STRING, context_length=_INTEGER))
-    ),
+    "OllamaModels": _object(models=_list(_object(**_OLLAMA_FILES, modified_at=_STRING))),
+    "OllamaLoaded": _object(models=_list(_object(**_OLLAMA_FILES, context_length=_INTEGER))),
     "OllamaModel": _object(
-        details=_object(family=_STRING), model_info={"type": "object"}, capabilities=_list(_STRING)
+        details=_DETAILS, model_info={"type": "object"}, capabilities=_list(_STRING)
     ),
     "TokenCount": _object(input_tokens=_INTEGER),
     "Completion": _completion("text_completion", text=_STRING),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -12,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
+from jaxpage.serving.wire.relaxing import named_paths, relaxed_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
-from jaxpage.serving.wire.schemas import without_sets
 from jaxpage.settings.argument_checks import close_names, shown
 from jaxpage.settings.from_vllm import answers
 
@@ -34,7 +33,8 @@ def read(
 ) -> tuple[Request, tuple[str, ...]]:
     """Returns the request, and the paths of what is ignored in it.
 
-    Unknown fields are ignored unless the server refuses them, and so is `uniqueItems` in schemas.
+    Unknown fields are ignored unless the server refuses them, and so is what no grammar can enforce
+    in schemas; see relaxing.py.
     At most 16 unknown fields are named.
 
     Args:
@@ -48,7 +48,7 @@ def read(
     body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
     _check_supported(body, model)
     _check_lengths(body, context)
-    body, relaxed = _without_sets(body, context)
+    body, relaxed = _relaxed(body, context)
     try:
         request = model.model_validate(body)
     except ValidationError as error:
@@ -79,40 +79,30 @@ def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, .
     return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
 
 
-def _without_sets(
-    body: dict[str, Any], context: ModelContext
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the body without `uniqueItems: true`, and the paths of the schemas that had it.
+def _relaxed(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the body without what no grammar can enforce in its schemas, and the paths of that.
 
-    No grammar can keep an array to that rule. pydantic writes it for every set, and still accepts
-    an array that has an item twice. Where requests are strict the body stays as it is, and the
-    compiler of grammars refuses the schema.
+    Where requests are strict the body stays as it is, and the compiler of grammars refuses the
+    schema. Schemas of tools are relaxed later, and only if they are enforced.
     """
-    told = []
-    body = dict(body)
-    for path in (
-        ()
-        if context.strict_requests
-        else (("response_format", "json_schema", "schema"), ("structured_outputs", "json"))
-    ):
-        *above, last = path
-        holder: Any = body
-        for name in above:
-            holder = holder.get(name) if isinstance(holder, dict) else None
-        schema = holder.get(last) if isinstance(holder, dict) else None
-        if isinstance(schema, dict) and '"uniqueItems": true' in json.dumps(schema):
-            relaxed = without_sets(schema)
-            for name in reversed(path):
-                relaxed = {**_at(body, path[: path.index(name)]), name: relaxed}
-            body = relaxed
-            told.append(".".join((*path, "uniqueItems")))
-    return body, tuple(told)
-
-
-def _at(body: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    for name in path:
-        body = body[name]
-    return body
+    if context.strict_requests:
+        return body, ()
+    told: tuple[str, ...] = ()
+    for path in (("response_format", "json_schema", "schema"), ("structured_outputs", "json")):
+        holders = [body]
+        for name in path[:-1]:
+            holder = holders[-1].get(name)
+            holders.append(holder if isinstance(holder, dict) else {})
+        schema = holders[-1].get(path[-1])
+        if not isinstance(schema, dict):
+            continue
+        value, removed = relaxed_schema(schema, ".".join(path))
+        if removed:
+            told += removed
+            for name, above in zip(reversed(path), reversed(holders), strict=True):
+                value = {**above, name: value}
+            body = value
+    return body, named_paths(told)
 
 
 def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:

@@ -30,6 +30,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
@@ -240,11 +241,25 @@ class ToolCall(Fields):
     function: CalledFunction
 
 
+class RefusalPart(Fields):
+    """A part of an assistant's message that says why there is no answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+AssistantContent = Annotated[
+    str | Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
+    one_of("a string, or a list of parts of type 'text' or 'refusal'", kinds=("text", "refusal")),
+]
+
+
 class AssistantMessage(Fields):
     """A message of the assistant."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AssistantContent | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, by the name that vLLM and its router use
     tool_calls: Items[ToolCall] | None = None
@@ -270,7 +285,7 @@ class Function(Fields):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
+    parameters: Annotated[dict[str, Any] | bool, one_of("a JSON schema")] | None = None
     strict: bool | None = None
 
 
@@ -298,6 +313,24 @@ class NamedTool(Fields):
     function: FunctionName
 
 
+class AllowedTools(Fields):
+    """Holds the tools that the model may call, or of which it must call one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Fields):
+    """Restricts the choice to some of the tools."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ConversationFields(Fields):
     """Holds the fields from which a chat template renders a prompt."""
 
@@ -306,6 +339,9 @@ class ConversationFields(Fields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Both become variables of the chat template, where it has them; see efforts.py.
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationFields):
@@ -317,14 +353,16 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: (
         Annotated[
-            Literal["none", "auto", "required"] | NamedTool,
+            Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
             one_of(
-                "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
+                "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}}, or "
+                "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
             ),
         ]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = None  # has no effect: no completion is kept
 
 
 class EmbeddingRequest(Fields):

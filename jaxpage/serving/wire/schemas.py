@@ -5,13 +5,13 @@ The compiler of grammars finds out later what a grammar cannot express.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from jaxpage.decoding import unsupported_keyword
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.structured_outputs import MAX_CHARACTERS
@@ -19,9 +19,10 @@ from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
 # Look-around and back-references. This is matched only outside of classes and escapes.
-_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")
+_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<|[bB])")
+_PLAIN_KEY = re.compile(r"[\w-]{1,64}", re.ASCII)
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_NAMED_SCHEMAS = (
+NAMED_SCHEMAS = (
     "properties",
     "patternProperties",
     "$defs",
@@ -46,54 +47,61 @@ _SCHEMAS = (
 )
 
 
-def check_schema(schema: dict[str, Any], param: str) -> None:
+def check_schema(schema: Any, param: str) -> None:
     """Raises ApiError for a schema that is too large or deep, or that is not valid.
 
     A schema is not valid if it names a type that does not exist, has a pattern that is plainly
     wrong or that looks around or back, or refers to anything outside itself: nothing is ever
-    fetched.
+    fetched. The message begins with the path of what is at fault.
 
     Args:
         schema: The schema.
         param: The field that the schema came from.
     """
-
-    def refuse(what: str) -> None:
-        raise ApiError(400, f"{param}: {what}", param=param)
-
+    if not isinstance(schema, dict):
+        _refuse(f"{shown(schema)} is not a JSON schema that is an object", param, param)
     if len(json.dumps(schema)) > MAX_CHARACTERS:
-        refuse(f"at most {MAX_CHARACTERS} characters of JSON are allowed")
-    for part, depth in _parts(schema):
+        _refuse(f"at most {MAX_CHARACTERS} characters of JSON are allowed", param, param)
+    for part, depth, path in parts_of(schema, param):
         if depth > MAX_SCHEMA_DEPTH:
-            refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep")
+            _refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep", param, param)
         if not isinstance(part, dict | bool):
-            refuse(f"{shown(part)} is not a JSON schema")
-        if not isinstance(part, dict):
-            continue
-        types = part.get("type", [])
-        for name in types if isinstance(types, list) else [types]:
-            if not isinstance(name, str) or name not in _TYPES:
-                refuse(f"type {shown(name)} is none of JSON's")
-        for name in _REFERENCES:
-            reference = part.get(name, "#")
-            if not isinstance(reference, str) or not reference.startswith("#"):
-                refuse(
-                    f"{name} {shown(reference)} is not within the schema; external references are not fetched"
-                )
-        for pattern in [part[name] for name in ("pattern",) if name in part] + list(
-            _keys(part, "patternProperties")
-        ):
-            if problem := _problem_of(pattern):
-                refuse(f"pattern {shown(pattern)} {problem}")
+            _refuse(f"{shown(part)} is not a JSON schema", path, path)
+        if isinstance(part, dict):
+            _check_part(part, path, param)
 
 
-def without_sets(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the schema without `uniqueItems: true` in any of its parts."""
-    relaxed = copy.deepcopy(schema)
-    for part, _ in _parts(relaxed):
-        if isinstance(part, dict) and part.get("uniqueItems") is True:
-            del part["uniqueItems"]
-    return relaxed
+def _check_part(part: dict[str, Any], path: str, param: str) -> None:
+    # The client's field is named for a fault of the whole schema, and the path for one in a part.
+    is_whole = path == param
+
+    def refuse(what: str, keyword: str) -> None:
+        place = f"{path}.{keyword}"
+        _refuse(what, place, param if is_whole else place)
+
+    types = part.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name not in _TYPES:
+            refuse(f"type {shown(name)} is none of JSON's", "type")
+    for name in _REFERENCES:
+        reference = part.get(name, "#")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            refuse(
+                f"{name} {shown(reference)} is not within the schema; external references are not fetched",
+                name,
+            )
+    if "pattern" in part and (problem := problem_of_pattern(part["pattern"])):
+        refuse(f"pattern {shown(part['pattern'])} {problem}", "pattern")
+    # What is wrong with the whole schema, the compiler of grammars says as well.
+    if not is_whole and (keyword := unsupported_keyword(part)) is not None:
+        refuse(f"no grammar can enforce {keyword}, which is not supported", keyword)
+    for pattern in _keys(part, "patternProperties"):
+        if problem := problem_of_pattern(pattern):
+            refuse(f"pattern {shown(pattern)} {problem}", "patternProperties")
+
+
+def _refuse(what: str, place: str, param: str) -> NoReturn:
+    raise ApiError(400, f"{place}: {what}", param=param)
 
 
 def admits_object(schema: dict[str, Any]) -> bool:
@@ -119,7 +127,7 @@ def admits_object(schema: dict[str, Any]) -> bool:
             return False
         if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
             return False
-        together = [*_list(part, "allOf"), _target(root, part.get("$ref", "#nothing"))]
+        together = [*_list(part, "allOf"), target_of(root, part.get("$ref", "#nothing"))]
         choices = [_list(part, name) for name in ("anyOf", "oneOf") if name in part]
         return all(admits(one, root, depth) for one in together) and all(
             any(admits(one, root, depth) for one in choice) for choice in choices
@@ -128,38 +136,46 @@ def admits_object(schema: dict[str, Any]) -> bool:
     return admits(schema, schema, 1)
 
 
-def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the schema and all schemas in it, each with its depth.
+def parts_of(schema: Any, path: str = "") -> Iterator[tuple[Any, int, str]]:
+    """Yields the schema and all schemas in it, each with its depth and its path.
 
     Those that keywords hold come first, then those that only references lead to.
     """
-    waiting: list[tuple[Any, Any, int]] = [(schema, schema, 1)]
-    referred: list[tuple[Any, Any, int]] = []
+    waiting: list[tuple[Any, Any, int, str]] = [(schema, schema, 1, path)]
+    referred: list[tuple[Any, Any, int, str]] = []
     seen = set()
     while waiting or referred:
-        part, root, depth = (waiting or referred).pop()
+        part, root, depth, path = (waiting or referred).pop()
         if id(part) in seen:
             continue
-        yield part, depth
+        yield part, depth, path
         if not isinstance(part, dict):
             continue
         seen.add(id(part))
         root = _root_of(part, root)
-        inside = [
-            part[name] for name in _SCHEMAS if name in part and not isinstance(part[name], list)
-        ]
-        for name in _LISTED_SCHEMAS + _SCHEMAS:
-            inside += _list(part, name)
-        for name in _NAMED_SCHEMAS:
-            if isinstance(part.get(name), dict):
-                inside += [
-                    one
-                    for one in part[name].values()
-                    if name != "dependencies" or not isinstance(one, list)
-                ]
-        waiting += [(one, root, depth + 1) for one in inside]
+        waiting += [(inner, root, depth + 1, path + step) for step, inner in _inner(part)]
         if isinstance(reference := part.get("$ref"), str):
-            referred.append((_target(root, reference), root, 1 + reference.count("/")))
+            target = target_of(root, reference)
+            referred.append((target, root, 1 + reference.count("/"), f"{path}.$ref"))
+
+
+def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the schemas that the keywords of a schema hold, each with its path from there."""
+    for name in _SCHEMAS:
+        if name in part and not isinstance(part[name], list):
+            yield f".{name}", part[name]
+    for name in _LISTED_SCHEMAS + _SCHEMAS:
+        for index, inner in enumerate(_list(part, name)):
+            yield f".{name}[{index}]", inner
+    for name in NAMED_SCHEMAS:
+        if isinstance(part.get(name), dict):
+            for key, inner in part[name].items():
+                if name != "dependencies" or not isinstance(inner, list):
+                    yield f".{name}{_step(key)}", inner
+
+
+def _step(key: str) -> str:
+    return f".{key}" if _PLAIN_KEY.fullmatch(key) else f"[{json.dumps(key)}]"
 
 
 def _root_of(part: dict[str, Any], root: Any) -> Any:
@@ -170,7 +186,7 @@ def _root_of(part: dict[str, Any], root: Any) -> Any:
     return part if "$id" in part else root
 
 
-def _target(root: Any, reference: Any) -> Any:
+def target_of(root: Any, reference: Any) -> Any:
     """Returns the part that a reference leads to by a JSON pointer.
 
     If the pointer leads nowhere, or the reference begins with an anchor's name, the part is True,
@@ -199,7 +215,7 @@ def _keys(part: dict[str, Any], name: str) -> Iterator[str]:
     yield from found if isinstance(found, dict) else ()
 
 
-def _problem_of(pattern: Any) -> str | None:
+def problem_of_pattern(pattern: Any) -> str | None:
     """Returns the plain fault of a pattern, or None.
 
     The pattern is not compiled here, because that can take for ever; the compiler of grammars has

@@ -5,48 +5,49 @@ A request cannot bring a template of its own.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from typing import Any
-
-from jinja2 import TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.efforts import variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
     Fields,
+    RefusalPart,
     TextPart,
     Tool,
     ToolCall,
     ToolMessage,
 )
+from jaxpage.serving.wire.template_source import variables_of
 from jaxpage.settings.argument_checks import shown
 
-# The renderer itself gives a template these names.
-_GIVEN = {
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "raise_exception",
-}
 _MAX_NUMBER = 10_000  # a template may count up to a variable
 _MAX_TEXT = 1_000
 _MAX_VARIABLES = 64
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 RENDER_SECONDS = 2.0  # processor time
 RENDER_BYTES = 256 << 20
 
 
-def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> str:
+class Rendered(NamedTuple):
+    """Holds the prompt of a conversation.
+
+    Attributes:
+        text: The prompt.
+        ignored_fields: The fields of the request that the template has nothing for.
+    """
+
+    text: str
+    ignored_fields: tuple[str, ...]
+
+
+def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> Rendered:
     """Returns the prompt of a conversation.
 
     This may take a while, so it belongs on a worker thread.
@@ -73,6 +74,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         _message(message, f"messages[{index}]", context.chat_format, reader)
         for index, message in enumerate(request.messages)
     ]
+    effort = variables_for(template, request.reasoning_effort, request.verbosity)
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     asked = {
         "template": template,
@@ -83,14 +85,15 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         if request.add_generation_prompt is None
         else request.add_generation_prompt,
         "continue_final_message": continues,
-        "variables": variables,
+        "variables": {**effort.values, **variables},
     }
     try:
-        return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+        text = RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
     except ValueError as error:
         raise ApiError(
             400, f"The model's chat template refuses these messages: {error}", param="messages"
         ) from None
+    return Rendered(text, effort.ignored)
 
 
 def template_of(context: ModelContext, tools: list[Tool]) -> str:
@@ -107,13 +110,10 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def parameters_of(tool: Tool) -> dict[str, Any]:
+def parameters_of(tool: Tool) -> Any:
     """Returns the schema of a tool's arguments, which the prompt shows and grammars demand."""
-    return tool.function.parameters or {
-        "type": "object",
-        "properties": {},
-        "additionalProperties": False,
-    }
+    given = tool.function.parameters
+    return NO_PARAMETERS if given is None or given == {} else given
 
 
 def _message(message: Fields, path: str, form: ChatFormat, reader: JsonReader) -> dict[str, Any]:
@@ -130,7 +130,11 @@ def _message(message: Fields, path: str, form: ChatFormat, reader: JsonReader) -
     """
     content = getattr(message, "content", None)
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content if isinstance(part, TextPart))
+        content = "\n".join(
+            part.text if isinstance(part, TextPart) else part.refusal
+            for part in content
+            if isinstance(part, TextPart | RefusalPart)
+        )
     role = str(getattr(message, "role", ""))
     fields: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if (name := getattr(message, "name", None)) is not None:
@@ -138,6 +142,9 @@ def _message(message: Fields, path: str, form: ChatFormat, reader: JsonReader) -
     if isinstance(message, ToolMessage):
         fields["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
+        if message.refusal:
+            # What the assistant said in place of an answer is its text.
+            content = fields["content"] = "\n".join(filter(None, (content, message.refusal)))
         if content is None and not message.tool_calls:
             raise ApiError(
                 400, f"{path}.content is required without tool_calls", param=f"{path}.content"
@@ -217,36 +224,3 @@ def _variables(given: dict[str, Any], template: str, context: ModelContext) -> d
                 400, f"{param}: {shown(name)} must be {wanted}, got {shown(value)}", param=param
             )
     return given
-
-
-@functools.lru_cache(maxsize=8)
-def variables_of(template: str) -> frozenset[str]:
-    """Returns the variables that a template reads and does not set.
-
-    The names that the renderer gives it are left out; among them are those of special tokens and
-    `strftime_now`, which are known by their endings.
-    """
-    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
-    try:
-        names = meta.find_undeclared_variables(environment.parse(template))
-    except TemplateSyntaxError:
-        return frozenset()
-    return frozenset(
-        name
-        for name in names - _GIVEN - environment.globals.keys()
-        if not name.endswith(("_token", "_now", "_tokens"))
-    )
-
-
-class _Generation(Extension):
-    """Parses the tag `{% generation %}` of transformers, which marks the assistant's text.
-
-    It exists only so that templates with this tag can be parsed.
-    """
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the nodes between the two tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

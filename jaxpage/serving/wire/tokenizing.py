@@ -73,7 +73,8 @@ def _conversation(
     if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages cannot be used together", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
-    return render(request, context, request.tools or []), request, ignored
+    rendered = render(request, context, request.tools or [])
+    return rendered.text, request, (*ignored, *rendered.ignored_fields)
 
 
 @quotes

@@ -6,13 +6,22 @@ It also decides what the prompt says about the tools, and which grammar the answ
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of
 from jaxpage.decoding import json_rule
+from jaxpage.serving.wire.closed_objects import closed_schema
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.request_fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
+from jaxpage.serving.wire.relaxing import named_paths, relaxed_schema
+from jaxpage.serving.wire.request_fields import (
+    AllowedToolsChoice,
+    ChatCompletionRequest,
+    NamedTool,
+    TextFormat,
+    Tool,
+)
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
 from jaxpage.serving.wire.tools import NamedCall, named_schema
@@ -29,6 +38,8 @@ class ToolUse(NamedTuple):
         several: True if it may have more than one call.
         name: The tool that the request names, or None.
         parameter: The field that the answer's grammar comes from, or None.
+        schemas: The schemas to which a grammar holds the arguments of calls, by the tools' names.
+        ignored: The paths of what was left out of these schemas.
     """
 
     shown: list[Tool] = []  # noqa: RUF012
@@ -37,6 +48,8 @@ class ToolUse(NamedTuple):
     several: bool = True
     name: str | None = None
     parameter: str | None = None
+    schemas: Mapping[str, dict[str, Any]] = {}
+    ignored: tuple[str, ...] = ()
 
     def structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
         """Returns the grammar that the answer keeps to, or None if the tools demand none.
@@ -52,12 +65,11 @@ class ToolUse(NamedTuple):
             return None
         form = context.chat_format
         if form.tools is None:
-            return {"json": named_schema(parameters_of(self.callable[0]))}
-        schemas = {tool.function.name: named_schema(parameters_of(tool)) for tool in self.callable}
+            return {"json": next(iter(self.schemas.values()))}
         try:
             grammar = grammar_of(
                 form,
-                schemas,
+                self.schemas,
                 lambda schema: json_rule(json.dumps(schema)),
                 several=self.several,
                 is_open=form.is_open(prompt),
@@ -87,6 +99,9 @@ class ToolUse(NamedTuple):
 def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     """Returns what the tools of a request mean for its answer.
 
+    Schemas matter only where a grammar enforces them: with "auto" they go to the chat template as
+    they are.
+
     Raises:
         ApiError: The server cannot honour the tools or the choice.
     """
@@ -96,7 +111,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         if choice not in (None, "none") and not (choice == "auto" and request.tools is not None):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         return ToolUse()
-    _check(tools)
+    _check_names(tools)
     if choice == "none":
         return ToolUse()
     if request.structured_outputs is not None or not isinstance(
@@ -108,17 +123,60 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         raise ApiError(400, message, param="response_format")
     several = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
-        return _named(tools, choice.function.name)
+        index = _index_of(tools, choice.function.name)
+        return _enforced(
+            ToolUse(tools, [tools[index]], True, False, choice.function.name), [index], context
+        )
+    indices = list(range(len(tools)))
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = {_index_of(tools, one.function.name) for one in choice.allowed_tools.tools}
+        indices = sorted(allowed)
+        choice = choice.allowed_tools.mode
     if context.chat_format.tool_form is None or (
         choice == "required" and context.chat_format.tools is None
     ):
         raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
+    callable_tools = [tools[index] for index in indices]
     if choice == "required":
-        parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
-        return ToolUse(tools, tools, True, several, parameter=parameter)
+        return _enforced(ToolUse(tools, callable_tools, True, several), indices, context)
     if "tools" not in template_of(context, tools):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
-    return ToolUse(tools, tools, several=several)
+    # Nothing keeps the model from calling what the prompt shows.
+    return ToolUse(callable_tools, callable_tools, several=several)
+
+
+def _enforced(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse:
+    """Returns the use with the schemas to which a grammar holds the calls.
+
+    Args:
+        use: The use, which has the tools.
+        indices: The places of these tools in the request.
+        context: The served model and the server's settings.
+
+    Raises:
+        ApiError: A schema is refused.
+    """
+    schemas = {}
+    ignored: tuple[str, ...] = ()
+    for index, tool in zip(indices, use.callable, strict=True):
+        parameter = f"tools[{index}].function.parameters"
+        schema: Any = parameters_of(tool)
+        if not context.strict_requests:
+            schema, removed = relaxed_schema(schema, parameter)
+            ignored += removed
+        check_schema(schema, parameter)
+        if not admits_object(schema):
+            raise ApiError(
+                400,
+                f"{parameter}: it must allow an object, because the arguments of a call are an object",
+                param=parameter,
+            )
+        schemas[tool.function.name] = named_schema(closed_schema(schema))
+    return use._replace(
+        parameter=f"tools[{indices[0]}].function.parameters" if len(indices) == 1 else "tools",
+        schemas=schemas,
+        ignored=named_paths(ignored),
+    )
 
 
 def _no_form(choice: str, context: ModelContext) -> str:
@@ -129,7 +187,7 @@ def _no_form(choice: str, context: ModelContext) -> str:
     return f"{refused}: the server reads no tool calls, because its model's chat template writes none or --tool-parser is none"
 
 
-def _check(tools: list[Tool]) -> None:
+def _check_names(tools: list[Tool]) -> None:
     names = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
@@ -139,21 +197,12 @@ def _check(tools: list[Tool]) -> None:
                 param=f"tools[{index}].function.name",
             )
         names.add(tool.function.name)
-        param = f"tools[{index}].function.parameters"
-        check_schema(parameters_of(tool), param)
-        if not admits_object(parameters_of(tool)):
-            raise ApiError(
-                400,
-                f"{param}: it must allow an object, because the arguments of a call are an object",
-                param=param,
-            )
 
 
-def _named(tools: list[Tool], name: str) -> ToolUse:
+def _index_of(tools: list[Tool], name: str) -> int:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
         raise ApiError(
             400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice"
         )
-    parameter = f"tools[{index}].function.parameters"
-    return ToolUse(tools, [tools[index]], True, False, name, parameter)
+    return index

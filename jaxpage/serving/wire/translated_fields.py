@@ -13,6 +13,7 @@ from jaxpage.serving.wire.request_fields import (
     MAX_MESSAGES,
     MAX_STOPS,
     Count,
+    Effort,
     Fields,
     Items,
     JsonObjectFormat,
@@ -201,6 +202,7 @@ class OllamaOptions(Fields):
     main_gpu: int | None = None
     num_batch: int | None = None
     num_gpu: int | None = None
+    num_keep: int | None = None  # tokens that stay when a context is shifted; none ever is
     num_thread: int | None = None
     numa: bool | None = None
     use_mlock: bool | None = None
@@ -209,6 +211,8 @@ class OllamaOptions(Fields):
     # A number below 0 asks for as many tokens as there is room for.
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    # Penalties look at the whole sequence; 64 is Ollama's own default, 0 means no penalties.
+    repeat_last_n: Literal[-1, 0, 64] | None = None
     repeat_penalty: Annotated[float, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -227,7 +231,7 @@ class OllamaRequest(Fields):
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
     options: OllamaOptions | None = None
     stream: bool | None = None  # None streams
-    think: bool | None = None
+    think: Annotated[bool | Effort, one_of("true, false or a level, such as 'low'")] | None = None
 
 
 class OllamaShowRequest(Fields):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, renamed_path
 from jaxpage.serving.wire.exchange import Exchange
 
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
@@ -55,7 +55,7 @@ class Translated:
         self.id = f"{self._prefix}_{uuid.uuid4().hex}"
         self.stream = self._inner.stream
         self.prompts = self._inner.prompts
-        cut = (self._names.get(name, name) for name in self._inner.ignored_fields)
+        cut = (renamed_path(name, self._names) for name in self._inner.ignored_fields)
         self.ignored_fields = (*ignored_fields, *cut)
         self.model = model
 

@@ -1,0 +1,60 @@
+"""Describes a model's files as Ollama's clients read it: without any path of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Holds what is known of a model's files.
+
+    Attributes:
+        family: The `model_type` of config.json; empty if it is not known.
+        format: "safetensors", "orbax" or "gguf"; empty if it is not known.
+        num_parameters: The numbers of all weights; 0 if it is not known.
+        quantization: The name of the type that most of the stored weights have; empty if it is not
+            known.
+        num_bytes: The bytes of the stored weights; 0 if it is not known.
+        digest: 64 hexadecimal digits that differ between models and stay the same for one.
+    """
+
+    family: str = ""
+    format: str = ""
+    num_parameters: int = 0
+    quantization: str = ""
+    num_bytes: int = 0
+    digest: str = "0" * 64
+
+    def details(self) -> dict[str, Any]:
+        """Returns the field `details` of Ollama's answers."""
+        return {
+            "parent_model": "",
+            "format": self.format,
+            "family": self.family,
+            "families": [self.family] if self.family else [],
+            "parameter_size": short_count(self.num_parameters),
+            "quantization_level": self.quantization,
+        }
+
+    def body(self, name: str) -> dict[str, Any]:
+        """Returns the fields that Ollama's lists of models have in common."""
+        return {
+            "name": name,
+            "model": name,
+            "size": self.num_bytes,
+            "digest": self.digest,
+            "details": self.details(),
+        }
+
+
+def short_count(number: int) -> str:
+    """Returns a number as Ollama writes it ("8.0B", "362M"); nothing for 0."""
+    if not number:
+        return ""
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if number >= unit:
+            is_round = number % unit == 0
+            return f"{number / unit:.{0 if is_round else digits}f}{letter}"
+    return str(number)
