@@ -164,8 +164,10 @@ class Switchboard:
         """Says what a model is, for which it need not be loaded."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]))
-            answer = await self._shown.answer(parse_object(raw), asked.model)
+            asked, body = await self.preparing.run(
+                lambda: (self._asked(raw, scope["path"]), parse_object(raw)), len(raw)
+            )
+            answer = await self._shown.answer(body, asked.model)
             await answer(scope, receive, send)
 
     async def _leased(
