@@ -107,12 +107,14 @@ _DEVICE_BLOCKS = {
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 
 
-def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
+def make_llm(
+    directory: Path | str, *, at_start: bool = False, kind: type[Any] = LLM, **settings: Any
+) -> Any:
     """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
 
     They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
 
-    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
+    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used. kind: `LLM` or `AsyncLLM`.
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
@@ -125,7 +127,7 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
         if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
         with contextlib.nullcontext() if at_start else when_used():
-            return LLM(model=str(directory), use_tqdm=False, **settings)
+            return kind(model=str(directory), use_tqdm=False, **settings)
 
 
 def _roomy_page_shapes(
