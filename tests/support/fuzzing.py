@@ -11,6 +11,7 @@ fails is shrunk and printed as a program.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import random
@@ -40,6 +41,10 @@ Logprobs = Sequence[dict[int, Logprob] | None] | None
 
 PLAIN = {"enable_prefix_caching": False, "enable_mixed_steps": False}
 CASES_OF_SHAPES = 6  # cases that share what is compiled, one after the other
+# Of so many groups of cases one has new shapes; the others have shapes that are compiled. Compiling
+# takes as long as 8 cases.
+GROUPS_OF_SHAPES = 3
+NUM_SHAPES = 8  # the newest ones, which are drawn again
 
 
 class Fuzzer:
@@ -397,9 +402,6 @@ class CompileTime:
 def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], None]) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
 
-    New shapes are drawn as long as less than half of the time goes into compiling; otherwise shapes
-    that are compiled are drawn again.
-
     Args:
         minutes: The time for new cases; shrinking takes as long again at most.
         seed: The seed of the cases.
@@ -414,12 +416,14 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
     num_cases = 0
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-") as directory:
         fuzzer = Fuzzer(Path(directory), tolerance=tolerance)
-        while time.monotonic() < end:
-            if not compiled or compiling.seconds < (time.monotonic() - start) / 2:
+        for number in itertools.count():
+            if time.monotonic() > end:
+                break
+            if number % GROUPS_OF_SHAPES == 0:
                 compiled.append(random_shapes(chance))
-                model, shapes = compiled[-1]
-            else:
-                model, shapes = chance.choice(compiled)
+            model, shapes = compiled[-1]
+            if number % GROUPS_OF_SHAPES:
+                model, shapes = chance.choice(compiled[-NUM_SHAPES:])
             for _ in range(CASES_OF_SHAPES):
                 case = random_case(chance, model, shapes)
                 num_cases += 1
@@ -429,7 +433,7 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
                     break
         share = compiling.seconds / (time.monotonic() - start)
         tell(
-            f"{num_cases} engines of {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
+            f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
             f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the time "
             f"went into compiling (seed {seed})"
         )

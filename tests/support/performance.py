@@ -295,8 +295,8 @@ class Performance:
         if actor.is_over:
             return
         handle = actor.engine.llm._running.get(f"id-{number}")
-        has_finished = handle is not None and handle.reporter.finished
-        actor.must_abort = not has_finished
+        reporter = getattr(handle, "reporter", None)
+        actor.must_abort = reporter is None or not reporter.finished
         self.stage.start(actor.engine.llm.abort(f"id-{number}"))
 
     def _actor(self, number: int) -> Actor:
