@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -15,7 +16,15 @@ import numpy.typing as npt
 
 from jaxpage.assembly import Built
 from jaxpage.device import Embedder
-from jaxpage.driver import Driver, Handle, HeldPrefix, Update, check_streamable, copy_error
+from jaxpage.driver import (
+    OBEY_SECONDS,
+    Driver,
+    Handle,
+    HeldPrefix,
+    Update,
+    check_streamable,
+    copy_error,
+)
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
@@ -187,24 +196,27 @@ class AsyncDriver(Driver):
                 run.
             UnsupportedError: A beam search or `best_of` shows nothing before the end.
         """
-        for request in requests if stream else ():
+        handles = [self.handle(request, stream=stream, arrived=arrived) for request in requests]
+        await self.add_all(handles, name)
+        return handles
+
+    def handle(
+        self, request: PreparedRequest, *, stream: bool, arrived: float | None = None
+    ) -> AwaitedHandle:
+        """Returns a handle for `add_all`; it may be aborted before. For the rest see `submit`."""
+        if stream:
             check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self.timeout_seconds
-        submitted = [
-            AwaitedHandle(self, request, stream=stream, deadline=deadline) for request in requests
-        ]
-        added = self.add(submitted, name)
+        return AwaitedHandle(self, request, stream=stream, deadline=deadline)
+
+    async def add_all(self, handles: Sequence[AwaitedHandle], name: str = "request") -> None:
+        """Gives requests to the engine, all or none; see `submit`."""
+        added = self.add(handles, name)
         try:
             await asyncio.wrap_future(added)
         except BaseException:  # even if cancelled: the engine may have the requests by now
-            self.end(submitted)
+            self.end(handles)
             raise
-        return submitted
-
-    async def abort(self, submitted: AwaitedHandle) -> None:
-        """Ends a request; its reader gets a last output."""
-        turns = self.turns
-        await self.snapshot(lambda engine: turns.abort(submitted))
 
     @contextlib.asynccontextmanager
     async def in_time(self, arrived: float) -> AsyncIterator[None]:
@@ -227,12 +239,14 @@ class AsyncDriver(Driver):
 
     async def vectors(
         self, requests: Sequence[PreparedRequest], embedder: Embedder, pooling: Pooling
-    ) -> AsyncIterator[npt.NDArray[np.float32]]:
-        """Yields the vectors of prompts, computed between steps, all with the same weights."""
-        weights = await asyncio.wrap_future(self.weights())
-        for request in requests:
-            order = self.embed(embedder, weights["target"], request.token_ids, pooling)
-            yield await asyncio.wrap_future(order)
+    ) -> AsyncGenerator[npt.NDArray[np.float32], None]:
+        """Yields the vectors of prompts; see `Driver.embedding`.
+
+        A reader that stops early closes the generator (`contextlib.aclosing`).
+        """
+        with self.embedding(embedder, requests, pooling) as answers:
+            for answer in answers:
+                yield await asyncio.wrap_future(answer)
 
     async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:
         """Computes a prefix and pins it; raises the same errors as `submit`."""
@@ -260,22 +274,27 @@ class AsyncDriver(Driver):
         """Accepts no more requests, and waits until all have finished.
 
         Args:
-            timeout: The seconds after which unfinished requests end with ShuttingDown.
+            timeout: The seconds after which unfinished requests end with ShuttingDown. If a step
+                takes long, they end before the next one.
             what: The thing that is shutting down, for the messages.
 
         Returns:
             True if all requests finished.
         """
         drained = self.drain(what)
-        await self.snapshot(lambda engine: None)  # after this an idle engine has answered the drain
-        if drained.done():
-            return True
         try:
-            await asyncio.wait_for(asyncio.wrap_future(drained), timeout)
+            await _within(timeout, drained)
         except TimeoutError:
-            await asyncio.wrap_future(self.end_late(what))
-            return False
+            try:
+                return await _within(OBEY_SECONDS, self.end_late(what)) == 0
+            except TimeoutError:
+                return False
         return True
+
+
+async def _within(timeout: float | None, answer: Future[_Result]) -> _Result:
+    """Returns an answer, or raises TimeoutError; the order is obeyed nevertheless."""
+    return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), timeout)
 
 
 def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self, Unpack
@@ -71,7 +78,9 @@ class AsyncLLM(DrivenModel):
         super()._use(config, built)
         self._driver: AsyncDriver = AsyncDriver(built, max_queued_requests=max_queued_requests)
         self._driver.start()
-        self._running: dict[str, AwaitedHandle] = {}
+        # The requests by their ids; None while a request is prepared.
+        self._running: dict[str, AwaitedHandle | None] = {}
+        self._aborted: set[str] = set()  # ids that were aborted while their request was prepared
         self._numbers = itertools.count()
 
     @classmethod
@@ -124,13 +133,12 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down.
         """
-        so_far: RequestOutput | None = None
-        async with aclosing(
-            self._deltas("generate", prompt, params, request_id, lora_request)
-        ) as deltas:
-            async for delta in deltas:
-                so_far = delta if so_far is None else _joined(so_far, delta)
-                yield so_far
+        outputs = self._outputs_so_far(
+            lambda: self._prepare_one("generate", prompt, params, lora_request), request_id
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     @named_params
     async def stream(
@@ -150,38 +158,53 @@ class AsyncLLM(DrivenModel):
             UnsupportedError: The parameters ask for `best_of` or beam search, whose results are
                 known only at the end. The other errors are those of `generate`.
         """
-        async with aclosing(
-            self._deltas("stream", prompt, params, request_id, lora_request)
-        ) as deltas:
+        deltas = self._deltas(
+            lambda: self._prepare_stream("stream", prompt, params, lora_request), request_id
+        )
+        async with aclosing(deltas):
             async for delta in deltas:
                 yield delta
 
-    async def _deltas(
-        self, name: str, prompt: Any, params: Any, request_id: str | None, lora_request: Any
+    async def _outputs_so_far(
+        self, prepare: Callable[[], PreparedRequest], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields deltas, or once the whole output if `generate` cannot stream the request."""
+        so_far: RequestOutput | None = None
+        async with aclosing(self._deltas(prepare, request_id)) as deltas:
+            async for delta in deltas:
+                so_far = delta if so_far is None else _joined(so_far, delta)
+                yield so_far
+
+    async def _deltas(
+        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields deltas, or once the whole output of a request that cannot be streamed.
+
+        The id is taken from the first moment, so that `abort` finds it whatever the request does.
+
+        Args:
+            prepare: Prepares the request, on another thread.
+            request_id: The id; None takes a new number.
+        """
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
-        self._check_unused(request_id)
-        prepare = self._prepare_one if name == "generate" else self._prepare_stream
-        request = await asyncio.to_thread(prepare, name, prompt, params, lora_request)
-        [handle] = await self._driver.submit([request], stream=_is_streamable(request))
+        if request_id in self._running:
+            raise ValueError(f"request_id {request_id!r} is running already")
+        self._running[request_id] = handle = None
         try:
-            # Check again: another request may have taken the id meanwhile.
-            self._check_unused(request_id)
+            request = await asyncio.to_thread(prepare)
+            handle = self._driver.handle(request, stream=_is_streamable(request))
+            handle.is_aborted = request_id in self._aborted
             self._running[request_id] = handle
+            await self._driver.add_all([handle])
             finished = False
             while not finished:
                 delta = replace(await handle.next_delta(), request_id=request_id)
                 finished = delta.finished
                 yield delta
         finally:
-            if self._running.get(request_id) is handle:
-                del self._running[request_id]
-            handle.cancel()
-
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._running:
-            raise ValueError(f"request_id {request_id!r} is running already")
+            del self._running[request_id]
+            self._aborted.discard(request_id)
+            if handle is not None:
+                handle.cancel()
 
     @named_params
     async def chat(
@@ -195,9 +218,15 @@ class AsyncLLM(DrivenModel):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generates for a conversation; see `chat_prompt` and `generate`."""
-        prompt = await asyncio.to_thread(self.chat_prompt, messages, tools, chat_template_kwargs)
-        async for output in self.generate(prompt, params, request_id, lora_request=lora_request):
-            yield output
+
+        def prepare() -> PreparedRequest:
+            prompt = self.chat_prompt(messages, tools, chat_template_kwargs)
+            return self._prepare_one("generate", prompt, params, lora_request)
+
+        outputs = self._outputs_so_far(prepare, request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def score(
         self,
@@ -228,8 +257,8 @@ class AsyncLLM(DrivenModel):
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.embed`.
         """
         requests = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
-        vectors = self._driver.vectors(requests, self._embedder, pooling)
-        return stacked([vector async for vector in vectors], normalize=normalize)
+        async with aclosing(self._driver.vectors(requests, self._embedder, pooling)) as vectors:
+            return stacked([vector async for vector in vectors], normalize=normalize)
 
     async def rerank(
         self,
@@ -346,7 +375,8 @@ class AsyncLLM(DrivenModel):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several; other ids are ignored.
 
-        The reader of such a request gets a last output with the finish reason "abort".
+        The reader of such a request gets a last output with the finish reason "abort". That also
+        holds for a request that is still prepared, or waits for other weights.
 
         Raises:
             TypeError: The argument is neither a string nor an iterable of strings.
@@ -360,9 +390,13 @@ class AsyncLLM(DrivenModel):
             raise TypeError(
                 f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}"
             )
-        await asyncio.gather(
-            *(self._driver.abort(self._running[one]) for one in {*ids} & self._running.keys())
-        )
+        # Tasks that were made before this call begin first, so that their ids are known.
+        await asyncio.sleep(0)
+        known = {*ids} & self._running.keys()
+        handles = [handle for each in known if (handle := self._running[each]) is not None]
+        self._aborted |= {each for each in known if self._running[each] is None}
+        aborted = [asyncio.wrap_future(self._driver.abort(handle)) for handle in handles]
+        await asyncio.gather(*aborted)
 
     async def stats(self) -> Mapping[str, Any]:
         """Returns the current values of all metrics, by name."""

@@ -321,13 +321,10 @@ class LLM(DrivenModel):
             ValueError: A prompt or an argument is refused, before anything runs.
         """
         requests = self._prepare_embedding(prompts, pooling)
-        driver = self._driver
-        weights = driver.wait(driver.weights())["target"]
-        bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
-        orders = (
-            driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar
-        )
-        return stacked([driver.wait(order) for order in orders], normalize=normalize)
+        disable = None if use_tqdm else True
+        with self._driver.embedding(self._embedder, requests, pooling) as answers:
+            bar = tqdm(answers, desc="Embedding", unit="prompt", disable=disable)
+            return stacked([self._driver.wait(answer) for answer in bar], normalize=normalize)
 
     def rerank(
         self,
@@ -493,12 +490,7 @@ class LLM(DrivenModel):
         Returns:
             True if all requests finished.
         """
-        try:
-            self._driver.wait(self._driver.drain(), timeout)
-        except TimeoutError:
-            self._driver.wait(self._driver.end_late())
-            return False
-        return True
+        return self._driver.drain_for(timeout)
 
     def shutdown(self) -> None:
         """Aborts running requests and frees the device memory.

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams, async_driver
 from jaxpage.assembly import build_engine
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.driver import driver, turns
+from jaxpage.device import to_device
+from jaxpage.driver import Driver, Handle, turns
+from jaxpage.driver import driver as driver_module
 from jaxpage.driver.encoding import prepared
 from jaxpage.engine import Prompt
 from jaxpage.engine.reporting import Reporter
@@ -120,7 +131,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = time.monotonic()
-        for module in (async_driver, driver, turns):
+        for module in (async_driver, driver_module, turns):
             monkeypatch.setattr(module, "time", self)
 
     def monotonic(self):
@@ -613,6 +624,301 @@ def test_a_function_that_fails_between_steps_is_its_callers_affair(built):
     asyncio.run(main())
 
 
+# Requests that were accepted and wait: for other weights, or for a model that sleeps
+
+
+class Witness:
+    """An embedder that notes which weights it gets, and fails if they were deleted."""
+
+    def __init__(self):
+        self.seen = []
+
+    def embed(self, weights, token_ids, pooling):
+        self.seen.append(first := jax.tree.leaves(weights)[0])
+        return np.full(3, np.asarray(first).ravel()[0], np.float32)
+
+
+def same_weights(engine):
+    """Other arrays with the numbers of the engine's weights."""
+    return {
+        "target": jax.tree.map(
+            lambda leaf: jax.device_put(np.array(leaf)), engine.runner.parameters["target"]
+        )
+    }
+
+
+@contextmanager
+def by_hand(built, **settings):
+    """A driver that takes a turn when a test says so, and leaves the engine to the next one."""
+    made = Driver(built.engine, **settings)
+    made.turns.close_engine = lambda: None
+    try:
+        yield made
+    finally:
+        if built.engine.is_asleep:
+            made.wait(made.wake(to_device(built.engine.runner.kept)))
+        made.stop()
+        assert not made.turns.live and not made.turns._held and not made.turns._later
+
+
+class Reader:
+    """Reads the outputs of a handle."""
+
+    def __init__(self, request, **more):
+        self.updates = []
+        self.handle = Handle(request, self.updates.extend, **more)
+
+    @property
+    def end(self):
+        """The finish reason and the number of tokens, or the type of the error; None until then."""
+        if not self.updates:
+            return None
+        [(_, update)] = self.updates
+        if isinstance(update, JaxpageError):
+            return type(update)
+        [completion] = update.outputs
+        return completion.finish_reason, len(completion.token_ids)
+
+
+@contextmanager
+def awaiting_weights(driver, how):
+    """A request runs, and a change of the weights waits for it."""
+    runs = Reader(order(driver, max_tokens=20))
+    driver.wait(driver.add([runs.handle]))
+    driver.step()
+    change = (
+        driver.falling_asleep(1)
+        if how == "sleep"
+        else driver.replacing(same_weights(driver.engine))
+    )
+    with change as answer:
+        driver.step()
+        assert not answer.done() and driver.turns.change is not None
+        yield runs, answer
+
+
+def finish(driver, reader, how):
+    """Steps until a request that waits for weights has ended."""
+    while not reader.updates:
+        driver.step()
+        if how == "sleep" and driver.engine.is_asleep:
+            driver.wait(driver.wake(to_device(driver.engine.runner.kept)))
+
+
+WAYS = pytest.mark.parametrize("how", ["update", "sleep"])
+
+
+@WAYS
+def test_a_drain_waits_for_a_request_that_waits_for_weights(built, how):
+    with by_hand(built) as driver, awaiting_weights(driver, how) as (runs, answer):
+        held = Reader(order(built, max_tokens=5))
+        added = driver.add([held.handle])
+        driver.step()
+        drained = driver.drain()
+        driver.step()
+        assert not added.done() and not drained.done()
+        late = Reader(order(built))
+        with pytest.raises(ShuttingDown):
+            driver.add([late.handle])
+        while not answer.done():
+            driver.step()
+        assert runs.end == ("length", 20) and not drained.done()
+        finish(driver, held, how)
+        assert held.end == ("length", 5) and added.done() and drained.done()
+
+
+@WAYS
+def test_what_still_waits_for_weights_ends_when_a_drain_takes_too_long(built, how):
+    with by_hand(built) as driver, awaiting_weights(driver, how) as (runs, _):
+        held = Reader(order(built, max_tokens=5))
+        added = driver.add([held.handle])
+        with driver.embedding(Witness(), [order(built)], "last") as [vector]:
+            assert not driver.drain_for(0)
+            assert runs.end == held.end == ShuttingDown and added.done()
+            with pytest.raises(ShuttingDown):
+                driver.wait(vector)
+        assert not built.engine.has_unfinished
+
+
+@WAYS
+def test_a_request_that_is_given_up_while_it_waits_for_weights_never_runs(built, how):
+    """Neither does a pin or a vector; the drain that waits for them is over at once."""
+    witness = Witness()
+    with by_hand(built) as driver, awaiting_weights(driver, how) as (runs, answer):
+        held = Reader(order(built, max_tokens=5))
+        driver.add([held.handle])
+        with pytest.raises(KeyboardInterrupt), driver.pinning(order(built)):
+            driver.step()
+            raise KeyboardInterrupt
+        with (
+            pytest.raises(KeyboardInterrupt),
+            driver.embedding(witness, [order(built)] * 2, "last"),
+        ):
+            driver.step()
+            raise KeyboardInterrupt
+        drained = driver.drain()
+        driver.step()
+        assert set(driver.turns.live.values()) == {runs.handle, held.handle}
+        driver.end([held.handle])
+        while not answer.done():
+            driver.step()
+        assert drained.done() and not driver.turns.live and not witness.seen
+        assert not built.engine.has_unfinished and not built.engine.scheduler.block_manager.pins
+
+
+@WAYS
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_finds_a_request_that_waits_for_weights(built, how, stream):
+    with by_hand(built) as driver, awaiting_weights(driver, how) as (runs, answer):
+        held, other = (Reader(order(built, max_tokens=5), is_stream=stream) for _ in range(2))
+        added = driver.add([held.handle])
+        driver.step()
+        for _ in range(2):
+            driver.wait(driver.abort(held.handle))
+            assert held.end == ("abort", 0) and added.done() and not runs.updates
+        driver.abort(other.handle)  # before the driver has it
+        driver.wait(driver.add([other.handle]))
+        assert other.end == ("abort", 0)
+        while not answer.done():
+            driver.step()
+        assert runs.end == ("length", 20) and not driver.turns.live
+    with by_hand(built) as driver:
+        driver.abort(held.handle)  # it is over
+        early = Reader(order(built, max_tokens=5), is_stream=stream)
+        driver.abort(early.handle)
+        driver.wait(driver.add([early.handle]))
+        assert early.end == ("abort", 0)
+
+
+@WAYS
+def test_the_time_of_a_request_that_waits_for_weights_runs_on(built, how, monkeypatch):
+    clock = Clock(monkeypatch)
+    with by_hand(built, request_timeout_seconds=600) as driver, awaiting_weights(driver, how):
+        held = Reader(order(built), deadline=clock.now + 600)
+        added = driver.add([held.handle])
+        driver.step()
+        clock.now += 601
+        driver.step()
+        assert held.end == DeadlineExceeded and added.done()
+
+
+def test_a_request_that_is_refused_after_its_weights_came_says_so(built):
+    """To the caller that waits for it, or to its reader, if another of the same call ended before."""
+    never = order(built, [1] * 100, n=4, max_tokens=150, temperature=1.0)
+    with by_hand(built) as driver, awaiting_weights(driver, "update") as (_, answer):
+        alone_, together = Reader(never), [Reader(order(built)), Reader(never)]
+        refused = driver.add([alone_.handle])
+        added = driver.add([one.handle for one in together])
+        driver.wait(driver.abort(together[0].handle))
+        assert added.result(0) is None
+        driver.wait(answer)
+        with pytest.raises(CapacityError):
+            refused.result(0)
+        driver.step()
+        assert alone_.end is None and together[1].end == CapacityError and not driver.turns.live
+
+
+def test_sleep_waits_for_vectors_and_an_update_does_not(built):
+    witness, engine = Witness(), built.engine
+    with (
+        by_hand(built) as driver,
+        driver.embedding(witness, [order(built)] * 20, "last") as vectors,
+    ):
+        driver.step()
+        driver.step()
+        before = witness.seen[0]
+        with driver.replacing(same_weights(engine)) as version:
+            driver.step()
+            assert version.done() and not vectors[-1].done()
+        with driver.falling_asleep(1) as asleep:
+            driver.step()
+            assert not asleep.done()
+            with driver.embedding(witness, [order(built)], "last") as [late]:
+                driver.wait(asleep)
+                assert all(one is before for one in witness.seen) and len(witness.seen) == 20
+                assert vectors[-1].done() and not late.done() and engine.is_asleep
+                for refused in (driver.weights(), *_changes(driver, engine)):
+                    with pytest.raises(RuntimeError, match="sleeps"):
+                        driver.wait(refused)
+                driver.wait(driver.wake(to_device(engine.runner.kept)))
+                np.testing.assert_array_equal(driver.wait(late), vectors[0].result())
+
+
+def _changes(driver, engine):
+    """The answers of changes that a model that sleeps refuses."""
+    with driver.replacing({"target": {}}) as version:
+        driver.step()
+    with driver.falling_asleep(2) as asleep:
+        driver.step()
+    return version, asleep
+
+
+def test_a_change_that_is_taken_back_is_in_nobodys_way(built):
+    """Even if another one comes in the same turn; what came between them runs before the second."""
+    with by_hand(built) as driver, awaiting_weights(driver, "update") as (runs, first):
+        held = Reader(order(built, max_tokens=3))
+        driver.add([held.handle])
+        with (
+            pytest.raises(KeyboardInterrupt),
+            driver.replacing(same_weights(built.engine), queues=True),
+        ):
+            raise KeyboardInterrupt  # it is in the queue of changes, and never begins
+        driver.turns.change.withdraw()
+        with driver.falling_asleep(1) as asleep:
+            driver.wait(asleep)
+            assert runs.end == ("length", 20) and held.end == ("length", 3)
+        with pytest.raises(RuntimeError, match="taken back"):
+            first.result(0)
+        version = built.engine.weights_version
+        driver.wait(driver.wake(to_device(built.engine.runner.kept)))
+        assert built.engine.weights_version == version and driver.turns.change is None
+
+
+def test_lent_weights_are_left_to_those_that_hold_them(built):
+    engine = built.engine
+    with by_hand(built) as driver:
+        lent = jax.tree.leaves(driver.wait(driver.weights()))
+        for _ in range(2):
+            with driver.falling_asleep(1) as asleep:
+                driver.wait(asleep)
+            assert not any(array.is_deleted() for array in lent)
+            own = engine.runner.kept
+            driver.wait(driver.wake(to_device(own)))
+        unlent = jax.tree.leaves(engine.runner.parameters)
+        with driver.falling_asleep(1) as asleep:
+            driver.wait(asleep)
+        assert all(array.is_deleted() for array in unlent)
+
+
+def test_a_drain_has_its_time_and_no_more(built, monkeypatch):
+    """An idle engine is drained in no time; a step that takes long does not hold the caller."""
+    for timeout in (0, 0.0, 60, None):
+        for starts in (False, True):
+            with by_hand(built) as driver:
+                if starts:
+                    driver.start()
+                assert driver.drain_for(timeout)
+    with by_hand(built) as driver:
+        endless = Reader(order(built, max_tokens=200))
+        driver.wait(driver.add([endless.handle]))
+        assert not driver.drain_for(0.01) and endless.end == ShuttingDown  # by hand
+    monkeypatch.setattr(driver_module, "OBEY_SECONDS", 0.1)
+    monkeypatch.setattr(async_driver, "OBEY_SECONDS", 0.1)
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built) as loop:
+            [one] = await loop.submit([order(built)], stream=False)
+            await gate.reached()
+            assert not await asyncio.wait_for(asyncio.to_thread(loop.drain_for, 0.1), 30)
+            assert not await asyncio.wait_for(loop.drained(0), 30)
+            gate.open()
+            with pytest.raises(ShuttingDown):
+                await one.whole()
+
+    asyncio.run(main())
+
+
 action = st.one_of(
     st.tuples(
         st.just("submit"),
@@ -691,3 +997,198 @@ def _failing_once(real, place, armed):
         return real(*arguments)
 
     return function
+
+
+class Lives(RuleBasedStateMachine):
+    """A driver by hand, which gets orders at any time, from callers of which some are interrupted."""
+
+    def __init__(self, built):
+        super().__init__()
+        self.built, self.engine = built, built.engine
+        self.weights = jax.tree.map(np.array, self.engine.runner.parameters)
+        self.patch, self.armed = pytest.MonkeyPatch(), set()
+        run = _failing_once(self.engine.runner.run, "device", self.armed)
+        self.patch.setattr(self.engine.runner, "run", run)
+        self.driver = Driver(self.engine, num_places=12)
+        self.driver.turns.close_engine = lambda: None
+        self.readers = []  # of requests whose callers were not interrupted
+        self.contexts = []  # of pins, vectors and changes, each with its answers
+        self.all_answers, self.pins, self.lent, self.problems = [], [], [], []
+        self.handles, self.drains, self.due = [], [], []
+
+    def on_device(self):
+        return jax.tree.map(jax.device_put, self.weights)
+
+    @rule(
+        number=st.integers(1, 3),
+        length=st.integers(1, 60),
+        max_tokens=st.integers(1, 6),
+        never_fits=st.sampled_from([False, False, True]),
+        stream=st.booleans(),
+        is_aborted=st.booleans(),
+    )
+    def add(self, number, length, max_tokens, never_fits, stream, is_aborted):
+        params = {"n": 4, "max_tokens": 150} if never_fits else {"max_tokens": max_tokens}
+        one = order(self.built, [2] * (100 if never_fits else length), temperature=1.0, **params)
+        readers = [Reader(one, is_stream=stream) for _ in range(number)]
+        if is_aborted:
+            self.driver.abort(readers[0].handle)
+        with suppress(ShuttingDown, QueueFull):
+            added = self.driver.add([reader.handle for reader in readers])
+            self.readers += readers
+            self.handles += [reader.handle for reader in readers]
+            added.add_done_callback(lambda answer: answer.exception() and self.forget(readers))
+
+    def forget(self, readers):
+        self.readers = [reader for reader in self.readers if reader not in readers]
+
+    @precondition(lambda self: self.readers)
+    @rule(index=st.integers(0, 30), interrupts=st.booleans())
+    def end(self, index, interrupts):
+        reader = self.readers[index % len(self.readers)]
+        if interrupts:
+            self.driver.end([reader.handle])
+            self.forget([reader])
+        else:
+            self.driver.abort(reader.handle)
+
+    @rule(
+        kind=st.sampled_from(["pin", "vectors", "weights", "level 1", "level 2"]),
+        number=st.integers(1, 3),
+        flags=st.tuples(*[st.booleans()] * 3),
+    )
+    def begin(self, kind, number, flags):
+        driver, (abort, tells, queues) = self.driver, flags
+        if kind == "pin":
+            context = driver.pinning(order(self.built, [number] * 40))
+        elif kind == "vectors":
+            context = driver.embedding(Witness(), [order(self.built)] * number, "last")
+        elif kind == "weights":
+            context = driver.replacing(self.on_device(), abort=abort, tells=tells, queues=queues)
+        else:
+            context = driver.falling_asleep(int(kind[-1]))
+        with suppress(ShuttingDown, QueueFull):
+            entered = context.__enter__()
+            answers = entered if kind == "vectors" else [entered]
+            self.contexts.append((kind, context, answers))
+            self.all_answers += answers
+
+    @precondition(lambda self: self.contexts)
+    @rule(index=st.integers(0, 30))
+    def leave(self, index):
+        """As a caller does that is interrupted, or has its answers."""
+        kind, context, answers = self.contexts.pop(index % len(self.contexts))
+        if all(answer.done() for answer in answers):
+            context.__exit__(None, None, None)
+            if kind == "pin" and answers[0].exception() is None:
+                self.pins.append(answers[0].result())
+            return
+        for answer in answers:
+            if not answer.done():
+                self.all_answers.remove(answer)  # nobody waits for it any more
+        with pytest.raises(KeyboardInterrupt):
+            if not context.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None):
+                raise KeyboardInterrupt
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self):
+        self.driver.unpin(self.pins.pop())
+
+    @precondition(lambda self: self.engine.is_asleep)
+    @rule()
+    def wake(self):
+        kept = self.engine.runner.kept
+        self.driver.wake(self.on_device() if kept is None else to_device(kept))
+
+    @rule()
+    def lend(self):
+        def lent(answer):
+            if answer.exception() is None:
+                self.lent += jax.tree.leaves(answer.result())
+
+        self.driver.weights().add_done_callback(lent)
+
+    @rule(is_late=st.booleans())
+    def drain(self, is_late):
+        def drained(answer):
+            waiting = [
+                answer
+                for kind, _, answers in self.contexts
+                for answer in answers
+                if kind in ("pin", "vectors") and not answer.done()
+            ]
+            self.due += waiting  # an error is sent at the end of the turn
+            if not all(handle.is_over for handle in self.handles):
+                self.problems.append("drained, and a request is unfinished")
+
+        answer = self.driver.drain()
+        answer.add_done_callback(drained)
+        self.drains.append(answer)
+        if is_late:
+            self.driver.end_late()
+
+    @precondition(lambda self: self.drains and all(answer.done() for answer in self.drains))
+    @rule()
+    def open_again(self):
+        """So that more happens than in a program, where a drain is the last thing."""
+        self.driver.turns.draining, self.driver.turns._accepts = None, True
+        self.drains.clear()
+
+    @precondition(lambda self: self.engine.has_unfinished)
+    @rule()
+    def fail(self):
+        self.armed.add("device")
+
+    @rule(number=st.integers(1, 8))
+    def step(self, number):
+        for _ in range(number):
+            self.driver.step()
+
+    @rule()
+    def obey(self):
+        self.driver.turns.obey_orders()
+
+    @invariant()
+    def holds(self):
+        turns = self.driver.turns
+        assert not self.problems and all(answer.done() for answer in self.due)
+        assert not any(handle.is_over for handle in turns.live.values())
+        assert not turns._held or turns.change is not None or self.engine.is_asleep
+        assert not any(array.is_deleted() for array in self.lent)
+        self.engine.scheduler.check()
+
+    def teardown(self):
+        turns, pool = self.driver.turns, self.engine.scheduler.block_manager
+        self.armed.clear()
+        while self.driver.step() or self.engine.is_asleep:
+            if self.engine.is_asleep and turns.inbox.empty():
+                self.wake()
+        try:
+            self.holds()
+            assert not turns.live and not turns._held and not turns._later and not turns.num_open
+            assert all(answer.done() for answer in (*self.all_answers, *self.drains))
+            for reader in self.readers:
+                finals = [
+                    update
+                    for _, update in reader.updates
+                    if isinstance(update, JaxpageError) or update.finished
+                ]
+                assert len(finals) == 1 and finals[0] is reader.updates[-1][1]
+            asked = [answers[0] for kind, _, answers in self.contexts if kind == "pin"]
+            known = {answer.result() for answer in asked if answer.exception() is None}
+            assert set(pool.pins) <= known | {*self.pins}
+            for pin_id in list(pool.pins):
+                self.engine.unpin(pin_id)
+            stats = self.engine.stats()
+            assert stats["num_blocks_free"] == stats["num_blocks_total"]
+        finally:
+            self.driver.stop()
+            self.patch.undo()
+
+
+def test_whatever_callers_do_nothing_is_lost_and_nothing_runs_on(built):
+    """Weights that change, models that sleep, vectors, pins, drains, and interrupts between them."""
+    run_state_machine_as_test(
+        lambda: Lives(built), settings=settings(max_examples=60, stateful_step_count=30)
+    )

@@ -25,17 +25,22 @@ class HostArray:
     parts: tuple[tuple[jax.Device, np.ndarray], ...]
 
 
-def to_host(arrays: Any) -> Any:
-    """Returns a tree of arrays as `HostArray`s; the arrays are deleted one after the other.
+def to_host(arrays: Any, *, deletes: bool = True) -> Any:
+    """Returns a tree of arrays as `HostArray`s.
 
     An array that is in the tree twice, such as a tied head, is copied once.
+
+    Args:
+        arrays: The tree.
+        deletes: True deletes the arrays, one after the other; False leaves them to their owner.
     """
 
     def moved(array: jax.Array) -> HostArray:
         shards = array.addressable_shards
         parts = tuple((shard.device, np.array(shard.data)) for shard in shards)
         held = HostArray(array.shape, array.sharding, parts)
-        array.delete()
+        if deletes:
+            array.delete()
         return held
 
     return jax.tree.map(_once(moved), arrays)

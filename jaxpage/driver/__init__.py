@@ -7,6 +7,7 @@ Other rooms take:
 
     Driver          takes the steps of an engine for many callers
     DrivenModel     the part that LLM and AsyncLLM have in common
+    OBEY_SECONDS    the time in which a thread obeys an order, unless a step takes long
     SLEEP_LEVELS    the levels at which a model sleeps
     Handle, Update  a request that a driver has, and what is new of it
     RequestStream, PinnedPrefix  what an LLM gives its caller to hold
@@ -17,13 +18,14 @@ Other rooms take:
     normalized      scales vectors to length 1
 """
 
-from jaxpage.driver.driver import Driver
+from jaxpage.driver.driver import OBEY_SECONDS, Driver
 from jaxpage.driver.encoding import check_streamable, prepared
 from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel, normalized, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
 __all__ = [
+    "OBEY_SECONDS",
     "SLEEP_LEVELS",
     "DrivenModel",
     "Driver",

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import Embedder
+from jaxpage.driver.answering import AnsweringHandle, Embedding, Pinning
 from jaxpage.driver.handle import Handle, copy_error
 from jaxpage.driver.orders import Answer, Change, Order
-from jaxpage.driver.pinning import Pinning
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
@@ -40,6 +40,8 @@ _Item = TypeVar("_Item")
 
 # A wait is interrupted this often, because a signal that another thread received does not end it.
 WAKE_SECONDS = 0.5
+# A thread that is not in the middle of a long step obeys an order in this time.
+OBEY_SECONDS = 1.0
 
 
 class Driver:
@@ -180,7 +182,9 @@ class Driver:
     def add(self, handles: Sequence[Handle], name: str = "request") -> Answer[None]:
         """Gives requests to the engine, all or none.
 
-        A caller that does not wait for their last outputs ends them with `end`.
+        A caller that does not wait for their last outputs ends them with `end`. They count as
+        unfinished even while they wait for other weights. The answer comes when the engine has
+        them, or when they end before that.
 
         Args:
             handles: The requests.
@@ -193,16 +197,27 @@ class Driver:
             EngineFailed: The engine has failed.
         """
         turns = self.turns
-        turns.take_places(len(handles))
+        added: Answer[None] = Answer()
+        turns.take_places(handles)
         try:
-            return self.call(lambda engine: turns.add(handles, name), waits_for_weights=True)
+            turns.post(Order(lambda engine: turns.accept(handles, name, added), added))
         except BaseException:
             turns.end(handles)
             raise
+        return added
 
     def end(self, handles: Sequence[Handle]) -> None:
         """Ends requests before the next step. A finaliser may call this, on any thread."""
         self.turns.end(handles)
+
+    def abort(self, handle: Handle) -> Answer[None]:
+        """Ends a request with a last output, whatever it waits for.
+
+        One that was not given to `add` yet ends as soon as it is.
+        """
+        turns = self.turns
+        handle.is_aborted = True
+        return self.call(lambda engine: turns.abort(handle))
 
     @contextlib.contextmanager
     def pinning(self, prefix: PreparedRequest) -> Iterator[Answer[int]]:
@@ -211,13 +226,37 @@ class Driver:
         The answer is the id of the pin. The errors are those of `add`.
         """
         pinning = Pinning(self.turns, prefix)
-        self.turns.take_places(1)
-        self.turns.post(Order(pinning.begin, pinning.pin_id, waits_for_weights=True))
         try:
+            self._add_answering(pinning, "prefix")
             yield pinning.pin_id
         except BaseException:
             self.call(pinning.withdraw)
             raise
+
+    @contextlib.contextmanager
+    def embedding(
+        self, embedder: Embedder, prompts: Sequence[PreparedRequest], pooling: Pooling
+    ) -> Iterator[Sequence[Answer[npt.NDArray[np.float32]]]]:
+        """Computes the vectors of prompts between steps, until the end of the `with` block.
+
+        All are computed with the same weights. The answers are a vector [D] for each prompt. The
+        errors are those of `add`.
+
+        Args:
+            embedder: Computes a vector.
+            prompts: The prompts.
+            pooling: The pooling; see `Embedder.embed`.
+        """
+        embedding = Embedding(self.turns, embedder, prompts, pooling)
+        try:
+            self._add_answering(embedding, "embedding")
+            yield embedding.vectors
+        finally:
+            self.end([embedding])
+
+    def _add_answering(self, handle: AnsweringHandle, name: str) -> None:
+        """Adds a request whose answers tell all that there is to tell."""
+        self.add([handle], name).add_done_callback(handle.refused)
 
     def unpin(self, pin_id: int) -> Answer[None]:
         """Releases a pin. A pin that is lost or released is no error."""
@@ -239,7 +278,11 @@ class Driver:
             queues: See `changing`.
         """
         return self.changing(
-            lambda engine: engine.replace_weights(weights), abort=abort, tells=tells, queues=queues
+            lambda engine: engine.replace_weights(weights),
+            frees_weights=False,
+            abort=abort,
+            tells=tells,
+            queues=queues,
         )
 
     def falling_asleep(self, level: int) -> contextlib.AbstractContextManager[Answer[None]]:
@@ -247,13 +290,14 @@ class Driver:
 
         Requests that come in meanwhile wait until it is woken.
         """
-        return self.changing(lambda engine: engine.sleep(level))
+        return self.changing(lambda engine: engine.sleep(level), frees_weights=True)
 
     @contextlib.contextmanager
     def changing(
         self,
         function: Callable[[Engine], _Result],
         *,
+        frees_weights: bool,
         abort: bool = False,
         tells: bool = False,
         queues: bool = False,
@@ -264,18 +308,20 @@ class Driver:
 
         Args:
             function: Makes the change.
+            frees_weights: True if the change also waits for vectors that are computed; see
+                `Change`.
             abort: True ends the running and waiting requests, and does not wait for them.
             tells: True ends them with WeightsReplaced, False with a last output.
             queues: True waits if another change is under way; False then raises an error.
         """
         turns = self.turns
-        change = Change(function)
+        change = Change(function, frees_weights=frees_weights)
 
         def begin(engine: Engine) -> object:
             return turns.begin_change(change, abort=abort, tells=tells)
 
-        turns.post(Order(begin, change.answer, waits_for_weights=queues))
         try:
+            turns.post(Order(begin, change.answer, waits_for_weights=queues))
             yield change.answer
         finally:
             change.withdraw()
@@ -286,14 +332,8 @@ class Driver:
         return self.call(lambda engine: turns.wake(parameters))
 
     def weights(self) -> Answer[Any]:
-        """Asks for the weights of the model and of its drafter as they are on the device."""
-        return self.call(lambda engine: engine.runner.parameters)
-
-    def embed(
-        self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: Pooling
-    ) -> Answer[npt.NDArray[np.float32]]:
-        """Computes the vector [D] of a prompt with weights of the model."""
-        return self.call(lambda engine: embedder.embed(weights, token_ids, pooling))
+        """Asks for the weights of the model and of its drafter; see `Engine.lend_weights`."""
+        return self.call(Engine.lend_weights)
 
     def drain(self, what: str = "The engine") -> Answer[None]:
         """Accepts no more requests, and answers when none is left.
@@ -307,8 +347,11 @@ class Driver:
         turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
         return answer
 
-    def end_late(self, what: str = "The engine") -> Answer[None]:
-        """Ends every request that a drain has waited for too long; for `what` see `drain`."""
+    def end_late(self, what: str = "The engine") -> Answer[int]:
+        """Ends every request that a drain has waited for too long; for `what` see `drain`.
+
+        The answer is the number of those requests.
+        """
         turns = self.turns
         why = ShuttingDown(f"{what} is shutting down; the time to finish was over")
         return self.call(lambda engine: turns.end_all(why))
@@ -360,15 +403,37 @@ class Driver:
             )
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            while self.is_by_hand and box.empty():
-                if not self.turns.obey_orders() and not self.step():
+            while self.is_by_hand and box.empty() and time.monotonic() < ends:
+                if self.turns.obey_orders() or self.step():
+                    continue
+                if timeout is None:
                     raise RuntimeError("nothing is left to do, but what is waited for has not come")
+                break
             left = min(ends - time.monotonic(), WAKE_SECONDS)
             try:
                 return box.get(timeout=max(left, 0.0))
             except queue.Empty:
                 if time.monotonic() >= ends:
                     raise TimeoutError(f"the engine has not answered for {timeout:g} s") from None
+
+    def drain_for(self, timeout: float | None) -> bool:
+        """Drains on the thread of a caller; see `drain`.
+
+        Args:
+            timeout: The seconds after which unfinished requests end with ShuttingDown; None waits
+                without a limit. If a step takes long, they end before the next one.
+
+        Returns:
+            True if all requests finished.
+        """
+        try:
+            self.wait(self.drain(), timeout)
+        except TimeoutError:
+            try:
+                return self.wait(self.end_late(), OBEY_SECONDS) == 0
+            except TimeoutError:
+                return False
+        return True
 
     def read(self, function: Callable[[Engine], _Result]) -> _Result:
         """Returns the result of a function that is called between two steps.

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jaxpage.engine import PreparedRequest, Reporter
+from jaxpage.driver.orders import Answer
+from jaxpage.engine import Engine, PreparedRequest, Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 
@@ -45,8 +46,14 @@ class Handle:
         is_wanted: True while the reader waits for an output.
         is_updated: True if the request has changed since the last delta.
         is_over: True if the request has ended, and its place and its blocks are free.
+        is_aborted: True if the request ends with a last output as soon as the driver has it.
+        has_place: True while the request has a place of the driver.
+        added: Gets None when the engine has the request; it is pending while other weights are
+            awaited. None if nobody waits for that.
         reporter: Makes the outputs, once the engine has the request.
     """
+
+    needs_place = True  # a driver has so many places
 
     def __init__(
         self,
@@ -63,8 +70,21 @@ class Handle:
         self.deliver = deliver
         self.is_stream = is_stream
         self.is_wanted = self._is_pushed = is_pushed
-        self.is_updated = self.is_over = False
+        self.is_updated = self.is_over = self.is_aborted = self.has_place = False
+        self.added: Answer[None] | None = None
         self.reporter: Reporter | None = None
+
+    def begin(self, engine: Engine) -> None:
+        """Gives the request to the engine; it raises the same errors as `Engine.add`."""
+        self.reporter = engine.add(self.request_id, self.request)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Returns whether the request reads weights that it took before; they must stay in place.
+
+        The engine's own requests do not: they are in `Engine.has_unfinished`.
+        """
+        return False
 
     @property
     def num_output_tokens(self) -> int:

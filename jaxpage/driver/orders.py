@@ -67,12 +67,15 @@ class Change(Generic[_Result]):
 
     Attributes:
         function: Makes the change.
+        frees_weights: True if the weights are gone afterwards, so that the change also waits for
+            requests that only read them.
         answer: Gets what the function returns or raises.
         is_withdrawn: True if nobody waits for the change any more.
     """
 
-    def __init__(self, function: Callable[[Engine], _Result]) -> None:
+    def __init__(self, function: Callable[[Engine], _Result], *, frees_weights: bool) -> None:
         self.function = function
+        self.frees_weights = frees_weights
         self.answer: Answer[_Result] = Answer()
         self.is_withdrawn = False
 

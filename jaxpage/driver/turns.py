@@ -59,6 +59,8 @@ class Turns:
         self.ended.set_running_or_notify_cancel()
         self.began: float | None = None  # the start of this turn; None if there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
+        # All requests by id, from their acceptance to their end: those that run, and those that
+        # wait for other weights. Whatever asks what is unfinished asks here.
         self.live: dict[str, Handle] = {}
         self.change: Change[Any] | None = None
         self.draining: ShuttingDown | None = None  # why new requests are refused
@@ -71,8 +73,9 @@ class Turns:
         self._numbers = itertools.count()
         self._updates: list[Update] = []
         self._drained: list[Answer[None]] = []
-        self._later: list[Answer[Any]] = []  # the answers that will come later
+        self._later: set[Answer[Any]] = set()  # the answers that will come later
         self._held: list[Order] = []  # orders that wait for other weights
+        self._accepts = True  # no drain has begun
         self._is_stopping = False
         self._keeps_engine = False
         self._is_closing = threading.Lock()  # is acquired once and never released
@@ -108,8 +111,8 @@ class Turns:
         """Ends the turns, and leaves the engine as it is. Later orders are refused."""
         self.inbox.put(Order(self._leave))
 
-    def take_places(self, number: int) -> None:
-        """Takes places for some requests, all or none. Ending a request gives its place back.
+    def take_places(self, handles: Sequence[Handle]) -> None:
+        """Takes a place for each request, all or none. Ending a request gives its place back.
 
         Raises:
             JaxpageError: New requests are refused.
@@ -120,6 +123,8 @@ class Turns:
             raise copy_error(refusal)
         if self._num_places is None:
             return
+        placed = [handle for handle in handles if handle.needs_place]
+        number = len(placed)
         if number > self._num_places:
             raise CapacityError(
                 f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
@@ -134,6 +139,8 @@ class Turns:
             raise QueueFull(
                 f"{self.num_open} requests run or wait, and there are {self._num_places} places; try again later"
             ) from None
+        for handle in placed:
+            handle.has_place = True
 
     def fail(self, death: BaseException) -> None:
         """Ends everything with EngineFailed, even while a step runs that may never end."""
@@ -175,7 +182,8 @@ class Turns:
             self.taker = None
 
     def _turn(self, waits: bool) -> bool:
-        has_changed = self._change_weights()
+        if has_changed := self._change_weights():
+            self._send_updates()  # those of requests that were refused when the weights came
         if not self._has_work:
             self.began = None
             if not waits and self.inbox.empty():
@@ -206,9 +214,13 @@ class Turns:
     def _may_step(self) -> bool:
         return self.before_step is None or self.before_step(lambda: not self.inbox.empty())
 
+    @property
+    def _awaits_weights(self) -> bool:
+        """Returns whether other weights are on their way, or the engine sleeps."""
+        return self.change is not None or self.engine.is_asleep
+
     def _obey(self, order: Order) -> None:
-        waits = self.change is not None or self.engine.is_asleep
-        if order.waits_for_weights and waits:
+        if order.waits_for_weights and self._awaits_weights:
             self._held.append(order)
         else:
             order.obey(self.engine)
@@ -234,7 +246,8 @@ class Turns:
         logger.error("a step failed; all requests end with an error", exc_info=error)
         failure = EngineFailed("The engine failed during generation")
         failure.__cause__ = error
-        self.end_all(failure)
+        for handle in self._in_engine():
+            self.end_one(handle, copy_error(failure))
         self.engine.abort_all()
         self.engine.rebuild_pages()
         stats = self.engine.stats()
@@ -242,31 +255,77 @@ class Turns:
         if self.engine.has_unfinished or num_left != stats["num_blocks_total"]:
             raise RuntimeError("KV blocks were not freed after a failed step") from error
 
-    def add(self, handles: Sequence[Handle], name: str) -> None:
-        """Gives requests to the engine, all or none.
+    def accept(self, handles: Sequence[Handle], name: str, added: Answer[None]) -> object:
+        """Takes requests in, all or none; they count as unfinished from now on.
+
+        The engine gets them now, or when the weights have come that are awaited.
 
         Args:
             handles: The requests.
             name: The beginning of their ids, before a number.
-        """
-        added: list[Handle] = []
-        try:
-            for one in handles:
-                one.request_id = f"{name}-{next(self._numbers)}"
-                one.reporter = self.engine.add(one.request_id, one.request)
-                added.append(one)
-        except BaseException:
-            for one in added:
-                self.engine.abort(one.request_id)
-                one.reporter = None
-            raise
-        self.live.update((one.request_id, one) for one in handles)
+            added: Gets None when the engine has them, or the error of `Engine.add`.
 
-    def abort(self, one: Handle) -> None:
-        """Aborts a request whose reader gets a last output."""
-        self.engine.abort(one.request_id)
-        one.is_updated = True
-        self._offer(one)
+        Raises:
+            ShuttingDown: A drain has begun.
+        """
+        if not self._accepts:
+            assert self.draining is not None
+            raise copy_error(self.draining)
+        for handle in handles:
+            handle.request_id = f"{name}-{next(self._numbers)}"
+            handle.added = added
+        self.live.update((handle.request_id, handle) for handle in handles)
+        self._later.add(added)
+        if self._awaits_weights:
+            self._begin([handle for handle in handles if handle.is_aborted])
+        self._obey(Order(lambda engine: self._begin(handles), waits_for_weights=True))
+        return LATER
+
+    def _begin(self, handles: Sequence[Handle]) -> None:
+        """Gives accepted requests to the engine, all or none, but for those that have ended."""
+        begun = [handle for handle in handles if not handle.is_over and handle.added is not None]
+        try:
+            for handle in begun:
+                handle.begin(self.engine)
+        except Exception as error:
+            self._refuse(begun, error)
+            return
+        for handle in begun:
+            self._answer_added(handle)
+            if handle.is_aborted:
+                self.abort(handle)
+
+    def _refuse(self, handles: Sequence[Handle], error: Exception) -> None:
+        """Ends requests of one call of `accept` that the engine has refused.
+
+        The caller of `accept` gets the error, or each reader if that caller waits no longer.
+        """
+        caller_waits = any(handle.added in self._later for handle in handles)
+        failure = error if isinstance(error, JaxpageError) else EngineFailed("A request failed")
+        failure.__cause__ = failure.__cause__ if failure is error else error
+        for handle in handles:
+            handle.reporter = None
+            self.fail_later(handle.added, error)
+            self.end_one(handle, None if caller_waits else copy_error(failure))
+
+    def _answer_added(self, handle: Handle) -> None:
+        added = handle.added
+        handle.added = None
+        if added is not None:
+            self.answer(added, None)
+
+    def abort(self, handle: Handle) -> None:
+        """Ends a request with a last output, even if it waits for other weights.
+
+        If the request comes later, it ends then. One that has ended is no error.
+        """
+        handle.is_aborted = True
+        if handle.added is not None:
+            self._begin([handle])
+            return
+        self.engine.abort(handle.request_id)
+        handle.is_updated = True
+        self._offer(handle)
 
     def _wanted(self, one: Handle) -> None:
         one.is_wanted = True
@@ -294,9 +353,10 @@ class Turns:
         if math.isinf(self._timeout_seconds):
             return
         now = time.monotonic()
-        for one in [one for one in self.live.values() if one.deadline < now]:
-            if one.reporter is not None and not one.reporter.finished:
-                self.end_one(one, self.too_late())
+        for handle in list(self.live.values()):
+            has_finished = handle.reporter is not None and handle.reporter.finished
+            if handle.deadline < now and not has_finished:
+                self.end_one(handle, self.too_late())
 
     def too_late(self) -> DeadlineExceeded:
         """Returns the error of a request whose time is over."""
@@ -310,16 +370,19 @@ class Turns:
         """Ends a request; its place and blocks are free from now on.
 
         Args:
-            one: The request. One that has ended or was never added has nothing to give back.
-            why: The error for its reader. If it is None, a reader that waits gets a last output.
+            one: The request. One that has ended or was never accepted has nothing to give back.
+            why: The error for its reader. If it is None, a reader that waits gets a last output,
+                unless the engine never had the request.
         """
         if one.is_over:
             return
         one.is_over = True
-        if self._num_places is not None:
+        if one.has_place:
+            one.has_place = False
             self._places.append(None)
         if self.live.pop(one.request_id, None) is not None:
             self.engine.abort(one.request_id)
+        self._answer_added(one)
         if why is not None:
             self._updates.append((one, why))
         else:
@@ -327,15 +390,22 @@ class Turns:
             self._offer(one)
         self._answer_drains()
 
-    def end_all(self, why: JaxpageError | None) -> None:
-        """Ends every request, with a copy of an error or with a last output."""
-        for one in list(self.live.values()):
-            self.end_one(one, why and copy_error(why))
+    def _in_engine(self) -> list[Handle]:
+        """Returns the requests that run in the engine, or wait there."""
+        return [handle for handle in self.live.values() if handle.reporter is not None]
+
+    def end_all(self, why: JaxpageError) -> int:
+        """Ends every request with a copy of an error, and returns how many there were."""
+        handles = list(self.live.values())
+        for handle in handles:
+            self.end_one(handle, copy_error(why))
+        return len(handles)
 
     def begin_drain(self, answer: Answer[None]) -> object:
         """Gives the answer when no request is left."""
+        self._accepts = False
         self._drained.append(answer)
-        self._later.append(answer)
+        self._later.add(answer)
         self._answer_drains()
         return LATER
 
@@ -343,19 +413,15 @@ class Turns:
         while self._drained and not self.live:
             self.answer(self._drained.pop(), None)
 
-    def begin_later(self, answer: Answer[Any]) -> object:
-        """Notes an answer that is given later; it becomes an error if the turns end before."""
-        self._later.append(answer)
-        return LATER
-
     def answer(self, answer: Answer[Any], result: Any) -> None:
-        """Gives an answer that came later."""
-        self._later.remove(answer)
-        answer.set_result(result)
-
-    def fail_later(self, answer: Answer[Any], error: Exception) -> None:
-        """Gives an error as an answer that came later, unless the answer was given already."""
+        """Gives an answer that came later, unless it was given already."""
         if answer in self._later:
+            self._later.remove(answer)
+            answer.set_result(result)
+
+    def fail_later(self, answer: Answer[Any] | None, error: Exception) -> None:
+        """Gives an error as an answer that came later, unless the answer was given already."""
+        if answer is not None and answer in self._later:
             self._later.remove(answer)
             answer.set_exception(error)
 
@@ -367,13 +433,16 @@ class Turns:
             abort: True ends the running and waiting requests, and does not wait for them.
             tells: True ends them with WeightsReplaced, False with a last output.
         """
+        self._change_weights()  # if the one before was withdrawn in this turn, it is gone now
         if self.change is not None:
             raise RuntimeError("Other weights, or sleep, are on their way already")
         self.change = change
-        self._later.append(change.answer)
-        if abort:
+        self._later.add(change.answer)
+        if abort and not change.is_withdrawn:
             why = WeightsReplaced("The request was ended: the model gets other weights")
-            self.end_all(why if tells else None)
+            for handle in self._in_engine():
+                self.end_one(handle, copy_error(why) if tells else None)
+        self._change_weights()
         return LATER
 
     def _change_weights(self) -> bool:
@@ -383,20 +452,24 @@ class Turns:
             True if a change waited and does not wait any more: it was made, refused or withdrawn.
         """
         change = self.change
-        if change is None or (self._has_work and not change.is_withdrawn):
+        if change is None or not (change.is_withdrawn or self._is_ready(change)):
             return False
         self.change = None
-        self._later.remove(change.answer)
         try:
             if change.is_withdrawn:
                 raise RuntimeError("The weights were taken back")
             result = change.function(self.engine)
         except Exception as error:
-            change.answer.set_exception(error)
+            self.fail_later(change.answer, error)
         else:
-            change.answer.set_result(result)
+            self.answer(change.answer, result)
         self._obey_held()
         return True
+
+    def _is_ready(self, change: Change[Any]) -> bool:
+        """Returns whether no request stands in the way of a change."""
+        is_read = any(handle.reads_weights for handle in self.live.values())
+        return not self._has_work and not (is_read and change.frees_weights)
 
     def wake(self, parameters: Any) -> None:
         """Wakes the engine with its weights, and then obeys the orders that waited for it."""

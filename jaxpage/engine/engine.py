@@ -304,14 +304,28 @@ class Engine:
                 `Runner.replace_parameters`.
 
         Raises:
-            RuntimeError: A request is running or waiting, or a prefix is pinned.
+            RuntimeError: The engine sleeps, a request is running or waiting, or a prefix is pinned.
         """
+        self._check_awake()
         self._check_unused("weights cannot be replaced", "prefixes of the old ones")
         self.reset_prefix_cache()
         self.runner.replace_parameters(weights)
         self.weights_version += 1
         self.events.weights_replaced()
         return self.weights_version
+
+    def lend_weights(self) -> Any:
+        """Returns the weights of the model and of its drafter, which their caller may hold.
+
+        Raises:
+            RuntimeError: The engine sleeps.
+        """
+        self._check_awake()
+        return self.runner.lend_parameters()
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise RuntimeError("the model sleeps: call wake_up first")
 
     def _check_unused(self, what: str, prefixes: str) -> None:
         if self.has_unfinished:

@@ -53,6 +53,8 @@ class Runner:
         self.is_asleep = False
         self.kept: Any | None = None
         self._parameters = parameters
+        # Arrays that were lent are never deleted: their memory is free when nobody refers to them.
+        self._is_lent = False
         self.packed = packed or {}
         self._new_pages = new_pages
         self._pages = new_pages()
@@ -131,6 +133,11 @@ class Runner:
         """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
+    def lend_parameters(self) -> Any:
+        """Returns the weights to a caller, who may hold the arrays as long as they are needed."""
+        self._is_lent = True
+        return self._parameters
+
     def replace_parameters(self, others: Mapping[str, Any]) -> None:
         """Takes other weights of the same shapes and types, from the next step on.
 
@@ -154,7 +161,7 @@ class Runner:
             for place in sharded.places:
                 module = entry_at(self._parameters["target"], place.path[:-1])
                 before = module[name]
-                parts = []
+                parts = []  # vectors may still be computed with the array before, so it stays
                 for shard in before.addressable_shards:
                     numbers = np.array(shard.data)
                     device = (shard.index[0].start or 0) // place.shape[0]
@@ -165,7 +172,6 @@ class Runner:
                 module[name] = jax.make_array_from_single_device_arrays(
                     before.shape, before.sharding, parts
                 )
-                before.delete()
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Frees the device's memory but for the executables, until `wake`.
@@ -176,20 +182,18 @@ class Runner:
         for page in jax.tree.leaves(self._pages):
             page.delete()
         self._pages = ()
-        self.is_asleep = True
         if keeps_weights:
-            self.kept = to_host(self._parameters)
-        else:
-            for array in jax.tree.leaves(self._parameters):
-                array.delete()
-        self._parameters = {}
+            self.kept = to_host(self._parameters, deletes=not self._is_lent)
+        self._drop_parameters()
+        # The last, because a thread that finds the runner asleep reads what was kept.
+        self.is_asleep = True
 
     def wake(self, parameters: Any) -> None:
         """Takes the weights again, and makes empty pages."""
         self.rebuild_pages()
         self._parameters = parameters
-        self.kept = None
         self.is_asleep = False
+        self.kept = None
 
     def rebuild_pages(self) -> None:
         """Makes empty pages; the contents of the old ones are lost. The host's pages stay."""
@@ -198,13 +202,21 @@ class Runner:
 
     def close(self) -> None:
         """Gives back the memory of the device and of the host."""
-        for array in jax.tree.leaves((self._parameters, self._pages)):
-            array.delete()
-        self._parameters = {}
+        self._drop_parameters()
+        for page in jax.tree.leaves(self._pages):
+            page.delete()
         self._pages = ()
         for host_pages in self._host_pages:
             host_pages.close()
         self.executables.close()
+
+    def _drop_parameters(self) -> None:
+        """Frees the weights; those that a caller may hold are left to that caller."""
+        if not self._is_lent:
+            for array in jax.tree.leaves(self._parameters):
+                array.delete()
+        self._parameters = {}
+        self._is_lent = False
 
 
 def _add_missing(parameters: dict[Any, Any], others: dict[Any, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -86,8 +87,11 @@ class Embedding:
         """Returns what the answer is made of, here the vectors, which are not normalised."""
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
-        vectors = []
-        async for vector in self._driver.vectors(requests, self._embedder, asked.pooling):
-            vectors.append(vector)
-            asked.check_width(vectors[0].size)
-        return vectors
+        values = []
+        async with aclosing(
+            self._driver.vectors(requests, self._embedder, asked.pooling)
+        ) as vectors:
+            async for vector in vectors:
+                values.append(vector)
+                asked.check_width(values[0].size)
+        return values
