@@ -71,6 +71,7 @@ MODELS: dict[str, Model] = {
     "demo": Model(),
     "demo-int8": Model(settings={"quantization": "int8"}),
     "demo-int4": Model(settings={"quantization": "int4"}),
+    "llama": Model(LLAMA),
     "qwen3_5": Model(QWEN3_5),
     "granite_4": Model(GRANITE_4),
     "lfm2": Model(LFM2),

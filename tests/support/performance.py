@@ -102,14 +102,20 @@ class PlayedEngine:
         self._stage = stage
         self._own_weights = own_weights
         self._step = llm._engine.step
+        self._problem: Exception | None = None  # the first of a step
         llm._engine.step = self._checked_step
 
     def _checked_step(self) -> Any:
         """Runs a step and checks what must hold after each."""
-        if self.is_drained:
-            raise WrongBehaviour("drain returned True, and a request runs")
-        groups = self._step()
-        self.llm._engine.scheduler.check()
+        try:
+            if self.is_drained:
+                raise WrongBehaviour("drain returned True, and a request runs")
+            groups = self._step()
+            self.llm._engine.scheduler.check()
+        except Exception as error:
+            # The driver handles it, as it does for users.
+            self._problem = self._problem or error
+            raise
         return groups
 
     async def call(self, name: str, *args: Any, **more: Any) -> Any:
@@ -175,12 +181,24 @@ class PlayedEngine:
         return int(self.llm._engine.weights_version)
 
     def watch(self) -> None:
-        """Notes which weights it has, and checks that nothing that the caller holds is lost."""
+        """Notes which weights it has, and checks its steps and what the caller holds.
+
+        Raises:
+            WrongBehaviour: An array that the caller holds was deleted.
+            Exception: A step failed, or an invariant did.
+        """
+        if self._problem is not None:
+            raise self._problem
         if self.version not in self.weights and not self.llm.is_sleeping:
             named = self.llm._named(self.llm._engine.runner.parameters)
             self.weights[self.version] = set_of(named, self._own_weights)
         for weights in self.held:
-            if lost := [name for name, array in weights.items() if array.is_deleted()]:
+            lost = [
+                name
+                for name, array in weights.items()
+                if isinstance(array, jax.Array) and array.is_deleted()
+            ]
+            if lost:
                 raise WrongBehaviour(
                     f"{len(lost)} of {len(weights)} arrays that the caller holds were deleted, such as {lost[0]!r}"
                 )
