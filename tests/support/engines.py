@@ -107,18 +107,24 @@ _DEVICE_BLOCKS = {
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 
 
-def make_llm(
-    directory: Path | str, *, at_start: bool = False, kind: type[Any] = LLM, **settings: Any
-) -> Any:
+def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
     """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
 
     They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
 
-    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used. kind: `LLM` or `AsyncLLM`.
+    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
     """
+    llm: LLM = make_kind(LLM, directory, at_start=at_start, **settings)
+    return llm
+
+
+def make_kind(
+    kind: type[Any], directory: Path | str, *, at_start: bool = False, **settings: Any
+) -> Any:
+    """Returns an `LLM` or an `AsyncLLM` as `make_llm` makes it."""
     settings = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute", **settings}
     with pytest.MonkeyPatch.context() as patch:
         drafting = settings.get("speculative_config") or {}

@@ -22,9 +22,9 @@ GEOMETRIES: tuple[dict[str, Any], ...] = (
     BLOCKS_OF_16,
     BLOCKS_OF_4,
     BLOCKS_OF_1,
-    {**BLOCKS_OF_16, "block_size": 2, "num_blocks": 200},
-    {**BLOCKS_OF_16, "block_size": 8, "num_blocks": 60},
-    {**BLOCKS_OF_16, "block_size": 32, "num_blocks": 14},
+    {**BLOCKS_OF_16, "block_size": 2},
+    {**BLOCKS_OF_16, "block_size": 8},
+    {**BLOCKS_OF_16, "block_size": 32},
 )
 _EAGLE = {"method": "eagle3", "model": "demo/eagle3"}
 _DRAFT_MODEL = {"method": "draft_model", "model": "demo/draft"}
@@ -48,6 +48,7 @@ DRAFTING: tuple[dict[str, Any] | str | None, ...] = (
 )
 # The pool is in the shapes of the steps of these methods.
 ON_DEVICE = ("draft_model", "medusa", "eagle3", "mtp", "auto")
+SHARED_SIZES = (1, 4, 16)  # blocks of these sizes are in pages that are as large as the geometry's
 # The settings that an engine and the plain engine that it is compared with have in common.
 SHARED = (
     "max_model_len",
@@ -196,18 +197,30 @@ def random_shapes(chance: random.Random) -> tuple[str, dict[str, Any]]:
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
     if chance.random() < 0.08:
         settings |= {"tensor_parallel_size": 2, "tensor_parallel_reduction": "invariant"}
+    if has_pool_in_shapes(settings):
+        settings["num_blocks"] = random_pool(chance, settings)
     return model, settings
+
+
+def has_pool_in_shapes(settings: dict[str, Any]) -> bool:
+    """Returns whether engines with pools of other sizes share nothing that is compiled; see `make_llm`."""
+    drafting = settings.get("speculative_config", {})
+    method = drafting if isinstance(drafting, str) else drafting.get("method")
+    return method in ON_DEVICE or settings["block_size"] not in SHARED_SIZES
+
+
+def random_pool(chance: random.Random, settings: dict[str, Any]) -> int:
+    """Returns a number of blocks, from room for a single request on."""
+    longest = -(-settings["max_model_len"] // settings["block_size"])
+    return 1 + chance.randint(longest, 3 * longest)
 
 
 def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Case:
     """Returns a case for engines of a model and of these shapes."""
     settings = dict(shapes)
     longest = -(-settings["max_model_len"] // settings["block_size"])
-    drafting = settings.get("speculative_config", {})
-    method = drafting if isinstance(drafting, str) else drafting.get("method")
-    if settings["num_blocks"] > 2 * longest and method not in ON_DEVICE:
-        # from room for a single request on
-        settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)
+    if not has_pool_in_shapes(settings):
+        settings["num_blocks"] = random_pool(chance, settings)
     settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
     if settings["preemption_mode"] == "swap" and chance.random() < 0.4:
         settings["swap_space_blocks"] = chance.randint(0, 2 * longest)
@@ -250,14 +263,15 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
 
 def random_beams(chance: random.Random) -> dict[str, Any]:
     """Returns arguments of `BeamSearchParams`."""
+    beam_width = chance.randint(2, 4)
     params = {
-        "beam_width": chance.randint(2, 4),
+        "beam_width": beam_width,
         "max_tokens": chance.randint(1, 16),
         "length_penalty": chance.choice((0.0, 1.0, 1.5)),
         "early_stopping": chance.choice((False, True)),
     }
     if chance.random() < 0.3:
-        params["n"] = chance.randint(1, params["beam_width"])
+        params["n"] = chance.randint(1, beam_width)
     return params
 
 
@@ -282,7 +296,7 @@ def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -
         "logit_bias": lambda: {chance.randrange(num_tokens): chance.choice((8.0, -8.0, -100.0))},
         "allowed_token_ids": lambda: chance.sample(range(2, num_tokens), 3),
         "stop_token_ids": lambda: [chance.randrange(2, min(num_tokens, 300))],
-        "min_tokens": lambda: chance.randint(1, params["max_tokens"]),
+        "min_tokens": lambda: chance.randint(1, min(params["max_tokens"], 16)),
         "ignore_eos": lambda: True,
         "logprobs": lambda: chance.randint(0, 3),
         "prompt_logprobs": lambda: 1,
@@ -344,7 +358,11 @@ def _random_request(
 ) -> Event:
     aborted = chance.choice((0, 0, 1, 2, 8)) if is_async and chance.random() < 0.2 else None
     interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.12 else None
-    after = {"engine": engine, "interrupted_after": interrupted, "aborted_after": aborted}
+    after: dict[str, Any] = {
+        "engine": engine,
+        "interrupted_after": interrupted,
+        "aborted_after": aborted,
+    }
     if asks[waiting[-1]].is_streamable and chance.random() < 0.5:
         end = chance.choice(("whole", "whole", "close", "drop"))
         details = (chance.randint(1, 6), chance.choice((0, 0, 1, 3, 10)), end)
@@ -361,7 +379,7 @@ def _random_act(
     interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.2 else None
     after: dict[str, Any] = {"engine": engine, "interrupted_after": interrupted}
     index = chance.randrange(len(asks))
-    names = ("pin", "pin", "reset", "score", "embed")
+    names = ["pin", "pin", "reset", "score", "embed"]
     if lives:
         names += ("update", "update", "update", "sleep", "sleep", "hold")
     match chance.choice(names):

@@ -65,7 +65,7 @@ _TREES = (None, _NGRAM, _SUFFIX_TREE)
 _WINDOW = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 _GEMMA = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16}
 # The widths of a GGUF file's blocks.
-_WIDE = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+_WIDE = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "rms_norm_eps": 1e-5}
 
 MODELS: dict[str, Model] = {
     "demo": Model(),
@@ -101,7 +101,8 @@ def other_weights(own: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:
 def _changed(name: str, values: np.ndarray, number: int) -> np.ndarray:
     if number == 0 or values.ndim < 2:
         return values.copy()
-    return (values * _noise(name, number, values.shape)).astype(values.dtype)
+    changed: np.ndarray = (values * _noise(name, number, values.shape)).astype(values.dtype)
+    return changed
 
 
 @functools.cache

@@ -31,10 +31,10 @@ from jaxpage import LLM, AsyncLLM, LoRARequest
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
-from tests.support.engines import make_llm
+from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
-from tests.support.performance import Actor, Performance, PlayedEngine, WrongBehaviour
+from tests.support.performance import MOST_SCORED, Actor, Performance, PlayedEngine, WrongBehaviour
 from tests.support.stage import Stage
 
 Logprobs = Sequence[dict[int, Logprob] | None] | None
@@ -107,8 +107,10 @@ class Fuzzer:
     @contextlib.contextmanager
     def _engine(self, case: Case, settings: dict[str, Any], stage: Stage) -> Iterator[PlayedEngine]:
         path = MODELS[case.model].path(self.directory, case.model)
-        more = {"kind": AsyncLLM} if case.is_async else {"start": False}
-        llm = make_llm(path, **more, **settings)
+        if case.is_async:
+            llm = make_kind(AsyncLLM, path, **settings)
+        else:
+            llm = make_llm(path, start=False, **settings)
         try:
             self._share_embedder(case, llm)
             yield PlayedEngine(llm, stage, own_weights(case, llm))
@@ -296,7 +298,8 @@ class PlainEngine:
         self._use(number)
         prompts = [list(ask.prompt) for ask in asks]
         if name == "score":
-            return np.array(self.llm.score(*prompts))
+            prompt, continuation = prompts
+            return np.array(self.llm.score(prompt, continuation[:MOST_SCORED]))
         return np.array(self.llm.embed(prompts, pooling=details[0], use_tqdm=False))
 
 
@@ -400,15 +403,15 @@ def write_adapter(directory: Path, number: int) -> Path:
 
 
 class CompileTime:
-    """Counts the seconds in which JAX traces and compiles."""
+    """Counts the seconds in which XLA compiles."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._happened)
 
-    def _happened(self, name: str, seconds: float, **_: Any) -> None:
-        if name.startswith("/jax/core/compile/"):
-            self.seconds += seconds
+    def _happened(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds += duration_secs
 
 
 def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], None]) -> int:

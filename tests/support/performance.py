@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from jaxpage.outputs import RequestOutput
 from tests.support.fuzz_cases import NUM_SETS, Ask, Case, Event
 from tests.support.fuzz_models import Weights, other_weights
 from tests.support.stage import Interrupt, Stage
+
+MOST_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
 
 
 class WrongBehaviour(Exception):
@@ -144,7 +147,7 @@ class PlayedEngine:
 
     async def chunks_of(
         self, ask: Ask, adapter: LoRARequest | None, request_id: str, *, closes: bool
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the chunks of a request; a stream that is left is closed, or dropped."""
         if self.is_async:
             chunks = self.llm.stream(list(ask.prompt), ask.made(), request_id, lora_request=adapter)
@@ -247,13 +250,12 @@ class Performance:
 
     def _acts(self) -> Iterator[tuple[int, Callable[[], None]]]:
         for number, event in enumerate(self.case.events):
-            yield event.at, lambda number=number, event=event: self._begin(number, event)
+            yield event.at, functools.partial(self._begin, number, event)
             if event.interrupted_after is not None:
                 turn = event.at + event.interrupted_after
-                yield turn, lambda number=number: self._interrupt(number)
+                yield turn, functools.partial(self._interrupt, number)
             if event.aborted_after is not None:
-                turn = event.at + event.aborted_after
-                yield turn, lambda number=number: self._abort(number)
+                yield event.at + event.aborted_after, functools.partial(self._abort, number)
 
     def _take_turn(self) -> None:
         self.stage.take_turn()
@@ -341,7 +343,7 @@ class Performance:
                 await engine.call("reset_prefix_cache")
             case "score":
                 prompt, continuation = (list(ask.prompt) for ask in asks)
-                actor.result = await engine.call("score", prompt, continuation)
+                actor.result = await engine.call("score", prompt, continuation[:MOST_SCORED])
             case "embed":
                 more = {} if engine.is_async else {"use_tqdm": False}
                 prompts = [list(ask.prompt) for ask in asks]
