@@ -14,6 +14,7 @@ from jaxpage.driver.answering import Embedding, Pinning
 from jaxpage.driver.orders import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
+from jaxpage.engine.scoring import continuation_logprobs
 from jaxpage.outputs import CompletionOutput, Logprob
 from tests.support import fuzz_cases
 from tests.support.engines import BLOCKS_OF_16
@@ -97,6 +98,14 @@ def looks_at_no_withdrawal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Turns, "begin_change", begin)
 
 
+def scores_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
+    def scores(outputs: Any, pairs: Any, *, single: bool) -> Any:
+        (output,), ((prompt, _),) = outputs, pairs
+        return [one.logprob for one in continuation_logprobs(output, len(prompt))]
+
+    patch.setattr("jaxpage.llm.scores_of", scores)
+
+
 def finds_blocks_of_old_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "reset_prefix_cache", lambda engine: None)
 
@@ -167,6 +176,11 @@ LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
             Event(2, "sleep", (), (1, 0)),
         ),
         "sleep of turn 2: RuntimeError: Other weights, or sleep, are on their way already",
+    ),
+    "aborted score": (
+        scores_what_was_aborted,
+        case(Event(0, "score", (0, 1)), Event(0, "update", (), (1, "numpy", "abort"))),
+        "score of turn 0: ValueError",
     ),
     "old blocks": (
         finds_blocks_of_old_weights,

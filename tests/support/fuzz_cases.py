@@ -342,7 +342,11 @@ def random_events(
         if waiting and chance.random() < (0.55 if lives else 0.85):
             yield _random_request(chance, asks, waiting, at, engine, is_async)
         else:
-            yield _random_act(chance, asks, at, engine, lives=lives)
+            act = _random_act(chance, asks, at, engine, lives=lives)
+            yield act
+            if act.name in ("update", "sleep") and chance.random() < 0.3:
+                # as a program does that has given up, or asks twice
+                yield dataclasses.replace(act, interrupted_after=None)
     if lives and chance.random() < 0.25:
         timeout = chance.choice((None, 60.0, 60.0, 0.0))
         yield Event(max(0, at - chance.randint(0, 5)), "drain", (), (timeout,))
@@ -376,7 +380,7 @@ def _random_act(
     chance: random.Random, asks: Sequence[Ask], at: int, engine: int, *, lives: bool
 ) -> Event:
     """Returns an event other than a request; `lives` adds those that wait for other weights."""
-    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.2 else None
+    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.3 else None
     after: dict[str, Any] = {"engine": engine, "interrupted_after": interrupted}
     index = chance.randrange(len(asks))
     names = ["pin", "pin", "reset", "score", "embed"]
