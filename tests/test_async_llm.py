@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -198,5 +199,71 @@ def test_the_other_verbs_are_those_of_llm(tmp_path: Any) -> None:
             assert await draining
             with pytest.raises(ShuttingDown):
                 await anext(llm.generate([5], greedy))
+
+    asyncio.run(run())
+
+
+def _ends(outputs: Any) -> list[tuple[Any, int]]:
+    """Of each request: the last finish reason, and the number of tokens."""
+    return [
+        (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) for output in outputs
+    ]
+
+
+def test_an_abort_finds_a_request_whatever_it_waits_for(
+    tmp_path: Any, compiled_when_used: None
+) -> None:
+    """For its task to begin, for its preparation, for the engine, for other weights, for a wake-up."""
+    model = random_checkpoint(tmp_path, LLAMA)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
+            llm.tokenizer = with_template("{{ messages[0].content }}")
+            driver, messages = llm._driver, [{"role": "user", "content": "Q"}]
+
+            async def last(outputs: Any) -> Any:
+                return [output async for output in outputs][-1]
+
+            def begin() -> list[asyncio.Task[Any]]:
+                kinds = [
+                    llm.generate([5], params, "generate"),
+                    llm.stream([5], params, "stream"),
+                    llm.chat(messages, params, "chat"),
+                    llm.generate([5], BeamSearchParams(beam_width=2, max_tokens=200), "beams"),
+                ]
+                return [asyncio.create_task(last(each)) for each in kinds]
+
+            async def aborted(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+                for _ in range(2):
+                    await llm.abort(["generate", "stream", "chat", "unknown", "beams"])
+                return _ends(await asyncio.wait_for(asyncio.gather(*tasks), 30))
+
+            assert await aborted(begin()) == [("abort", 0)] * 4  # before any of them begins
+            prepare, may_prepare = llm._prepare, threading.Event()
+            llm._prepare = lambda *given: (may_prepare.wait(60), prepare(*given))[1]  # type: ignore[method-assign]
+            tasks = begin()
+            await asyncio.sleep(0.05)  # their preparation has begun
+            await llm.abort(["generate", "stream", "chat", "beams"])
+            with pytest.raises(ValueError, match="request_id 'chat' is running already"):
+                await last(llm.generate([5], params, "chat"))
+            may_prepare.set()
+            assert _ends(await asyncio.gather(*tasks)) == [("abort", 0)] * 4
+            llm._prepare = prepare  # type: ignore[method-assign]
+
+            runner, run_step = driver.engine.runner, driver.engine.runner.run
+            runner.run = lambda batch: (time.sleep(0.02), run_step(batch))[1]  # type: ignore[method-assign]
+            weights = llm._prepare_weights(random_tensors(LLAMA), check_finite=False, mode="wait")
+            for change in (driver.replacing(weights), driver.falling_asleep(1)):
+                running = llm.generate([7], params, "runs")
+                await anext(running)
+                with change as changed:
+                    tasks = begin()
+                    await asyncio.sleep(0.1)  # they wait for the weights
+                    assert await aborted(tasks) == [("abort", 0)] * 4 and not changed.done()
+                    await llm.abort("runs")
+                    assert [output async for output in running][-1].finished
+                    await asyncio.wrap_future(changed)
+            assert llm.is_sleeping and not llm._running and not llm._aborted
 
     asyncio.run(run())

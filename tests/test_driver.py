@@ -1005,6 +1005,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self, built):
         super().__init__()
         self.built, self.engine = built, built.engine
+        self.engine.reset_prefix_cache()
         self.weights = jax.tree.map(np.array, self.engine.runner.parameters)
         self.patch, self.armed = pytest.MonkeyPatch(), set()
         run = _failing_once(self.engine.runner.run, "device", self.armed)

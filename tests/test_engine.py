@@ -419,6 +419,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
 def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
     """The step that it comes in is taken to its end; the old weights stay in use."""
     want, gate = one(llm, prompts_of(40)[0], GREEDY), Gate(monkeypatch, llm._engine)
+    version = llm._engine.weights_version
     with llm.stream(prompts_of(40)[0], GREEDY) as stream:
         gate.permits.release()
         first = next(stream)
@@ -435,7 +436,66 @@ def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
         gate.open()
         rest = [token_id for chunk in stream for token_id in chunk.outputs[0].token_ids]
     assert [*first.outputs[0].token_ids, *rest] == want.token_ids
-    assert llm.generate([5], GREEDY, use_tqdm=False)[0].weights_version == 0
+    assert llm.generate([5], GREEDY, use_tqdm=False)[0].weights_version == version
+
+
+@contextlib.contextmanager
+def weights_that_wait(llm, gate):
+    """A stream runs, and an update or a sleep of another thread waits for it; the gate is closed."""
+    stream = llm.stream([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=30))
+    gate.permits.release()
+    next(stream)
+    weights = llm._prepare_weights(random_tensors(LLAMA), check_finite=False, mode="wait")
+    with llm._driver.replacing(weights) as version:
+        gate.permits.release(2)
+        wait_until(lambda: llm._driver.turns.change is not None, "the weights wait")
+        yield
+        gate.open()
+        llm._driver.wait(version)
+    assert len(list(stream)) == 29
+
+
+CALLS = {
+    "generate": lambda llm: llm.generate([[4, 5], [6]], LONG, use_tqdm=False),
+    "stream": lambda llm: next(llm.stream([4, 5], LONG)),
+    "pin_prefix": lambda llm: llm.pin_prefix(list(range(1, 40))),
+    "embed": lambda llm: llm.embed([[4, 5], [6]], use_tqdm=False),
+    "score": lambda llm: llm.score([4, 5], [6, 7]),
+    "update_parameters": lambda llm: llm.update_parameters(random_tensors(LLAMA)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_interrupted_while_other_weights_wait_leaves_nothing(llm, monkeypatch, call):
+    """Nothing of it runs later, and no pin is in the way of the next update."""
+    version, gate = llm._engine.weights_version, Gate(monkeypatch, llm._engine)
+    turns, came = llm._driver.turns, []
+
+    def handler(number, frame):
+        came.append(number)
+        raise TimeoutError("from a signal handler")
+
+    def interrupt():
+        wait_until(turns.inbox.qsize, "the order is there")
+        gate.permits.release()
+        wait_until(lambda: turns._held, "the order waits for the weights")
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with weights_that_wait(llm, gate):
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
+            with pytest.raises(TimeoutError, match="from a signal handler"):
+                CALLS[call](llm)
+            interrupting.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    num_steps = llm.stats()["engine_steps_total"]
+    invariants(llm)
+    assert came and llm.stats()["engine_steps_total"] == num_steps
+    llm.update_parameters(random_tensors(LLAMA))  # those of the checkpoint
+    assert llm._engine.weights_version == version + 2
 
 
 def test_another_stream_survives_an_interrupt(llm, monkeypatch):

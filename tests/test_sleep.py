@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxpage import AsyncLLM, SamplingParams
+from jaxpage import LLM, AsyncLLM, SamplingParams
 from jaxpage.device import to_device, to_host
+from jaxpage.engine import Runner
 from jaxpage.settings.lora_request import LoRARequest
-from tests.support.engines import LLAMA, invariants, make_llm
-from tests.support.random_checkpoints import random_checkpoint
+from jaxpage.training import TrainableModel
+from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint, random_tensors
+from tests.support.running import wait_until
 
+SMALL = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute"}
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -141,6 +149,121 @@ def test_an_async_model_sleeps(directory, compiled_when_used):
             return [output async for output in llm.generate([1, 2], GREEDY)][-1]
 
     assert len(asyncio.run(run()).outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_a_caller_holds_is_never_deleted(directory, level):
+    """Neither by sleep nor by the end of the engine, whoever gave the arrays to whom."""
+    given = {name: jax.device_put(array) for name, array in random_tensors(LLAMA, seed=5).items()}
+    numbers = {name: np.array(array) for name, array in given.items()}
+    with make_llm(directory) as llm:
+        lent = [llm.parameters()]
+        expected = {name: np.array(array) for name, array in lent[0].items()}
+        _, trained = TrainableModel.load(LLAMA, lent[0])
+        with LLM.from_parameters(LLAMA, lent[0], **SMALL) as other:
+            before = texts(other)
+            for each in (llm, other):
+                each.sleep(level) if each is llm else each.sleep(1)
+                each.wake_up()
+            llm.update_parameters(lent[0])
+            assert texts(llm) == texts(other) == before
+            lent.append(other.parameters())
+            other.update_parameters(given)
+            other.sleep(1)
+            other.wake_up()
+        lent.append(llm.parameters())
+        llm.update_parameters(given)
+        lent.append(llm.parameters())
+        llm.sleep(level)
+    for each in lent[:3]:
+        jax.tree.map(np.testing.assert_array_equal, each, expected)
+    jax.tree.map(np.testing.assert_array_equal, lent[3], numbers)
+    jax.tree.map(np.testing.assert_array_equal, given, numbers)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(trained))
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_lent_arrays_leave_the_device_when_nobody_holds_them(keeps_weights):
+    """Those that were not lent leave it at once, whoever refers to them."""
+    arrays = {name: jax.device_put(np.arange(4.0)) for name in "ab"}
+    runner = Runner({"target": arrays}, lambda: (), None, ())
+    lent = runner.lend_parameters()["target"]
+    held, dropped = lent["a"], weakref.ref(lent["b"])
+    del arrays, lent
+    runner.sleep(keeps_weights=keeps_weights)
+    assert dropped() is None and held.tolist() == [0, 1, 2, 3]
+    runner.wake({"target": {"a": jax.device_put(np.arange(4.0))}})
+    unlent = runner.parameters["target"]["a"]
+    runner.sleep(keeps_weights=keeps_weights)
+    assert unlent.is_deleted() and not held.is_deleted()
+
+
+def slow_embedder(llm, begun):
+    """Each vector takes a while, so that something else comes between two of them."""
+    embed = llm._embedder.embed
+
+    def slowly(*arguments):
+        begun.set()
+        time.sleep(0.03)
+        return embed(*arguments)
+
+    llm._embedder.embed = slowly
+
+
+def test_sleep_waits_for_vectors_of_other_threads(directory):
+    with make_llm(directory) as llm, ThreadPoolExecutor(4) as pool:
+        vectors = llm.embed(PROMPTS * 4, use_tqdm=False)
+        begun = threading.Event()
+        slow_embedder(llm, begun)
+        for _ in range(3):
+            begun.clear()
+            asked = [pool.submit(llm.embed, PROMPTS * 4, use_tqdm=False) for _ in range(2)]
+            assert begun.wait(60)
+            llm.sleep(1)
+            llm.wake_up()
+            for answer in asked:
+                np.testing.assert_array_equal(answer.result(60), vectors)
+
+
+def test_sleep_waits_for_vectors_of_other_coroutines(directory, compiled_when_used):
+    async def run():
+        async with AsyncLLM(str(directory), **SMALL) as llm:
+            vectors = await llm.embed(PROMPTS * 4)
+            slow_embedder(llm, threading.Event())
+            for _ in range(3):
+                asked = [asyncio.create_task(llm.embed(PROMPTS * 4)) for _ in range(2)]
+                await asyncio.sleep(0.05)
+                await llm.sleep()
+                await llm.wake_up()
+                for each in await asyncio.gather(*asked):
+                    np.testing.assert_array_equal(each, vectors)
+            left = asyncio.create_task(llm.embed(PROMPTS * 100))
+            await asyncio.sleep(0.05)
+            left.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await left
+            await asyncio.wait_for(llm.sleep(), 10)  # not for vectors that nobody waits for
+            await llm.wake_up()
+            assert await llm.drain(60)
+
+    asyncio.run(run())
+
+
+def test_a_drain_counts_a_request_that_waits_for_other_weights(directory):
+    with make_llm(directory) as llm, ThreadPoolExecutor(2) as pool:
+        stream = llm.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=60))
+        first = next(stream)
+        gate = threading.Event()
+        llm._driver.call(lambda engine: gate.wait(60))
+        update = pool.submit(llm.update_parameters, random_tensors(LLAMA, seed=4))
+        turns = llm._driver.turns
+        wait_until(lambda: turns.inbox.qsize() == 1, "the update is there")
+        answer = pool.submit(llm.generate, PROMPTS, GREEDY, use_tqdm=False)
+        wait_until(lambda: turns.inbox.qsize() == 2, "the request is there")
+        gate.set()
+        assert llm.drain(60)
+        assert [len(one.outputs[0].token_ids) for one in answer.result(60)] == [8, 8]
+        assert update.result(60) == 1 and len([first, *stream]) == 60
 
 
 def test_an_array_that_is_in_the_tree_twice_is_moved_once():

@@ -320,6 +320,8 @@ class Turns:
         If the request comes later, it ends then. One that has ended is no error.
         """
         handle.is_aborted = True
+        if handle.is_over:
+            return
         if handle.added is not None:
             self._begin([handle])
             return
