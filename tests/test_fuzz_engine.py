@@ -205,6 +205,18 @@ def test_lives_pass_and_planted_mistakes_are_found(
     assert not fuzzer.refused
 
 
+def test_calls_on_threads_pass_while_a_signal_interrupts_one(fuzzer: Fuzzer) -> None:
+    calls = [
+        Event(0, "stream", (1,), (3, 2, "whole")),
+        UPDATE,
+        Event(3, "generate", (0, 2)),
+        Event(4, "generate", (1, 0), interrupted_after=1),
+        Event(5, "sleep", (), (1, 2)),
+        Event(5, "embed", (0, 1), ("last",)),
+    ]
+    assert fuzzer.failure(dataclasses.replace(case(*calls), in_threads=True)) == ""
+
+
 def test_a_case_is_shrunk_to_what_fails() -> None:
     chance = random.Random(5)
     pin = Event(9, "pin", (1,), (3,), interrupted_after=2)

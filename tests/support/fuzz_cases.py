@@ -134,7 +134,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of engines of a model, requests, and events."""
+    """Settings of engines of a model, requests, and events.
+
+    Attributes:
+        settings: The settings.
+        asks: The requests.
+        events: The events.
+        model: The name of the model; see `MODELS`.
+        is_async: True for `AsyncLLM`, False for `LLM`.
+        num_engines: The number of engines, which share a directory of prefixes if there is one.
+        in_threads: True runs each call on a thread, in real time. Such a case may pass and fail.
+    """
 
     settings: dict[str, Any]
     asks: tuple[Ask, ...]
@@ -142,6 +152,7 @@ class Case:
     model: str = "demo"
     is_async: bool = False
     num_engines: int = 1
+    in_threads: bool = False
 
     def program(self) -> str:
         """Returns the case as a program for a checkout of this repository, and what it does in words."""
@@ -158,6 +169,8 @@ class Case:
         """Yields what the case does, a sentence for each event."""
         kind = "AsyncLLM" if self.is_async else "LLM"
         yield f"{self.num_engines} x {kind}({self.model!r}); turns are counted from 0"
+        if self.in_threads:
+            yield "each call on a thread of its own, in real time: a turn stands for 3 ms"
         for event in sorted(self.events, key=lambda event: event.at):
             what = f"{event.name}{event.details or ''}"
             asks = f" of {', '.join(f'asks[{index}]' for index in event.asks)}" * bool(event.asks)
@@ -223,7 +236,7 @@ def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Ca
         settings["num_blocks"] = random_pool(chance, settings)
     settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
     if settings["preemption_mode"] == "swap" and chance.random() < 0.4:
-        settings["swap_space_blocks"] = chance.randint(0, 2 * longest)
+        settings["swap_space_blocks"] = chance.randint(1, 2 * longest)
     settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
     if settings["scheduling_policy"] != "priority":
         settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
@@ -235,8 +248,11 @@ def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Ca
         num_engines = chance.choice((1, 2))
     asks = tuple(random_asks(chance, model, settings))
     is_async = chance.random() < 0.4
+    in_threads = not is_async and num_engines == 1 and chance.random() < 0.15
     events = tuple(random_events(chance, asks, num_engines, is_async))
-    return Case(settings, asks, events, model, is_async, num_engines)
+    if in_threads:
+        events = tuple(event for event in events if event.name not in ("hold", "drain"))
+    return Case(settings, asks, events, model, is_async, num_engines, in_threads)
 
 
 def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> Iterator[Ask]:
@@ -434,8 +450,11 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if case.num_engines > 1:
         on_first = tuple(dataclasses.replace(event, engine=0) for event in case.events)
         yield dataclasses.replace(case, events=on_first, num_engines=1)
-    if case.is_async:
-        yield dataclasses.replace(case, is_async=False)
+    if case.is_async or case.in_threads:
+        yield dataclasses.replace(case, is_async=False, in_threads=False)
+    if (first := min((event.at for event in case.events), default=0)) > 0:
+        events = tuple(dataclasses.replace(event, at=event.at - first) for event in case.events)
+        yield dataclasses.replace(case, events=events)
     for place, event in enumerate(case.events):
         for smaller in _smaller_events(event):
             events = (*case.events[:place], smaller, *case.events[place + 1 :])
@@ -465,10 +484,13 @@ def _smaller_events(event: Event) -> Iterator[Event]:
 
 
 def _smaller_asks(ask: Ask) -> Iterator[Ask]:
-    for name in ask.params:
-        if name not in ("seed", "max_tokens", "beam_width"):
-            params = {other: value for other, value in ask.params.items() if other != name}
-            yield dataclasses.replace(ask, params=params)
+    others = [name for name in ask.params if name not in ("seed", "max_tokens", "beam_width")]
+    if len(others) > 1:
+        params = {name: value for name, value in ask.params.items() if name not in others}
+        yield dataclasses.replace(ask, params=params)
+    for name in others:
+        params = {other: value for other, value in ask.params.items() if other != name}
+        yield dataclasses.replace(ask, params=params)
     if ask.adapter:
         yield dataclasses.replace(ask, adapter=0)
     if len(ask.prompt) > 1:

@@ -35,7 +35,7 @@ from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
 from tests.support.performance import MOST_SCORED, Actor, Performance, PlayedEngine, WrongBehaviour
-from tests.support.stage import Stage
+from tests.support.stage import RealTime, Stage
 
 Logprobs = Sequence[dict[int, Logprob] | None] | None
 
@@ -84,16 +84,20 @@ class Fuzzer:
                 self.directory / f"prefixes{self._num_directories}"
             )
         self.events.update(event.name for event in case.events)
-        stage = Stage()
+        stage: Stage | RealTime = RealTime() if case.in_threads else Stage()
+        opened = contextlib.nullcontext() if isinstance(stage, RealTime) else stage.open()
         try:
-            with stage.open(), contextlib.ExitStack() as stack:
+            with opened, contextlib.ExitStack() as stack:
                 engines = [
                     stack.enter_context(self._engine(case, settings, stage))
                     for _ in range(case.num_engines)
                 ]
-                stage.drivers = [engine.llm._driver for engine in engines]
                 performance = Performance(case, stage, engines, self.adapters)
-                performance.play()
+                if isinstance(stage, Stage):
+                    stage.drivers = [engine.llm._driver for engine in engines]
+                    performance.play()
+                else:
+                    performance.play_in_threads()
                 return self._judged(performance) or _left_over(performance)
         except (ConfigError, UnsupportedError, CapacityError) as refusal:
             self.refused[str(refusal)] += 1
@@ -105,12 +109,14 @@ class Fuzzer:
             return f"{type(error).__name__}: {lines[0][:300]}"
 
     @contextlib.contextmanager
-    def _engine(self, case: Case, settings: dict[str, Any], stage: Stage) -> Iterator[PlayedEngine]:
+    def _engine(
+        self, case: Case, settings: dict[str, Any], stage: Stage | RealTime
+    ) -> Iterator[PlayedEngine]:
         path = MODELS[case.model].path(self.directory, case.model)
         if case.is_async:
             llm = make_kind(AsyncLLM, path, **settings)
         else:
-            llm = make_llm(path, start=False, **settings)
+            llm = make_llm(path, start=case.in_threads, **settings)
         try:
             self._share_embedder(case, llm)
             yield PlayedEngine(llm, stage, own_weights(case, llm))

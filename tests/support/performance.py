@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +27,9 @@ from jaxpage.errors import (
 from jaxpage.outputs import RequestOutput
 from tests.support.fuzz_cases import NUM_SETS, Ask, Case, Event
 from tests.support.fuzz_models import Weights, other_weights
-from tests.support.stage import Interrupt, Stage
+from tests.support.stage import Interrupt, RealTime, Stage
 
+MOST_SECONDS = 60.0  # of calls on threads
 MOST_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
 
 
@@ -55,7 +60,7 @@ class Actor:
     started: int
     first_version: int
     ended: int | None = None
-    task: asyncio.Task[Any] | None = None
+    task: asyncio.Future[Any] | Future[Any] | None = None
     outputs: list[tuple[int, RequestOutput]] = field(default_factory=list)
     chunks: list[RequestOutput] = field(default_factory=list)
     result: Any = None
@@ -94,7 +99,7 @@ class PlayedEngine:
         is_drained: True if a drain has said that all requests have finished.
     """
 
-    def __init__(self, llm: Any, stage: Stage, own_weights: Weights) -> None:
+    def __init__(self, llm: Any, stage: Stage | RealTime, own_weights: Weights) -> None:
         self.llm = llm
         self.weights = {0: 0}
         self.pins: list[Any] = []
@@ -225,7 +230,7 @@ class Performance:
     def __init__(
         self,
         case: Case,
-        stage: Stage,
+        stage: Any,
         engines: Sequence[PlayedEngine],
         adapters: Sequence[LoRARequest],
     ) -> None:
@@ -247,6 +252,63 @@ class Performance:
             if not stage.run_until(self._has_news):
                 self._wake_all()
             self._watch()
+
+    def play_in_threads(self) -> None:
+        """Makes each call on a thread; one that is to be interrupted is on this one, with a signal.
+
+        Raises:
+            WrongBehaviour: A call does not end.
+        """
+        events = self.case.events
+        interrupted = [event for event in events if event.interrupted_after is not None]
+        here = interrupted[0] if interrupted else None
+        threads = []
+        for number, event in enumerate(events):
+            actor = Actor(event, self.engines[event.engine], 0, 0)
+            self.actors.append(actor)
+            act = functools.partial(self._perform_in_time, number, actor)
+            if event is not here:
+                threads.append(threading.Thread(target=act, daemon=True))
+                threads[-1].start()
+        for actor in self.actors:
+            if actor.event is here:
+                act = functools.partial(self._perform_in_time, events.index(here), actor)
+                turns = here.at + (here.interrupted_after or 0) + 0.5
+                seconds = turns * RealTime.TURN_SECONDS
+                actor.was_interrupted = self.stage.interrupted(act, seconds)
+                if actor.task is None:
+                    actor.task = Future()
+                    actor.task.set_exception(Interrupt())
+        end = time.monotonic() + MOST_SECONDS
+        for thread in threads:
+            while thread.is_alive() and time.monotonic() < end:
+                thread.join(0.5)
+                self._wake_for_threads(threads)
+            if thread.is_alive():
+                raise WrongBehaviour(f"a call has not ended after {MOST_SECONDS:g} s")
+        for engine in self.engines:
+            for version in range(engine.version + 1):
+                engine.weights.setdefault(version, 0)  # those of the checkpoint, after a sleep
+            engine.watch()
+        for actor in self.actors:
+            actor.last_version = actor.engine.version
+
+    def _wake_for_threads(self, threads: Sequence[threading.Thread]) -> None:
+        """Wakes an engine on which requests wait since a call was interrupted."""
+        for engine in self.engines:
+            if engine.llm.is_sleeping and any(thread.is_alive() for thread in threads):
+                with contextlib.suppress(RuntimeError):
+                    engine.llm.wake_up()
+
+    def _perform_in_time(self, number: int, actor: Actor) -> None:
+        event = actor.event
+        time.sleep(event.at * RealTime.TURN_SECONDS)
+        actor.task = future = self.stage.start(self._perform(number, actor))
+        error = future.exception()
+        if event.name == "update" and error is None:
+            actor.engine.weights[actor.result] = event.details[0]
+        if isinstance(error, Interrupt):
+            raise error
 
     def _acts(self) -> Iterator[tuple[int, Callable[[], None]]]:
         for number, event in enumerate(self.case.events):

@@ -8,8 +8,11 @@ of `AsyncLLM` on an event loop whose clock the stage sets, so nothing waits for 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -238,3 +241,56 @@ class Stage:
             task.cancel()
         self.settle()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+
+
+class RealTime:
+    """Runs calls as `Stage` does, but at once and in real time, for drivers that have threads."""
+
+    TURN_SECONDS = 0.003  # about as long as a step takes
+
+    turn = 0
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Returns what a function returns."""
+        return function()
+
+    async def pause(self, num_turns: int) -> None:
+        """Waits about as long as some turns take."""
+        time.sleep(num_turns * self.TURN_SECONDS)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Runs a coroutine, which never waits for an event loop here, to its end."""
+        future: Future[Any] = Future()
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            future.set_result(end.value)
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def run_until(self, is_over: Callable[[], bool]) -> bool:
+        """Returns whether something is over, as everything is that was started."""
+        return is_over()
+
+    def interrupted(self, act: Callable[[], Any], seconds: float) -> bool:
+        """Runs an act on the main thread, into which a signal handler raises after some time.
+
+        Returns:
+            True if the signal came before its end.
+        """
+
+        def raise_interrupt(*_: object) -> None:
+            raise Interrupt
+
+        before = signal.signal(signal.SIGALRM, raise_interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            act()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return False
