@@ -153,7 +153,8 @@ class LLM(DrivenModel):
         """Returns the weights by their names in the checkpoint, in the types of the computation.
 
         Some are the very arrays that the engine uses: a program that donates them must copy them
-        first.
+        first. The engine never deletes them; after `sleep` they take memory of the device until
+        the program drops them.
 
         Raises:
             UnsupportedError: The weights are quantised.
@@ -438,7 +439,7 @@ class LLM(DrivenModel):
     def sleep(self, level: int = 1) -> None:
         """Frees the device's memory, so that something else can use it until `wake_up`.
 
-        Requests of other threads finish first. The executables stay, so that waking compiles
+        Requests of other threads finish first, and so do vectors. The executables stay, so that waking compiles
         nothing; the prefix cache is emptied. While the model sleeps, requests are refused.
 
         Args:
