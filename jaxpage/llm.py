@@ -291,6 +291,7 @@ class LLM(DrivenModel):
             ValueError: A list is empty or too long, or has an id that the model does not have.
             CapacityError: A request can never fit into the pool.
             RuntimeError: A step failed.
+            WeightsReplaced: Another thread updated the weights with the mode "abort".
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate(

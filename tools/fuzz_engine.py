@@ -50,6 +50,24 @@ def main() -> int:
             )
 
 
+def failure_of(case: str) -> str:
+    """Returns what is wrong with a case that the fuzzer printed; "" if nothing is.
+
+    Args:
+        case: The expression that makes the case.
+    """
+    need("pytest", "hypothesis", extra="test")
+    with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
+        prepare_jax(Path(cache), optimized=False)
+        from tests.support import fuzz_cases
+        from tests.support.executables import SharedExecutables
+        from tests.support.fuzzing import Fuzzer
+
+        with SharedExecutables().in_use(optimized=False):
+            fuzzer = Fuzzer(Path(cache), tolerance=TOLERANCE)
+            return fuzzer.failure(eval(case, vars(fuzz_cases)))
+
+
 def fuzz_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the flags that both fuzzers have, `--minutes` and `--seed`."""
     parser = argparse.ArgumentParser(

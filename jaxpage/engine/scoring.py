@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.engine.prompts import as_list
+from jaxpage.errors import WeightsReplaced
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
 
@@ -42,14 +43,15 @@ def scores_of(
 
     Raises:
         RuntimeError: A step failed.
+        WeightsReplaced: The requests were aborted, because the model gets other weights.
     """
-    if failed := next(
-        (each for output in outputs for each in output.outputs if each.finish_reason == "error"),
-        None,
-    ):
-        raise RuntimeError(
-            f"the engine failed during scoring, and its log says why: {failed.stop_reason or 'a step failed'}"
-        )
+    for each in (each for output in outputs for each in output.outputs):
+        if each.finish_reason == "error":
+            raise RuntimeError(
+                f"the engine failed during scoring, and its log says why: {each.stop_reason or 'a step failed'}"
+            )
+        if each.finish_reason == "abort":
+            raise WeightsReplaced("The request was ended: the model gets other weights")
     scores = [
         [one.logprob for one in continuation_logprobs(output, len(prompt))]
         for (prompt, _), output in zip(pairs, outputs, strict=True)

@@ -117,6 +117,14 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
     """
+    llm: LLM = make_kind(LLM, directory, at_start=at_start, **settings)
+    return llm
+
+
+def make_kind(
+    kind: type[Any], directory: Path | str, *, at_start: bool = False, **settings: Any
+) -> Any:
+    """Returns an `LLM` or an `AsyncLLM` as `make_llm` makes it."""
     settings = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute", **settings}
     with pytest.MonkeyPatch.context() as patch:
         drafting = settings.get("speculative_config") or {}
@@ -125,7 +133,7 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
         if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
         with contextlib.nullcontext() if at_start else when_used():
-            return LLM(model=str(directory), use_tqdm=False, **settings)
+            return kind(model=str(directory), use_tqdm=False, **settings)
 
 
 def _roomy_page_shapes(

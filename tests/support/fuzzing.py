@@ -1,327 +1,50 @@
-"""Random engines and requests, compared with a plain engine that computes one request at a time.
+"""Random engines, requests and lives of engines, compared with a plain engine that computes one request at a time.
 
-A case is a few settings, a few requests, and a program of calls on one `LLM`: batches, streams that
-are read a part at a time, left or dropped, pins, threads. What a request gives must not depend on any
-of it (path independence), so the same request alone on a plain engine is the oracle. After every step
-the invariants of the scheduler, the block tables and the pools are checked. A case that fails is
-shrunk and printed as a program.
+A case is a few settings, a few requests, and calls that begin at numbered turns of one or two engines
+(`fuzz_cases`): requests, streams that are left, pins, updates of the weights, sleep, drains, aborts and
+interrupts. What a request gives must not depend on any of it (path independence), so the same request
+alone on a plain engine with the same weights is the oracle. After every step the invariants of the
+scheduler, the block tables and the pools are checked, and at the end nothing may be left. A case that
+fails is shrunk and printed as a program.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
 import json
 import logging
 import random
+import re
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
-from jaxpage import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from jaxpage import LLM, AsyncLLM, LoRARequest
 from jaxpage.checkpoints.resolve import DEMO
-from jaxpage.engine.engine import Engine
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
-from jaxpage.outputs import Logprob, RequestOutput
-from tests.support.engines import BLOCKS_OF_1, BLOCKS_OF_4, BLOCKS_OF_16, make_llm
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+from tests.support.engines import make_kind, make_llm
+from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
+from tests.support.fuzz_models import MODELS, Weights, other_weights
+from tests.support.performance import MOST_SCORED, Actor, Performance, PlayedEngine, WrongBehaviour
+from tests.support.stage import RealTime, Stage
 
 Logprobs = Sequence[dict[int, Logprob] | None] | None
-Call = tuple[Any, ...]  # the name of a call and its arguments; requests are named by their index
 
-# A device's shapes depend on these settings, so that cases share them in groups.
-GEOMETRIES: tuple[dict[str, Any], ...] = (
-    BLOCKS_OF_16,
-    BLOCKS_OF_4,
-    BLOCKS_OF_1,
-    {**BLOCKS_OF_16, "block_size": 2, "num_blocks": 200},
-    {**BLOCKS_OF_16, "block_size": 8, "num_blocks": 60},
-    {**BLOCKS_OF_16, "block_size": 32, "num_blocks": 14},
-)
-DRAFTING: tuple[dict[str, Any] | None, ...] = (
-    *(None, None, None),
-    {"method": "ngram", "num_speculative_tokens": 3},
-    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": "auto"},
-    {"method": "suffix", "num_speculative_tokens": 4},
-    {"method": "lookahead", "num_speculative_tokens": 3},
-    {"method": "token_recycling", "num_speculative_tokens": 3},
-    {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 3},
-    {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 7, "tree": True},
-    {"method": "medusa", "model": "demo/medusa", "num_speculative_tokens": 3},
-    {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 3},
-    {"method": "mtp", "num_speculative_tokens": 3},
-    {"method": "mtp", "num_speculative_tokens": "auto"},
-)
-ON_DEVICE = ("draft_model", "medusa", "eagle3", "mtp")  # the pool is in the shapes of their steps
-SHARED = (
-    "dtype",
-    "kv_cache_dtype",
-    "enable_lora",
-    "max_lora_rank",
-    "max_loras",
-    "tensor_parallel_reduction",
-)
-MAX_LENGTH = 96  # tokens of the longest request, so that a small pool still holds one
-PLAIN = {"max_model_len": MAX_LENGTH, "enable_prefix_caching": False, "enable_mixed_steps": False}
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request: token ids, and the arguments of its parameters.
-
-    Attributes:
-        prompt: The token ids.
-        params: The arguments of `SamplingParams`, or of `BeamSearchParams` if `beams`.
-        beams: Whether it is a beam search.
-        adapter: The number of a LoRA adapter, from 1 on; 0 for none.
-    """
-
-    prompt: tuple[int, ...]
-    params: dict[str, Any] = field(hash=False)
-    beams: bool = False
-    adapter: int = 0
-
-    def made(self) -> SamplingParams | BeamSearchParams:
-        """Returns the parameters of the request."""
-        return BeamSearchParams(**self.params) if self.beams else SamplingParams(**self.params)
-
-    def alone(self) -> Ask:
-        """Returns the request without what concerns its place among others, which changes no result."""
-        kept = {
-            name: value
-            for name, value in self.params.items()
-            if name not in ("priority", "user", "cache_salt")
-        }
-        return dataclasses.replace(self, params=kept)
-
-    @property
-    def key(self) -> str:
-        """Returns what decides the result of the request."""
-        return json.dumps(
-            [self.prompt, self.alone().params, self.beams, self.adapter], sort_keys=True
-        )
-
-    @property
-    def streamable(self) -> bool:
-        """Returns whether `LLM.stream` takes the request."""
-        return not self.beams and self.params.get("best_of") is None
-
-
-@dataclass(frozen=True)
-class Case:
-    """Settings of an engine, requests, and calls with them."""
-
-    settings: dict[str, Any]
-    asks: tuple[Ask, ...]
-    calls: tuple[Call, ...]
-
-    def program(self) -> str:
-        """Returns the case as a program that users can run."""
-        lines = ["from jaxpage import LLM, BeamSearchParams, LoRARequest, SamplingParams", ""]
-        lines += [f"llm = LLM('demo', **{self.settings!r})"]
-        for index, ask in enumerate(self.asks):
-            kind = "BeamSearchParams" if ask.beams else "SamplingParams"
-            values = ", ".join(f"{name}={value!r}" for name, value in ask.params.items())
-            adapter = f"  # with LoRA adapter {ask.adapter}" if ask.adapter else ""
-            lines.append(f"ask{index} = {list(ask.prompt)!r}, {kind}({values}){adapter}")
-        for name, *arguments in self.calls:
-            named = (
-                [f"ask{one}" for one in np.ravel(arguments[0])]
-                if name not in ("pin", "unpin", "reset")
-                else []
-            )
-            match name:
-                case "generate":
-                    prompts = ", ".join(f"{one}[0]" for one in named)
-                    params = ", ".join(f"{one}[1]" for one in named)
-                    lines.append(f"print(llm.generate([{prompts}], [{params}], use_tqdm=False))")
-                case "threads":
-                    lines.append(
-                        f"# each of {', '.join(named)} by llm.generate in a thread of its own"
-                    )
-                case "open":
-                    lines.append(f"stream{arguments[0]} = llm.stream(*{named[0]})")
-                case "read":
-                    lines.append(
-                        f"for _, chunk in zip(range({arguments[1]}), stream{arguments[0]}): print(chunk)"
-                    )
-                case "drop":
-                    lines.append(
-                        f"del stream{arguments[0]}"
-                        if arguments[1]
-                        else f"stream{arguments[0]}.close()"
-                    )
-                case "pin":
-                    lines.append(f"pin = llm.pin_prefix({list(arguments[0])!r})")
-                case "unpin":
-                    lines.append("pin.release()")
-                case "reset":
-                    lines.append("llm.reset_prefix_cache()")
-        return "\n".join(lines)
-
-
-def random_settings(chance: random.Random) -> dict[str, Any]:
-    """Returns settings on which the shapes of steps depend."""
-    settings: dict[str, Any] = {
-        **chance.choice(GEOMETRIES),
-        "dtype": "float32",
-        "max_model_len": MAX_LENGTH,
-    }
-    settings["max_num_batched_tokens"] = chance.choice((16, 32, 64))
-    settings["num_scheduler_steps"] = chance.choice((1, 2, 4))
-    drafting = chance.choice(DRAFTING)
-    if drafting is not None and settings["num_scheduler_steps"] == 1:
-        settings["speculative_config"] = drafting
-    settings["kv_cache_dtype"] = chance.choice(("auto", "auto", "auto", "int8", "fp8"))
-    if drafting is None and chance.random() < 0.2:
-        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
-    if drafting is None and chance.random() < 0.1:
-        settings |= {"tensor_parallel_size": 2, "tensor_parallel_reduction": "invariant"}
-    return settings
-
-
-def random_case(chance: random.Random, shapes: dict[str, Any]) -> Case:
-    """Returns a case for an engine of these shapes."""
-    settings = dict(shapes)
-    longest = -(-MAX_LENGTH // settings["block_size"])
-    method = settings.get("speculative_config", {}).get("method")
-    if settings["num_blocks"] > 2 * longest and method not in ON_DEVICE:
-        # from room for a single request on
-        settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)
-    settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
-    settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
-    if settings["scheduling_policy"] != "priority":
-        settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
-    settings["enable_prefix_caching"] = chance.random() < 0.7
-    settings["enable_mixed_steps"] = chance.choice((None, True, False))
-    if chance.random() < 0.15 and settings["enable_prefix_caching"]:
-        settings["prefix_cache_directory"] = "a new directory"
-    asks = tuple(random_asks(chance, settings))
-    return Case(settings, asks, tuple(random_calls(chance, asks, settings)))
-
-
-def random_asks(chance: random.Random, settings: dict[str, Any]) -> Iterator[Ask]:
-    """Yields a few requests, many of which begin alike."""
-    size = settings["block_size"]
-    stems = [[chance.randrange(2, 2048) for _ in range(64)] for _ in range(2)]
-    for _ in range(chance.randint(2, 7)):
-        # The lengths at which a prefix hit leaves one token, or a block is just full, come up
-        # often.
-        length = chance.choice((1, 2, size, size + 1, 2 * size + 1, 33, chance.randint(1, 60)))
-        prompt = chance.choice(stems)[: min(length, 60)]
-        if chance.random() < 0.3:
-            prompt = [*prompt[:-1], chance.randrange(2, 2048)]
-        adapter = chance.choice((0, 1, 2)) if settings.get("enable_lora") else 0
-        if chance.random() < 0.12 and not adapter:
-            yield Ask(tuple(prompt), random_beams(chance), beams=True)
-        else:
-            params = random_sampling(chance)
-            if settings["scheduling_policy"] != "priority":
-                params.pop("priority", None)
-            yield Ask(tuple(prompt), params, adapter=adapter)
-
-
-def random_beams(chance: random.Random) -> dict[str, Any]:
-    """Returns arguments of `BeamSearchParams`."""
-    return {
-        "beam_width": chance.randint(2, 4),
-        "max_tokens": chance.randint(1, 16),
-        "length_penalty": chance.choice((0.0, 1.0, 1.5)),
-        "early_stopping": chance.choice((False, True)),
-    }
-
-
-def random_sampling(chance: random.Random) -> dict[str, Any]:
-    """Returns arguments of `SamplingParams`, each of which is given now and then."""
-    params: dict[str, Any] = {
-        "max_tokens": chance.randint(1, 24),
-        "temperature": chance.choice((0.0, 0.8, 1.5)),
-    }
-    params["seed"] = chance.randrange(2**40)
-    choices: dict[str, Callable[[], Any]] = {
-        "n": lambda: chance.randint(2, 3),
-        "top_p": lambda: chance.choice((0.2, 0.9)),
-        "top_k": lambda: chance.choice((1, 5, 200)),
-        "min_p": lambda: 0.05,
-        "presence_penalty": lambda: 0.7,
-        "frequency_penalty": lambda: -0.5,
-        "repetition_penalty": lambda: 1.3,
-        "logit_bias": lambda: {chance.randrange(2048): 8.0},
-        "allowed_token_ids": lambda: chance.sample(range(2, 2048), 3),
-        "bad_words": lambda: [" the"],
-        "stop": lambda: chance.choice((["e"], [" a", "."])),
-        "stop_token_ids": lambda: [chance.randrange(2, 300)],
-        "min_tokens": lambda: chance.randint(1, params["max_tokens"]),
-        "ignore_eos": lambda: True,
-        "logprobs": lambda: chance.randint(0, 3),
-        "prompt_logprobs": lambda: 1,
-        "structured_outputs": lambda: {"regex": "[a-z ]{2,30}"},
-        "include_stop_str_in_output": lambda: True,
-        "priority": lambda: chance.randint(-1, 1),
-        "user": lambda: chance.choice("ab"),
-        "cache_salt": lambda: chance.choice("xy"),
-    }
-    for name, value in choices.items():
-        if chance.random() < 0.12:
-            params[name] = value()
-    if chance.random() < 0.05:
-        params |= {"n": 1, "best_of": 3}
-    if "allowed_token_ids" in params or "structured_outputs" in params:
-        params.pop("bad_words", None)
-    if "structured_outputs" in params:
-        params.pop("allowed_token_ids", None)
-        params.pop("min_tokens", None)
-    return params
-
-
-def random_calls(
-    chance: random.Random, asks: Sequence[Ask], settings: dict[str, Any]
-) -> Iterator[Call]:
-    """Yields calls in which every request takes part, some of them twice."""
-    waiting = [*range(len(asks)), *(index for index in range(len(asks)) if chance.random() < 0.5)]
-    chance.shuffle(waiting)
-    opened: list[int] = []
-    is_pinned = False
-    while waiting or opened:
-        kind = chance.random()
-        if waiting and kind < 0.35:
-            batch = [waiting.pop() for _ in range(min(len(waiting), chance.randint(1, 5)))]
-            yield (chance.choice(("generate", "generate", "generate", "threads")), tuple(batch))
-        elif waiting and kind < 0.6 and asks[waiting[-1]].streamable and waiting[-1] not in opened:
-            opened.append(waiting.pop())
-            yield ("open", opened[-1])
-        elif opened and kind < 0.8:
-            yield ("read", chance.choice(opened), chance.randint(1, 5))
-        elif opened and kind < 0.9:
-            one = opened.pop(chance.randrange(len(opened)))
-            yield chance.choice((("drop", one, False), ("drop", one, True), ("read", one, 10**6)))
-        elif kind < 0.93:
-            yield (
-                ("unpin",)
-                if is_pinned
-                else ("pin", tuple(chance.choice(asks).prompt[: settings["block_size"] + 3]))
-            )
-            is_pinned = not is_pinned
-        elif kind < 0.95:
-            yield ("reset",)
-
-
-@dataclass
-class _Run:
-    """What a case has opened so far: streams by the index of their request, their chunks, and pins."""
-
-    llm: LLM
-    streams: dict[int, Any] = field(default_factory=dict)
-    chunks: dict[int, list[RequestOutput]] = field(default_factory=dict)
-    pins: list[Any] = field(default_factory=list)
+PLAIN = {"enable_prefix_caching": False, "enable_mixed_steps": False}
+CASES_OF_SHAPES = 6  # cases that share what is compiled, one after the other
+# Of so many groups of cases one has new shapes; the others have shapes that are compiled. Compiling
+# takes as long as 8 cases.
+GROUPS_OF_SHAPES = 3
+NUM_SHAPES = 8  # the newest ones, which are drawn again
 
 
 class Fuzzer:
@@ -336,15 +59,21 @@ class Fuzzer:
         """
         self.directory = directory
         self.tolerance = tolerance
-        self._plain: dict[str, LLM] = {}
-        self._expected: dict[tuple[str, str], RequestOutput] = {}
+        self._plain: dict[str, PlainEngine] = {}
+        self._steps_of_embedders: dict[str, dict[int, Any]] = {}
         self._num_directories = 0
         self.num_requests = 0
+        self.events: Counter[str] = Counter()
         # by the reason why settings or a request cannot be honoured
         self.refused: Counter[str] = Counter()
         self.adapters = [
             LoRARequest(f"adapter{n}", n, str(write_adapter(directory, n))) for n in (1, 2)
         ]
+
+    def close(self) -> None:
+        """Frees the plain engines."""
+        for plain in self._plain.values():
+            plain.llm.shutdown()
 
     def failure(self, case: Case) -> str:
         """Runs a case and returns what is wrong; "" if nothing is."""
@@ -354,166 +83,305 @@ class Fuzzer:
             settings["prefix_cache_directory"] = str(
                 self.directory / f"prefixes{self._num_directories}"
             )
+        self.events.update(event.name for event in case.events)
+        stage: Stage | RealTime = RealTime() if case.in_threads else Stage()
+        opened = contextlib.nullcontext() if isinstance(stage, RealTime) else stage.open()
         try:
-            # Without threads a case does the same each time, so that it can be shrunk.
-            start = any(name == "threads" for name, *_ in case.calls)
-            with checked_steps(), make_llm("demo", start=start, **settings) as llm:
-                return self._compared(case, llm)
+            with opened, contextlib.ExitStack() as stack:
+                engines = [
+                    stack.enter_context(self._engine(case, settings, stage))
+                    for _ in range(case.num_engines)
+                ]
+                performance = Performance(case, stage, engines, self.adapters)
+                if isinstance(stage, Stage):
+                    stage.drivers = [engine.llm._driver for engine in engines]
+                    performance.play()
+                else:
+                    performance.play_in_threads()
+                return self._judged(performance) or _left_over(performance)
         except (ConfigError, UnsupportedError, CapacityError) as refusal:
             self.refused[str(refusal)] += 1
             return ""
+        except WrongBehaviour as wrong:
+            return str(wrong)
         except Exception as error:
             lines = str(error).splitlines() or [""]
             return f"{type(error).__name__}: {lines[0][:300]}"
 
-    def _compared(self, case: Case, llm: LLM) -> str:
-        run = _Run(llm)
-        for name, *arguments in case.calls:
-            try:
-                found = self._called(case, run, name, arguments)
-            except (UnsupportedError, CapacityError) as refusal:
-                self.refused[str(refusal)] += 1
+    @contextlib.contextmanager
+    def _engine(
+        self, case: Case, settings: dict[str, Any], stage: Stage | RealTime
+    ) -> Iterator[PlayedEngine]:
+        path = MODELS[case.model].path(self.directory, case.model)
+        if case.is_async:
+            llm = make_kind(AsyncLLM, path, **settings)
+        else:
+            llm = make_llm(path, start=case.in_threads, **settings)
+        try:
+            self._share_embedder(case, llm)
+            yield PlayedEngine(llm, stage, own_weights(case, llm))
+        finally:
+            llm._driver.stop()
+
+    def _share_embedder(self, case: Case, llm: Any) -> None:
+        """Has an engine embed with what others of its kind have compiled."""
+        names = (*SHARED, "block_size", "tensor_parallel_size")
+        key = json.dumps([case.model, {name: case.settings.get(name) for name in names}])
+        llm._embedder._steps = self._steps_of_embedders.setdefault(key, {})
+
+    def _judged(self, performance: Performance) -> str:
+        """Returns what is wrong with what the calls gave; "" if nothing is."""
+        for actor in performance.actors:
+            assert actor.task is not None
+            where = f"{actor.event.name} of turn {actor.started}"
+            error = None if actor.task.cancelled() else actor.task.exception()
+            if error is not None and performance.is_refusal(error):
+                self.refused[str(error)] += 1
                 continue
-            for index, output in found:
-                if problem := self._differs(case, index, output):
-                    return problem
-            for index, chunks in run.chunks.items():
-                if problem := self._part_differs(case, index, chunks):
-                    return problem
+            if error is not None and not performance.may_raise(actor, error):
+                lines = str(error).splitlines() or [""]
+                return f"{where}: {type(error).__name__}: {lines[0][:300]}"
+            if problem := self._call_differs(performance, actor):
+                return f"{where}: {problem}"
         return ""
 
-    def _called(
-        self, case: Case, run: _Run, name: str, arguments: list[Any]
-    ) -> list[tuple[int, RequestOutput]]:
-        """Does one call and returns the outputs that it gives at once."""
-        match name:
-            case "generate":
-                return list(
-                    zip(arguments[0], self._generated(case, run.llm, arguments[0]), strict=True)
-                )
-            case "threads":
-                return self._in_threads(case, run.llm, arguments[0])
-            case "open":
-                ask = case.asks[arguments[0]]
-                stream = run.llm.stream(
-                    list(ask.prompt), ask.made(), lora_request=self._adapter(ask)
-                )
-                run.streams[arguments[0]] = stream
-                run.chunks[arguments[0]] = []
-            case "read" if arguments[0] in run.streams:
-                parts = itertools.islice(run.streams[arguments[0]], arguments[1])
-                run.chunks[arguments[0]] += parts
-            case "drop" if arguments[0] in run.streams:
-                stream = run.streams.pop(arguments[0])
-                del run.chunks[arguments[0]]
-                if not arguments[1]:
-                    stream.close()
-            case "pin":
-                run.pins.append(run.llm.pin_prefix(list(arguments[0])))
-            case "unpin" if run.pins:
-                run.pins.pop().release()
-            case "reset":
-                run.llm.reset_prefix_cache()
-        return []
+    def _call_differs(self, performance: Performance, actor: Actor) -> str:
+        case, event = performance.case, actor.event
+        plain = self.plain(case)
+        asks = [case.asks[index] for index in event.asks]
+        for index, output in actor.outputs:
+            self.num_requests += 1
+            if problem := self._differs(performance, actor, case.asks[index], output):
+                return f"asks[{index}]: {problem}"
+        if event.name == "stream" and actor.chunks:
+            self.num_requests += 1
+            return self._stream_differs(performance, actor, asks[0])
+        is_update = event.name == "update" and actor.result is not None
+        if is_update and actor.result not in actor.engine.weights:
+            return f"version {actor.result} was never in use"
+        if event.name in ("score", "embed") and actor.result is not None:
+            versions = range(actor.first_version, actor.last_version + 1)
+            sets = {actor.engine.weights[version] for version in versions}
+            wanted = [plain.numbers(event.name, asks, event.details, one) for one in sets]
+            if not any(_are_close(actor.result, one, self.tolerance) for one in wanted):
+                return f"{actor.result!r}, and alone {wanted!r}"
+        return ""
 
-    def _adapter(self, ask: Ask) -> LoRARequest | None:
-        return self.adapters[ask.adapter - 1] if ask.adapter else None
-
-    def _generated(self, case: Case, llm: LLM, indices: Sequence[int]) -> list[RequestOutput]:
-        asks = [case.asks[index] for index in indices]
-        adapters = [self._adapter(ask) for ask in asks]
-        lora = {"lora_request": adapters} if any(adapters) else {}
-        self.num_requests += len(asks)
-        return llm.generate(
-            [list(ask.prompt) for ask in asks], [ask.made() for ask in asks], use_tqdm=False, **lora
-        )
-
-    def _in_threads(
-        self, case: Case, llm: LLM, indices: Sequence[int]
-    ) -> list[tuple[int, RequestOutput]]:
-        found: list[tuple[int, RequestOutput]] = []
-        errors: list[Exception] = []
-
-        def one(index: int) -> None:
-            try:
-                found.append((index, self._generated(case, llm, [index])[0]))
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=one, args=(index,)) for index in indices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return found
-
-    def expected(self, case: Case, index: int) -> RequestOutput:
-        """Returns what a plain engine gives for a request alone."""
+    def plain(self, case: Case) -> PlainEngine:
+        """Returns the engine that a case is compared with."""
         shared = {name: case.settings[name] for name in SHARED if name in case.settings}
-        name, ask = json.dumps(shared, sort_keys=True), case.asks[index]
-        if (name, ask.key) not in self._expected:
-            if name not in self._plain:
-                self._plain[name] = make_llm("demo", **PLAIN, **shared)
-            one = Case({}, (ask.alone(),), ())
-            self._expected[name, ask.key] = self._generated(one, self._plain[name], [0])[0]
-        return self._expected[name, ask.key]
+        name = json.dumps([case.model, shared], sort_keys=True)
+        if name not in self._plain:
+            path = MODELS[case.model].path(self.directory, case.model)
+            llm = make_llm(path, **PLAIN, **shared)
+            self._share_embedder(Case({**shared, "block_size": 16}, (), (), case.model), llm)
+            self._plain[name] = PlainEngine(llm, self.adapters)
+        return self._plain[name]
 
-    def _differs(self, case: Case, index: int, output: RequestOutput) -> str:
-        expected = self.expected(case, index)
-        for got, wanted in zip(output.outputs, expected.outputs, strict=True):
-            for name in ("token_ids", "text", "finish_reason", "stop_reason"):
-                one, other = getattr(got, name), getattr(wanted, name)
-                if one != other:
-                    return f"ask{index}: {name} is {one!r}, and alone on a plain engine {other!r}"
-            if problem := self._logprobs_differ(got.logprobs, wanted.logprobs):
-                return f"ask{index}: {problem}"
+    def _differs(
+        self, performance: Performance, actor: Actor, ask: Ask, output: RequestOutput
+    ) -> str:
+        """Compares a whole output, or what an aborted request has."""
+        version = output.weights_version
+        if not actor.first_version <= version <= actor.last_version:
+            return f"weights_version is {version}, and it ran with {actor.first_version} to {actor.last_version}"
+        expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
+        aborted = [one for one in output.outputs if one.finish_reason == "abort"]
+        if aborted and not performance.is_aborted(actor):
+            return "it was aborted, and nobody asked for that"
+        if actor.must_abort and not aborted:
+            return f"it was aborted by its id, and ends with {output.outputs[0].finish_reason!r}"
+        if aborted and not ask.is_streamable:
+            return ""  # the order of beams and of the best is known at the end
+        # Before the prompt is computed, a request of several samples has one sequence.
+        if len(output.outputs) != len(expected.outputs) and not aborted:
+            return f"{len(output.outputs)} outputs, and alone {len(expected.outputs)}"
+        for got, wanted in zip(output.outputs, expected.outputs, strict=False):
+            if got.finish_reason == "abort":
+                problem = self._beginning_differs(got, wanted)
+            else:
+                problem = self._whole_differs(got, wanted)
+            if problem:
+                return problem
         if problem := self._logprobs_differ(output.prompt_logprobs, expected.prompt_logprobs):
-            return f"ask{index}, its prompt: {problem}"
+            return "" if aborted and not output.prompt_logprobs else f"its prompt: {problem}"
         return ""
+
+    def _whole_differs(self, got: CompletionOutput, wanted: CompletionOutput) -> str:
+        for name in ("token_ids", "text", "finish_reason", "stop_reason"):
+            ours, theirs = getattr(got, name), getattr(wanted, name)
+            if ours != theirs:
+                return f"{name} is {ours!r}, and alone on a plain engine {theirs!r}"
+        for name in ("cumulative_logprob", "score"):
+            ours, theirs = getattr(got, name), getattr(wanted, name)
+            tolerance = self.tolerance * max(1, len(got.token_ids))
+            if (ours is None) != (theirs is None) or abs((ours or 0) - (theirs or 0)) > tolerance:
+                return f"{name} is {ours!r}, and alone {theirs!r}"
+        return self._logprobs_differ(got.logprobs, wanted.logprobs)
+
+    def _beginning_differs(self, got: CompletionOutput, wanted: CompletionOutput) -> str:
+        tokens = list(got.token_ids)
+        if tokens != list(wanted.token_ids)[: len(tokens)]:
+            return f"aborted with {tokens!r}, and alone on a plain engine it gives {wanted.token_ids!r}"
+        return self._logprobs_differ(got.logprobs, (wanted.logprobs or [])[: len(tokens)])
 
     def _logprobs_differ(self, got: Logprobs, wanted: Logprobs) -> str:
         """Compares the log probabilities of tokens that both have: candidates that are as likely may change places."""
+        if len(got or ()) != len(wanted or ()):
+            return f"{len(got or ())} log probabilities, and alone {len(wanted or ())}"
         for place, (ours, theirs) in enumerate(zip(got or (), wanted or (), strict=True)):
-            for token, one in (ours or {}).items():
-                other = (theirs or {}).get(token, one)
-                if abs(one.logprob - other.logprob) > self.tolerance:
-                    return f"log probability {place} of token {token} is {one.logprob!r}, and alone {other.logprob!r}"
+            for token, logprob in (ours or {}).items():
+                other = (theirs or {}).get(token, logprob)
+                if abs(logprob.logprob - other.logprob) > self.tolerance:
+                    return f"log probability {place} of token {token} is {logprob.logprob!r}, and alone {other.logprob!r}"
+                if not self._ranks_agree(logprob.rank, other.rank):
+                    return (
+                        f"rank {place} of token {token} is {logprob.rank}, and alone {other.rank}"
+                    )
         return ""
 
-    def _part_differs(self, case: Case, index: int, chunks: Sequence[RequestOutput]) -> str:
-        """Compares the beginning of a stream that may be left before its end."""
-        for wanted in self.expected(case, index).outputs:
-            parts = [one for chunk in chunks for one in chunk.outputs if one.index == wanted.index]
-            tokens = [token for part in parts for token in part.token_ids]
-            text = "".join(part.text for part in parts)
-            if tokens != list(wanted.token_ids)[: len(tokens)] or not wanted.text.startswith(text):
-                return f"ask{index}: its stream has {tokens!r} {text!r}, and alone it gives {wanted.token_ids!r} {wanted.text!r}"
-            reasons = [part.finish_reason for part in parts if part.finish_reason]
-            if reasons and (reasons[-1], text) != (wanted.finish_reason, wanted.text):
-                return f"ask{index}: its stream ends with {reasons[-1]!r}, and alone with {wanted.finish_reason!r}"
+    def _ranks_agree(self, ours: int, theirs: int) -> bool:
+        """Returns whether ranks are equal, or near each other where the last bits may differ.
+
+        Tokens far from the likeliest lie so near each other that these bits change their places.
+        """
+        most = 1 + theirs // 50 if self.tolerance else 0
+        return abs(ours - theirs) <= most
+
+    def _stream_differs(self, performance: Performance, actor: Actor, ask: Ask) -> str:
+        """Compares a stream, or the beginning of one that is left before its end."""
+        chunks = actor.chunks
+        if chunks[-1].finished:
+            return self._differs(performance, actor, ask, _joined(chunks))
+        version = chunks[-1].weights_version
+        expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
+        for got, wanted in zip(_joined(chunks).outputs, expected.outputs, strict=False):
+            if not wanted.text.startswith(got.text):
+                return f"its stream has {got.text!r}, and alone it gives {wanted.text!r}"
+            if problem := self._beginning_differs(got, wanted):
+                return f"its stream: {problem}"
         return ""
 
 
-class checked_steps:
-    """A context in which every step of every engine is followed by a check of the invariants."""
+class PlainEngine:
+    """Computes one request at a time, with any set of weights; keeps what it gave.
 
-    def __enter__(self) -> None:
-        """Wraps `Engine.step`."""
-        self._patch = pytest.MonkeyPatch()
-        step = Engine.step
+    Attributes:
+        llm: The engine.
+    """
 
-        def checked(engine: Engine) -> Any:
-            groups = step(engine)
-            engine.scheduler.check()
-            return groups
+    def __init__(self, llm: LLM, adapters: Sequence[LoRARequest]) -> None:
+        self.llm = llm
+        self._adapters = adapters
+        self._own: Weights | None = None
+        self._set = 0
+        self._outputs: dict[tuple[str, int], RequestOutput] = {}
 
-        self._patch.setattr(Engine, "step", checked)
+    def _use(self, number: int) -> None:
+        if number == self._set:
+            return
+        if self._own is None:
+            self._own = {name: np.array(one) for name, one in self.llm.parameters().items()}
+        self.llm.update_parameters(other_weights(self._own, number))
+        self._set = number
 
-    def __exit__(self, *_: object) -> None:
-        """Puts `Engine.step` back."""
-        self._patch.undo()
+    def output(self, ask: Ask, number: int) -> RequestOutput:
+        """Returns what a request gives alone, with a set of weights."""
+        key = ask.key, number
+        if key not in self._outputs:
+            self._use(number)
+            alone = ask.alone()
+            lora = {"lora_request": self._adapters[ask.adapter - 1]} if ask.adapter else {}
+            (self._outputs[key],) = self.llm.generate(
+                list(alone.prompt), alone.made(), use_tqdm=False, **lora
+            )
+        return self._outputs[key]
+
+    def numbers(
+        self, name: str, asks: Sequence[Ask], details: tuple[Any, ...], number: int
+    ) -> np.ndarray:
+        """Returns the scores, or the vectors, of prompts with a set of weights."""
+        self._use(number)
+        prompts = [list(ask.prompt) for ask in asks]
+        if name == "score":
+            prompt, continuation = prompts
+            return np.array(self.llm.score(prompt, continuation[:MOST_SCORED]))
+        return np.array(self.llm.embed(prompts, pooling=details[0], use_tqdm=False))
+
+
+def own_weights(case: Case, llm: Any) -> Weights:
+    """Returns the model's own weights, if a case changes them and they can be."""
+    if not any(event.name == "update" for event in case.events):
+        return {}
+    try:
+        named = llm._named(llm._engine.runner.parameters)
+    except UnsupportedError:
+        return {}
+    return {name: np.array(value) for name, value in named.items()}
+
+
+def _left_over(performance: Performance) -> str:
+    """Ends a case and returns what is left of it; "" if nothing is."""
+    for engine in performance.engines:
+        llm = engine.llm
+        if llm.is_sleeping:
+            performance.finish(engine.call("wake_up"), "wake_up")
+        for pin in list(engine.pins):
+            performance.finish(performance.release(engine, pin), "release of a pin")
+        if performance.finish(engine.call("drain", 60.0), "drain") is not True:
+            return "drain(60) returned False at the end, when nobody waits for a request"
+        engine.watch()
+        stats = llm._engine.stats()
+        llm._engine.scheduler.check()
+        turns = llm._driver.turns
+        left = {
+            "live requests": len(turns.live),
+            "pinned blocks": stats["num_blocks_pinned"],
+            "running requests": stats["num_requests_running"],
+            "waiting requests": stats["num_requests_waiting"],
+            "blocks that are not free": stats["num_blocks_total"] - stats["num_blocks_free"],
+            "strategies": len(llm._engine._strategies),
+            "requests in the metrics": len(llm._engine.metrics.requests),
+        }
+        if any(left.values()):
+            return (
+                f"at the end there are {', '.join(f'{n} {what}' for what, n in left.items() if n)}"
+            )
+    return ""
+
+
+def _joined(chunks: Sequence[RequestOutput]) -> RequestOutput:
+    """Returns the output that chunks are the parts of."""
+    outputs = []
+    for last in chunks[-1].outputs:
+        parts = [one for chunk in chunks for one in chunk.outputs if one.index == last.index]
+        logprobs = [one for part in parts for one in part.logprobs or ()]
+        reasons = [part for part in parts if part.finish_reason]
+        outputs.append(
+            CompletionOutput(
+                index=last.index,
+                text="".join(part.text for part in parts),
+                token_ids=[token for part in parts for token in part.token_ids],
+                cumulative_logprob=parts[-1].cumulative_logprob,
+                logprobs=logprobs,
+                finish_reason=reasons[-1].finish_reason if reasons else None,
+                stop_reason=reasons[-1].stop_reason if reasons else None,
+            )
+        )
+    prompts = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs]
+    return RequestOutput(
+        request_id=chunks[-1].request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        outputs=outputs,
+        finished=chunks[-1].finished,
+        prompt_logprobs=prompts[0] if prompts else None,
+        weights_version=chunks[-1].weights_version,
+    )
+
+
+def _are_close(ours: Any, theirs: np.ndarray, tolerance: float) -> bool:
+    return np.shape(ours) == theirs.shape and bool(np.all(np.abs(ours - theirs) <= tolerance))
 
 
 def write_adapter(directory: Path, number: int) -> Path:
@@ -540,94 +408,16 @@ def write_adapter(directory: Path, number: int) -> Path:
     return path
 
 
-def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
-    """Returns the smallest case found in this time that still fails, by leaving out one thing after the other."""
-    end = time.monotonic() + seconds
-    progress = True
-    while progress:
-        progress = False
-        for smaller in smaller_cases(case):
-            if time.monotonic() > end:
-                return case
-            if fails(smaller):
-                case, progress = smaller, True
-                break
-    return case
+class CompileTime:
+    """Counts the seconds in which XLA compiles."""
 
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._happened)
 
-def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yields cases with less: calls, requests of a batch, settings, parameters, tokens."""
-    for place in range(len(case.calls)):
-        calls = (*case.calls[:place], *case.calls[place + 1 :])
-        if is_whole(calls):
-            yield with_used_asks(dataclasses.replace(case, calls=calls))
-    for place, call in enumerate(case.calls):
-        if call[0] in ("generate", "threads") and len(call[1]) > 1:
-            for index in range(len(call[1])):
-                batch = (call[0], (*call[1][:index], *call[1][index + 1 :]))
-                calls = (*case.calls[:place], batch, *case.calls[place + 1 :])
-                yield with_used_asks(dataclasses.replace(case, calls=calls))
-    for name in case.settings:
-        if name not in (
-            "dtype",
-            "block_size",
-            "num_blocks",
-            "max_num_seqs",
-            "max_model_len",
-            *SHARED,
-        ):
-            settings = {other: value for other, value in case.settings.items() if other != name}
-            yield dataclasses.replace(case, settings=settings)
-    for place, ask in enumerate(case.asks):
-        smaller = [
-            dataclasses.replace(ask, params=without(ask.params, name)) for name in ask.params
-        ]
-        if len(ask.prompt) > 1:
-            smaller.append(dataclasses.replace(ask, prompt=ask.prompt[: len(ask.prompt) // 2]))
-        for one in smaller:
-            yield dataclasses.replace(case, asks=(*case.asks[:place], one, *case.asks[place + 1 :]))
-
-
-def without(params: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns parameters with one left out; a needed one stays."""
-    needed = ("seed", "max_tokens", "beam_width")
-    return {other: value for other, value in params.items() if other != name or name in needed}
-
-
-def is_whole(calls: Sequence[Call]) -> bool:
-    """Returns whether every stream that is read was opened, and every pin released that is left."""
-    opened: set[int] = set()
-    pins = 0
-    for name, *arguments in calls:
-        if name == "open":
-            opened.add(arguments[0])
-        if name in ("read", "drop") and arguments[0] not in opened:
-            return False
-        pins += (name == "pin") - (name == "unpin")
-        if pins < 0:
-            return False
-    return True
-
-
-def with_used_asks(case: Case) -> Case:
-    """Returns the case without the requests that no call names."""
-    used = sorted(
-        {
-            one
-            for name, *rest in case.calls
-            if name not in ("pin", "unpin", "reset")
-            for one in np.ravel(rest[0])
-        }
-    )
-    place = {int(index): number for number, index in enumerate(used)}
-    calls = []
-    for name, *arguments in case.calls:
-        if name in ("generate", "threads"):
-            arguments = [tuple(place[one] for one in arguments[0])]
-        elif name in ("open", "read", "drop"):
-            arguments = [place[arguments[0]], *arguments[1:]]
-        calls.append((name, *arguments))
-    return Case(case.settings, tuple(case.asks[index] for index in used), tuple(calls))
+    def _happened(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds += duration_secs
 
 
 def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], None]) -> int:
@@ -639,30 +429,64 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
         tolerance: See `Fuzzer`.
         tell: Takes lines for the person who runs it.
     """
-    end = time.monotonic() + 60 * minutes
+    start = time.monotonic()
+    end = start + 60 * minutes
     chance = random.Random(seed)
+    compiling = CompileTime()
+    compiled: list[tuple[str, dict[str, Any]]] = []
     num_cases = 0
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-") as directory:
         fuzzer = Fuzzer(Path(directory), tolerance=tolerance)
-        while time.monotonic() < end:
-            shapes = random_settings(chance)
-            for _ in range(6):
-                case = random_case(chance, shapes)
+        for number in itertools.count():
+            if time.monotonic() > end:
+                break
+            if number % GROUPS_OF_SHAPES == 0:
+                compiled.append(random_shapes(chance))
+            model, shapes = compiled[-1]
+            if number % GROUPS_OF_SHAPES:
+                model, shapes = chance.choice(compiled[-NUM_SHAPES:])
+            for _ in range(CASES_OF_SHAPES):
+                case = random_case(chance, model, shapes)
                 num_cases += 1
                 if problem := fuzzer.failure(case):
-                    tell(f"case {num_cases}: {problem}\nshrinking it")
-                    # each try would log the same failed step again
-                    logging.disable(logging.CRITICAL)
-                    small = shrunk(case, fuzzer.failure, seconds=60 * minutes)
-                    tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
-                    logging.disable(logging.NOTSET)
-                    return 1
+                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, tell)
                 if time.monotonic() > end:
                     break
+        share = compiling.seconds / (time.monotonic() - start)
         tell(
-            f"{num_cases} engines, {fuzzer.num_requests} requests, no difference; "
-            f"{fuzzer.refused.total()} engines refused what was asked (seed {seed})"
+            f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
+            f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the time "
+            f"went into compiling (seed {seed})"
         )
+        tell("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))
         for reason, count in fuzzer.refused.most_common():
             tell(f"  {count} x {reason.splitlines()[0][:200]}")
     return 0
+
+
+def _told(
+    fuzzer: Fuzzer,
+    case: Case,
+    problem: str,
+    number: int,
+    seconds: float,
+    tell: Callable[[str], None],
+) -> int:
+    """Shrinks a case that fails, prints it, and returns 1."""
+    tell(f"case {number}: {problem}\nshrinking it")
+    logging.disable(logging.CRITICAL)  # each try would log the same failed step again
+    kind = _kind(problem)
+
+    def fails(smaller: Case) -> str:
+        found = fuzzer.failure(smaller)
+        return found if _kind(found) == kind else ""
+
+    small = shrunk(case, fails, seconds=seconds)
+    tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
+    logging.disable(logging.NOTSET)
+    return 1
+
+
+def _kind(problem: str) -> str:
+    """Returns the words of a problem without its numbers, so that one is not shrunk to another."""
+    return re.sub(r"[\d.\-\[\]']+", "", problem)[:40]

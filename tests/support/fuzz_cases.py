@@ -1,0 +1,509 @@
+"""Cases of the fuzzer of engines: settings, requests, and events at numbered turns of the engine.
+
+A case is drawn by a seed, is written as a program, and is shrunk to what still fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage import BeamSearchParams, SamplingParams
+from tests.support.engines import BLOCKS_OF_1, BLOCKS_OF_4, BLOCKS_OF_16
+from tests.support.fuzz_models import MODELS
+
+# A device's shapes depend on these settings, so that cases share them in groups.
+GEOMETRIES: tuple[dict[str, Any], ...] = (
+    BLOCKS_OF_16,
+    BLOCKS_OF_4,
+    BLOCKS_OF_1,
+    {**BLOCKS_OF_16, "block_size": 2},
+    {**BLOCKS_OF_16, "block_size": 8},
+    {**BLOCKS_OF_16, "block_size": 32},
+)
+_EAGLE = {"method": "eagle3", "model": "demo/eagle3"}
+_DRAFT_MODEL = {"method": "draft_model", "model": "demo/draft"}
+DRAFTING: tuple[dict[str, Any] | str | None, ...] = (
+    *(None, None, None, None),
+    "auto",
+    {"method": "ngram", "num_speculative_tokens": 3},
+    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": "auto"},
+    {"method": "suffix", "num_speculative_tokens": 4},
+    {"method": "suffix", "num_speculative_tokens": 7, "tree": True},
+    {"method": "lookahead", "num_speculative_tokens": 3},
+    {"method": "token_recycling", "num_speculative_tokens": 3},
+    {**_DRAFT_MODEL, "num_speculative_tokens": 3},
+    {**_DRAFT_MODEL, "num_speculative_tokens": 7, "tree": True},
+    {"method": "medusa", "model": "demo/medusa", "num_speculative_tokens": 3},
+    {**_EAGLE, "num_speculative_tokens": 3},
+    {**_EAGLE, "num_speculative_tokens": 7, "tree": True},
+    {"method": "mtp", "num_speculative_tokens": 3},
+    {"method": "mtp", "num_speculative_tokens": "auto"},
+    {"method": "mtp", "num_speculative_tokens": 7, "tree": True},
+)
+# The pool is in the shapes of the steps of these methods.
+ON_DEVICE = ("draft_model", "medusa", "eagle3", "mtp", "auto")
+SHARED_SIZES = (1, 4, 16)  # blocks of these sizes are in pages that are as large as the geometry's
+# The settings that an engine and the plain engine that it is compared with have in common.
+SHARED = (
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
+    "tensor_parallel_reduction",
+)
+# Settings without which an engine would have other shapes, and take longer to compile.
+NEEDED = ("dtype", "block_size", "num_blocks", "max_num_seqs", *SHARED)
+LENGTHS = (96, 96, 96, 96, 80, 128)  # tokens of the longest request; a small pool still holds one
+NUM_SETS = 3  # sets of weights: the model's own, and others
+_DIRECTORY = "a new directory"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: token ids, and the arguments of its parameters.
+
+    Attributes:
+        prompt: The token ids.
+        params: The arguments of `SamplingParams`, or of `BeamSearchParams` if `beams`.
+        beams: Whether it is a beam search.
+        adapter: The number of a LoRA adapter, from 1 on; 0 for none.
+    """
+
+    prompt: tuple[int, ...]
+    params: dict[str, Any] = field(hash=False)
+    beams: bool = False
+    adapter: int = 0
+
+    def made(self) -> SamplingParams | BeamSearchParams:
+        """Returns the parameters of the request."""
+        return BeamSearchParams(**self.params) if self.beams else SamplingParams(**self.params)
+
+    def alone(self) -> Ask:
+        """Returns the request without what concerns its place among others, which changes no result."""
+        params = {
+            name: value
+            for name, value in self.params.items()
+            if name not in ("priority", "user", "cache_salt")
+        }
+        return dataclasses.replace(self, params=params)
+
+    @property
+    def key(self) -> str:
+        """Returns what decides the result of the request."""
+        return json.dumps(
+            [self.prompt, self.alone().params, self.beams, self.adapter], sort_keys=True
+        )
+
+    @property
+    def is_streamable(self) -> bool:
+        """Returns whether a stream takes the request."""
+        return not self.beams and self.params.get("best_of") is None
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call that begins before a turn of the engine.
+
+    Attributes:
+        at: The number of the turn.
+        name: The kind of call; see `Performance`.
+        asks: The indices of the requests that it is about.
+        details: Arguments that depend on the kind of call.
+        engine: The index of the engine.
+        interrupted_after: The turns after which the call is interrupted if it still waits.
+        aborted_after: The turns after which its request is aborted by its id.
+    """
+
+    at: int
+    name: str
+    asks: tuple[int, ...] = ()
+    details: tuple[Any, ...] = ()
+    engine: int = 0
+    interrupted_after: int | None = None
+    aborted_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of engines of a model, requests, and events.
+
+    Attributes:
+        settings: The settings.
+        asks: The requests.
+        events: The events.
+        model: The name of the model; see `MODELS`.
+        is_async: True for `AsyncLLM`, False for `LLM`.
+        num_engines: The number of engines, which share a directory of prefixes if there is one.
+        in_threads: True runs each call on a thread, in real time. Such a case may pass and fail.
+    """
+
+    settings: dict[str, Any]
+    asks: tuple[Ask, ...]
+    events: tuple[Event, ...]
+    model: str = "demo"
+    is_async: bool = False
+    num_engines: int = 1
+    in_threads: bool = False
+
+    def program(self) -> str:
+        """Returns the case as a program for a checkout of this repository, and what it does in words."""
+        lines = ["from tools.fuzz_engine import failure_of", ""]
+        lines += [f"# {line}" for line in self.story()]
+        names = [one.name for one in dataclasses.fields(Case) if one.name not in ("asks", "events")]
+        fields = [f"{name}={getattr(self, name)!r}" for name in names]
+        lines += ["print(failure_of('''Case(", *(f"    {one}," for one in fields)]
+        for name, items in (("asks", self.asks), ("events", self.events)):
+            lines += [f"    {name}=(", *(f"        {item!r}," for item in items), "    ),"]
+        return "\n".join([*lines, ")'''))"])
+
+    def story(self) -> Iterator[str]:
+        """Yields what the case does, a sentence for each event."""
+        kind = "AsyncLLM" if self.is_async else "LLM"
+        yield f"{self.num_engines} x {kind}({self.model!r}); turns are counted from 0"
+        if self.in_threads:
+            yield "each call on a thread of its own, in real time: a turn stands for 3 ms"
+        for event in sorted(self.events, key=lambda event: event.at):
+            what = f"{event.name}{event.details or ''}"
+            asks = f" of {', '.join(f'asks[{index}]' for index in event.asks)}" * bool(event.asks)
+            line = f"before turn {event.at}: {what}{asks}"
+            if self.num_engines > 1:
+                line += f" on engine {event.engine}"
+            if event.interrupted_after is not None:
+                line += f", interrupted {event.interrupted_after} turns later"
+            if event.aborted_after is not None:
+                line += f", aborted by its id {event.aborted_after} turns later"
+            yield line
+
+
+def random_shapes(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """Returns a model and settings on which the shapes of steps depend.
+
+    Most are of the packaged model. The others have few geometries, since each is compiled anew.
+    """
+    others = [name for name in MODELS if name != "demo"]
+    model = chance.choice(others) if chance.random() < 0.2 else "demo"
+    settings: dict[str, Any] = {"dtype": "float32", **MODELS[model].settings}
+    if model != "demo":
+        geometry = chance.choice((BLOCKS_OF_16, BLOCKS_OF_16, BLOCKS_OF_4))
+        settings |= {**geometry, "max_model_len": LENGTHS[0], "max_num_batched_tokens": 32}
+        if (drafting := chance.choice(MODELS[model].drafting)) is not None:
+            settings["speculative_config"] = drafting
+        return model, settings
+    settings |= chance.choice(GEOMETRIES)
+    settings["max_model_len"] = chance.choice(LENGTHS)
+    settings["max_num_batched_tokens"] = chance.choice((16, 32, 64))
+    settings["num_scheduler_steps"] = chance.choice((1, 1, 1, 2, 4))
+    drafting = chance.choice(DRAFTING)
+    if drafting is not None and settings["num_scheduler_steps"] == 1:
+        settings["speculative_config"] = drafting
+    settings["kv_cache_dtype"] = chance.choice(("auto", "auto", "auto", "int8", "fp8"))
+    if chance.random() < 0.15:
+        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
+    if chance.random() < 0.08:
+        settings |= {"tensor_parallel_size": 2, "tensor_parallel_reduction": "invariant"}
+    if has_pool_in_shapes(settings):
+        settings["num_blocks"] = random_pool(chance, settings)
+    return model, settings
+
+
+def has_pool_in_shapes(settings: dict[str, Any]) -> bool:
+    """Returns whether engines with pools of other sizes share nothing that is compiled; see `make_llm`."""
+    drafting = settings.get("speculative_config", {})
+    method = drafting if isinstance(drafting, str) else drafting.get("method")
+    return method in ON_DEVICE or settings["block_size"] not in SHARED_SIZES
+
+
+def random_pool(chance: random.Random, settings: dict[str, Any]) -> int:
+    """Returns a number of blocks, from room for a single request on."""
+    longest = -(-settings["max_model_len"] // settings["block_size"])
+    return 1 + chance.randint(longest, 3 * longest)
+
+
+def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Case:
+    """Returns a case for engines of a model and of these shapes."""
+    settings = dict(shapes)
+    longest = -(-settings["max_model_len"] // settings["block_size"])
+    if not has_pool_in_shapes(settings):
+        settings["num_blocks"] = random_pool(chance, settings)
+    settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
+    if settings["preemption_mode"] == "swap" and chance.random() < 0.4:
+        settings["swap_space_blocks"] = chance.randint(1, 2 * longest)
+    settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
+    if settings["scheduling_policy"] != "priority":
+        settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
+    settings["enable_prefix_caching"] = chance.random() < 0.7
+    settings["enable_mixed_steps"] = chance.choice((None, True, False))
+    num_engines = 1
+    if chance.random() < 0.15 and settings["enable_prefix_caching"]:
+        settings["prefix_cache_directory"] = _DIRECTORY
+        num_engines = chance.choice((1, 2))
+    asks = tuple(random_asks(chance, model, settings))
+    is_async = chance.random() < 0.4
+    in_threads = not is_async and num_engines == 1 and chance.random() < 0.15
+    events = tuple(random_events(chance, asks, num_engines, is_async))
+    if in_threads:
+        events = tuple(event for event in events if event.name not in ("hold", "drain"))
+    return Case(settings, asks, events, model, is_async, num_engines, in_threads)
+
+
+def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> Iterator[Ask]:
+    """Yields a few requests, many of which begin alike."""
+    size = settings["block_size"]
+    num_tokens = MODELS[model].num_tokens
+    stems = [[chance.randrange(2, num_tokens) for _ in range(64)] for _ in range(2)]
+    for _ in range(chance.randint(2, 6)):
+        # The lengths at which a prefix hit leaves one token, or a block is just full, come up
+        # often.
+        length = chance.choice((1, 2, size, size + 1, 2 * size + 1, 33, chance.randint(1, 60)))
+        prompt = chance.choice(stems)[: min(length, 60)]
+        if chance.random() < 0.3:
+            prompt = [*prompt[:-1], chance.randrange(2, num_tokens)]
+        adapter = chance.choice((0, 1, 2)) if settings.get("enable_lora") else 0
+        if chance.random() < 0.12 and not adapter:
+            yield Ask(tuple(prompt), random_beams(chance), beams=True)
+        else:
+            params = random_sampling(chance, num_tokens, has_text=MODELS[model].has_text)
+            if settings["scheduling_policy"] != "priority":
+                params.pop("priority", None)
+            yield Ask(tuple(prompt), params, adapter=adapter)
+
+
+def random_beams(chance: random.Random) -> dict[str, Any]:
+    """Returns arguments of `BeamSearchParams`."""
+    beam_width = chance.randint(2, 4)
+    params = {
+        "beam_width": beam_width,
+        "max_tokens": chance.randint(1, 16),
+        "length_penalty": chance.choice((0.0, 1.0, 1.5)),
+        "early_stopping": chance.choice((False, True)),
+    }
+    if chance.random() < 0.3:
+        params["n"] = chance.randint(1, beam_width)
+    return params
+
+
+def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -> dict[str, Any]:
+    """Returns arguments of `SamplingParams`, each of which is given now and then."""
+    params: dict[str, Any] = {
+        # the last one asks for more than fits
+        "max_tokens": chance.choice((chance.randint(1, 24), chance.randint(1, 24), 4, 200)),
+        "temperature": chance.choice((0.0, 0.8, 1.5)),
+        "seed": chance.choice((chance.randrange(2**40), -chance.randrange(2, 2**40))),
+    }
+    if params["max_tokens"] == 200 and chance.random() < 0.7:
+        params["max_tokens"] = 24
+    choices: dict[str, Callable[[], Any]] = {
+        "n": lambda: chance.randint(2, 3),
+        "top_p": lambda: chance.choice((1e-9, 0.2, 0.9)),
+        "top_k": lambda: chance.choice((1, 5, 200)),
+        "min_p": lambda: 0.05,
+        "presence_penalty": lambda: 0.7,
+        "frequency_penalty": lambda: -0.5,
+        "repetition_penalty": lambda: 1.3,
+        "logit_bias": lambda: {chance.randrange(num_tokens): chance.choice((8.0, -8.0, -100.0))},
+        "allowed_token_ids": lambda: chance.sample(range(2, num_tokens), 3),
+        "stop_token_ids": lambda: [chance.randrange(2, min(num_tokens, 300))],
+        "min_tokens": lambda: chance.randint(1, min(params["max_tokens"], 16)),
+        "ignore_eos": lambda: True,
+        "logprobs": lambda: chance.randint(0, 3),
+        "prompt_logprobs": lambda: 1,
+        "priority": lambda: chance.randint(-1, 1),
+        "user": lambda: chance.choice("ab"),
+        "cache_salt": lambda: chance.choice("xy"),
+    }
+    if has_text:
+        choices |= {
+            "bad_words": lambda: [" the"],
+            "stop": lambda: chance.choice((["e"], [" a", "."])),
+            "structured_outputs": lambda: {"regex": "[a-z ]{2,30}"},
+            "include_stop_str_in_output": lambda: True,
+        }
+    for name, value in choices.items():
+        if chance.random() < 0.12:
+            params[name] = value()
+    if chance.random() < 0.05:
+        params |= {"n": 1, "best_of": 3}
+    if "allowed_token_ids" in params or "structured_outputs" in params:
+        params.pop("bad_words", None)
+    if "structured_outputs" in params:
+        params.pop("allowed_token_ids", None)
+        params.pop("min_tokens", None)
+    return params
+
+
+def random_events(
+    chance: random.Random, asks: Sequence[Ask], num_engines: int, is_async: bool
+) -> Iterator[Event]:
+    """Yields events in which every request takes part, some of them twice.
+
+    Many are at the same turn, or one after the other, as calls that meet are.
+    """
+    waiting = [*range(len(asks)), *(index for index in range(len(asks)) if chance.random() < 0.5)]
+    chance.shuffle(waiting)
+    # Half of the cases are about requests alone, since most of what is done to weights ends them.
+    lives = chance.random() < 0.5
+    at = 0
+    while waiting or chance.random() < 0.4:
+        at += chance.choice((0, 0, 1, 1, 2, 5, 12))
+        engine = chance.randrange(num_engines)
+        if waiting and chance.random() < (0.55 if lives else 0.85):
+            yield _random_request(chance, asks, waiting, at, engine, is_async)
+        else:
+            act = _random_act(chance, asks, at, engine, lives=lives)
+            yield act
+            if act.name in ("update", "sleep") and chance.random() < 0.3:
+                # as a program does that has given up, or asks twice
+                yield dataclasses.replace(act, interrupted_after=None)
+    if lives and chance.random() < 0.25:
+        timeout = chance.choice((None, 60.0, 60.0, 0.0))
+        yield Event(max(0, at - chance.randint(0, 5)), "drain", (), (timeout,))
+
+
+def _random_request(
+    chance: random.Random,
+    asks: Sequence[Ask],
+    waiting: list[int],
+    at: int,
+    engine: int,
+    is_async: bool,
+) -> Event:
+    aborted = chance.choice((0, 0, 1, 2, 8)) if is_async and chance.random() < 0.2 else None
+    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.12 else None
+    after: dict[str, Any] = {
+        "engine": engine,
+        "interrupted_after": interrupted,
+        "aborted_after": aborted,
+    }
+    if asks[waiting[-1]].is_streamable and chance.random() < 0.5:
+        end = chance.choice(("whole", "whole", "close", "drop"))
+        details = (chance.randint(1, 6), chance.choice((0, 0, 1, 3, 10)), end)
+        return Event(at, "stream", (waiting.pop(),), details, **after)
+    number = 1 if is_async else chance.randint(1, 4)
+    batch = tuple(waiting.pop() for _ in range(min(len(waiting), number)))
+    return Event(at, "generate", batch, **after)
+
+
+def _random_act(
+    chance: random.Random, asks: Sequence[Ask], at: int, engine: int, *, lives: bool
+) -> Event:
+    """Returns an event other than a request; `lives` adds those that wait for other weights."""
+    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.3 else None
+    after: dict[str, Any] = {"engine": engine, "interrupted_after": interrupted}
+    index = chance.randrange(len(asks))
+    names = ["pin", "pin", "reset", "score", "embed"]
+    if lives:
+        names += ("update", "update", "update", "sleep", "sleep", "hold")
+    match chance.choice(names):
+        case "pin":
+            return Event(at, "pin", (index,), (chance.randint(0, 12),), **after)
+        case "score":
+            return Event(at, "score", (index, chance.randrange(len(asks))), **after)
+        case "embed":
+            pooling = chance.choice(("last", "mean"))
+            number = chance.randint(1, 3)
+            prompts = tuple(chance.randrange(len(asks)) for _ in range(number))
+            return Event(at, "embed", prompts, (pooling,), **after)
+        case "update":
+            mode = chance.choice(("wait", "wait", "abort"))
+            form = chance.choice(("numpy", "jax", "held"))
+            return Event(at, "update", (), (chance.randrange(NUM_SETS), form, mode), **after)
+        case "sleep":
+            level = chance.choice((1, 2))
+            return Event(at, "sleep", (), (level, chance.choice((0, 1, 3))), **after)
+        case name:
+            return Event(at, name, **after)
+
+
+def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
+    """Returns the smallest case found in this time that still fails, by leaving out one thing after the other."""
+    end = time.monotonic() + seconds
+    progress = True
+    while progress:
+        progress = False
+        for smaller in smaller_cases(case):
+            if time.monotonic() > end:
+                return case
+            if fails(smaller):
+                case, progress = smaller, True
+                break
+    return case
+
+
+def smaller_cases(case: Case) -> Iterator[Case]:
+    """Yields cases with less: events, engines, requests of a batch, settings, parameters, tokens."""
+    half = len(case.events) // 2
+    if half > 1:
+        for events in (case.events[:half], case.events[half:]):
+            yield with_used_asks(dataclasses.replace(case, events=events))
+    for place in range(len(case.events)):
+        events = (*case.events[:place], *case.events[place + 1 :])
+        yield with_used_asks(dataclasses.replace(case, events=events))
+    if case.num_engines > 1:
+        on_first = tuple(dataclasses.replace(event, engine=0) for event in case.events)
+        yield dataclasses.replace(case, events=on_first, num_engines=1)
+    if case.is_async or case.in_threads:
+        yield dataclasses.replace(case, is_async=False, in_threads=False)
+    if (first := min((event.at for event in case.events), default=0)) > 0:
+        events = tuple(dataclasses.replace(event, at=event.at - first) for event in case.events)
+        yield dataclasses.replace(case, events=events)
+    for place, event in enumerate(case.events):
+        for smaller in _smaller_events(event):
+            events = (*case.events[:place], smaller, *case.events[place + 1 :])
+            yield with_used_asks(dataclasses.replace(case, events=events))
+    for name in case.settings:
+        if name not in NEEDED:
+            settings = {other: value for other, value in case.settings.items() if other != name}
+            yield dataclasses.replace(case, settings=settings)
+    for place, ask in enumerate(case.asks):
+        for smaller_ask in _smaller_asks(ask):
+            asks = (*case.asks[:place], smaller_ask, *case.asks[place + 1 :])
+            yield dataclasses.replace(case, asks=asks)
+
+
+def _smaller_events(event: Event) -> Iterator[Event]:
+    for index in range(len(event.asks) if event.name in ("generate", "embed") else 0):
+        if len(event.asks) > 1:
+            asks = (*event.asks[:index], *event.asks[index + 1 :])
+            yield dataclasses.replace(event, asks=asks)
+    if event.interrupted_after is not None:
+        yield dataclasses.replace(event, interrupted_after=None)
+    if event.aborted_after is not None:
+        yield dataclasses.replace(event, aborted_after=None)
+    for at in dict.fromkeys((0, event.at // 2)):
+        if at < event.at:
+            yield dataclasses.replace(event, at=at)
+
+
+def _smaller_asks(ask: Ask) -> Iterator[Ask]:
+    others = [name for name in ask.params if name not in ("seed", "max_tokens", "beam_width")]
+    if len(others) > 1:
+        params = {name: value for name, value in ask.params.items() if name not in others}
+        yield dataclasses.replace(ask, params=params)
+    for name in others:
+        params = {other: value for other, value in ask.params.items() if other != name}
+        yield dataclasses.replace(ask, params=params)
+    if ask.adapter:
+        yield dataclasses.replace(ask, adapter=0)
+    if len(ask.prompt) > 1:
+        yield dataclasses.replace(ask, prompt=ask.prompt[: len(ask.prompt) // 2])
+
+
+def with_used_asks(case: Case) -> Case:
+    """Returns the case without the requests that no event names."""
+    used = sorted({index for event in case.events for index in event.asks})
+    place = {index: number for number, index in enumerate(used)}
+    events = tuple(
+        dataclasses.replace(event, asks=tuple(place[index] for index in event.asks))
+        for event in case.events
+    )
+    asks = tuple(case.asks[index] for index in used)
+    return dataclasses.replace(case, asks=asks, events=events)
