@@ -53,7 +53,7 @@ class MetricsPoller:
         await self._look()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns counts over the run, and means and maxima of the gauges that were sampled in it."""
+        """Returns counts over the run, and means and maxima of its samples, if there are any."""
         if not self._samples:
             return {}
         _, first = self._samples[0]
