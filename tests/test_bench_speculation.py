@@ -8,6 +8,7 @@ import json
 import re
 from multiprocessing import active_children
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,7 +17,10 @@ from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
 from jaxpage.bench.task_prompts import TASKS, task_texts
+from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import JaxpageError, ModelNotFoundError
+from tools.demo_model.tales import tale
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
@@ -125,6 +129,46 @@ def here(config):
         yield engine
     finally:
         engine.shutdown()
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    arguments = make_parser().parse_args(["bench", "speculation", *words])
+    # Flags that are not given are absent, as are all settings.
+    return argparse.Namespace(**{"seed": None, "text": None, "tasks": [], **vars(arguments)})
+
+
+def test_the_default_prompts_are_of_texts_that_drafters_know():
+    """A count, which no other program on the machine changes; after random ids it is 1.4."""
+    arguments = arguments_of("--methods", "eagle3=demo/eagle3", "--batches", "1", "4")
+    prompts = speculation._prompts(arguments, SMALL)[""]
+    assert len(prompts) == 4 and {len(prompt) for prompt in prompts} == {64}
+    sized = speculation._sized(SMALL.replace(max_model_len=112, num_blocks=None), 4, 112)
+    config = speculation._config(sized, ("eagle3=demo/eagle3", "3"))
+    greedy = [SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)] * 4
+    with here(config) as engine:
+        engine.begin(prompts, greedy)
+        while engine.go_on()[1]:
+            pass
+        assert engine.end().tokens_per_step > 3
+
+
+def test_the_packaged_tales_are_those_of_the_tool():
+    random = Random(11)
+    tales = "\n\n".join(tale(random) for _ in range(40))
+    assert (Path(speculation.__file__).parent / "tales.txt").read_text() == tales + "\n"
+
+
+def test_random_ids_are_for_models_without_a_tokenizer(tmp_path, capsys):
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    model = ["--model", str(tmp_path), "--batches", "2"]
+    config = SMALL.replace(model=str(tmp_path))
+    first, again, other = (
+        speculation._prompts(arguments_of(*model, *seed), config)[""]
+        for seed in ([], ["--seed", "0"], ["--seed", "1"])
+    )
+    assert first == again != other and [len(prompt) for prompt in first] == [64, 64]
+    assert cli.main(["bench", "speculation", "--seed", "1"]) == 2
+    assert "--seed draws token ids for a model without a tokenizer" in capsys.readouterr().err
 
 
 def test_an_engine_in_a_process_of_its_own_does_what_one_does_here_and_its_end_is_an_error():

@@ -10,8 +10,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.fitting import check_weights
 from jaxpage.checkpoints.loading import load_sharded
 from jaxpage.checkpoints.opening import weights_bytes
-from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.resolve import DEMO, resolve_model_config
 from jaxpage.checkpoints.safetensors_files import SINGLE
 from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
@@ -1272,6 +1274,73 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resolve_model("org/name", "v2")
     with pytest.raises(ModelNotFoundError, match="Did you mean 'demo'"):
         resolve_model("demmo")
+
+
+GATED = "terms: ask for access on the model's page .*`hf auth login`, or set HF_TOKEN"
+PRIVATE = "no model of that name for you: .*if it is private, log in"
+REFUSED = "the hub refused access: the token may be old.*Log in anew"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "expected"),
+    [
+        (401, "GatedRepo", "Access to model org/name is restricted.", GATED),
+        (403, "GatedRepo", "You are not in the authorized list.", GATED),
+        (401, "RepoNotFound", "Repository not found", PRIVATE),
+        (404, "RepoNotFound", "Repository not found", PRIVATE),
+        (401, "", "Invalid credentials in Authorization header", REFUSED),
+        (403, "", "Forbidden", REFUSED),
+        (404, "RevisionNotFound", "Invalid rev id: main", "the hub gave no model of that name "),
+    ],
+)
+@pytest.mark.parametrize("refused", ["/api/", "/"])
+def test_the_real_hub_client_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+    message: str,
+    expected: str,
+    refused: str,
+) -> None:
+    """By a hub that refuses all, or that says which files a model has and does not give them."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if refused == "/" and self.path.startswith("/api/"):
+                file = {"rfilename": "config.json", "type": "file", "path": "config.json"}
+                files = [{**file, "oid": "0", "size": 2}]
+                described = {"id": "org/name", "sha": "c0ffee" * 7, "siblings": files}
+                body = json.dumps(files if "/tree/" in self.path else described).encode()
+                self.send_response(200)
+            else:
+                body = b""
+                self.send_response(status)
+                self.send_header("X-Error-Message", message)
+                if code:
+                    self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(ModelNotFoundError, match=expected) as raised:
+            resolve_model_config("org/name")
+        server.shutdown()
+    assert "cannot be reached" not in str(raised.value)
 
 
 def test_the_real_hub_client_offline(tmp_path: Path) -> None:

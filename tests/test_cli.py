@@ -21,9 +21,12 @@ import pytest
 
 import jaxpage.llm
 from jaxpage import __version__, cli
+from jaxpage.cli import doctor
+from jaxpage.cli.foreign_commands import ANSWERS
 from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
+from jaxpage.models import FAMILIES
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.neutral import NEUTRAL
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
@@ -278,6 +281,13 @@ def test_an_interrupt_is_a_line(
 
 
 WRONG_USE = [
+    (("run", "smollm2"), "invalid choice: 'run'; use `jaxpage chat MODEL` for a conversation"),
+    (("pull", "llama3"), "'pull'; `jaxpage serve`, `chat` and `generate` download a hub id"),
+    (("list",), "'list'; `jaxpage fetch` lists the models that it brings"),
+    (("ps",), "'ps'; ask the server: `curl http://127.0.0.1:8000/api/ps`"),
+    (("collect-env",), "'collect-env'; use `jaxpage doctor`"),
+    (("config", "list"), "invalid choice: 'list'; there are show, validate"),
+    (("chatt",), "did you mean 'chat'?"),
     (("generate",), "PROMPT"),
     (
         ("generate", "smollm2"),
@@ -481,10 +491,32 @@ def test_config_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert out == "" and "is valid" in err
 
 
+def test_each_answer_to_a_foreign_command_names_commands_and_paths_that_exist() -> None:
+    """They are in the guide too, which is where they are explained."""
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "from-ollama.md").read_text()
+    [commands] = [
+        action.choices for action in make_parser()._actions if action.metavar == "COMMAND"
+    ]
+    assert commands is not None
+    serve = commands["serve"]._option_string_actions
+    for name, answer in ANSWERS.items():
+        assert name not in commands
+        for command in re.findall(r"`jaxpage ([a-z-]+)", answer):
+            assert command in commands or command.startswith("--"), f"{name}: {command}"
+        for flag in re.findall(r"--[a-z-]+", answer):
+            assert flag in (*serve, "--help"), f"{name}: {flag}"
+        if name not in ("help", "complete", "collect-env"):
+            assert f"`ollama {name}" in guide, f"the guide lacks {name}"
+
+
 def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor") == 0
-    report = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    report = dict(line.split(maxsplit=1) for line in lines)
     assert report["jaxpage"] == __version__
+    names = [line.split(maxsplit=1)[1] for line in lines if line.startswith("architectures")]
+    assert names[0] == f"{len(FAMILIES)}, also listed in docs/reference/models.md:"
+    assert " ".join(names[1:]).split(", ") == [*FAMILIES] and max(map(len, names)) < 80
     assert {
         "jax",
         "jaxlib",
@@ -496,6 +528,27 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
         "demo",
         "JAX_PLATFORMS",
     } <= set(report)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("echo 'some c++ 14.2'; echo more", r"\S+cxx --flag: some c\+\+ 14.2"),
+        ("echo broken >&2; exit 3", r"\S+cxx --flag, which fails with status 3: broken"),
+        (None, r"none \(g\+\+, clang\+\+, c\+\+ or \$CXX\): kernels for CPUs .*"),
+    ],
+)
+def test_doctor_names_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if program is not None:
+        (tmp_path / "cxx").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "cxx").chmod(0o755)
+        monkeypatch.setenv("CXX", f"{tmp_path / 'cxx'} --flag")
+    [line] = doctor._cpp_compiler()
+    assert re.fullmatch(expected, line)
 
 
 def test_doctor_breaks_long_lines_on_a_terminal(

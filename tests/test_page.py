@@ -447,7 +447,13 @@ def counted(loop: AsyncDriver) -> Counter[str]:
 
 def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncDriver) -> None:
     open_live(page, server)
-    page.locator("#tour-slow").uncheck()
+    assert page.get_by_label("Slow motion").count() == 1, "one switch, which nothing contradicts"
+    costs = page.locator(".cost")
+    expect(costs.nth(1)).to_contain_text(re.compile(r"1 request, \d+ tokens, about \d+ s$"))
+    page.select_option("#pace", "1")
+    expect(costs.nth(1)).to_contain_text(re.compile("tokens, about (4|5)[0-9] s$"))
+    page.select_option("#pace", "0")
+    expect(costs.nth(1)).to_contain_text(re.compile(r"1 request, \d+ tokens$"))
 
     def played(name: str) -> tuple[str, Counter[str]]:
         before = counted(loop)

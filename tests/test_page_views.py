@@ -447,6 +447,40 @@ def test_a_server_that_is_gone_shows_no_live_blocks(page: Any, files: str) -> No
     assert page.evaluate(look) == "grayscale(1)"
 
 
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([" there", " lived"], "there lived"),
+        (["  there lived"], "there lived"),
+        ([" ", "there", " lived"], "there lived"),
+        ([", and", " so"], ", and so"),
+        (["\n\n", " next"], "\n\n next"),
+    ],
+)
+def test_a_continuation_begins_with_its_first_word(
+    page: Any, files: str, pieces: list[str], expected: str, with_tokens: bool
+) -> None:
+    """It is shown below its prompt, so the space between them is not; a line break is of the text."""
+    page.allowed += ["404", "405"]
+    open_faked(page, files, state(513))
+    shown = page.evaluate(
+        """async ([pieces, with_tokens]) => {
+            const { Exchange } = await import("/ui/exchange.js");
+            document.querySelector("#conversation").hidden = false;
+            const exchange = new Exchange([{ role: "prompt", content: "x" }], { showsTokens: true });
+            for (const text of pieces) {
+                const logprobs = with_tokens ? { tokens: [text], token_logprobs: [-1], top_logprobs: [{}] } : undefined;
+                exchange.add({ choices: [{ index: 0, text, logprobs }] });
+            }
+            exchange.end("");
+            return [exchange.columns[0].text.textContent, exchange.firstText];
+        }""",
+        [pieces, with_tokens],
+    )
+    assert shown == [expected, "".join(pieces)]
+
+
 def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> None:
     """A pool of 2,050 blocks, as of a default server, takes five requests of 6,576 tokens."""
     page.allowed += ["404", "405"]
@@ -459,7 +493,8 @@ def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> 
     open_faked(page, files, state(2050))
     page.evaluate("document.querySelector('#tour').inert = false")
     button = page.get_by_role("button", name="Force a preemption")
-    expect(button).to_contain_text("5 requests, 32,880 tokens")
+    # 128 steps compute the prompts, 256 tokens each, and 96 the outputs, each a quarter of a second.
+    expect(button).to_contain_text("5 requests, 32,880 tokens, about 56 s")
     button.click(force=True)
     expect(page.locator("#tour-text")).to_contain_text("computes 5 requests, 32,880 tokens")
     assert not posted

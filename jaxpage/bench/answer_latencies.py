@@ -24,7 +24,8 @@ def summary(
 
     TTFT, TPOT and ITL are vLLM's: the time to the first output, the rest divided by the other
     tokens, and the time between outputs. The normalised latency is that of the PagedAttention
-    paper: the whole time divided by the output tokens.
+    paper: the whole time divided by the output tokens. A latency without a sample is None, such as
+    the TPOT of requests with one token.
 
     Args:
         answers: The answers, with errors among them.
@@ -72,8 +73,11 @@ def _of(answer: Answer) -> dict[str, float]:
     }
 
 
-def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float]]:
-    values = np.array(seconds or [0.0]) * 1000
+def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float | None]]:
+    """Returns the mean and percentiles in milliseconds, or None for each if there is no time."""
+    if not seconds:
+        return [(f"{label}_{name}_ms", None) for label in ("mean", "median", "p90", "p99")]
+    values = np.array(seconds) * 1000
     median, p90, p99 = np.percentile(values, _PERCENTILES).tolist()
     spread = {"mean": float(values.mean()), "median": median, "p90": p90, "p99": p99}
     return [(f"{label}_{name}_ms", value) for label, value in spread.items()]

@@ -21,8 +21,9 @@ class _Numbers(Fields):
     mean_normalized_latency_ms: float
     median_ttft_ms: float
     p99_ttft_ms: float
-    median_tpot_ms: float
-    p99_tpot_ms: float
+    # Of requests with one token there is no TPOT.
+    median_tpot_ms: float | None
+    p99_tpot_ms: float | None
     median_e2el_ms: float
     p99_e2el_ms: float
 
@@ -75,11 +76,13 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     """Returns the ratios of this result to the baseline.
 
     Each has the ratio of the shown numbers, and the lowest and highest ratio that the single runs
-    allow. A number that is 0 in the baseline is left out.
+    allow. A number that is 0 in the baseline, or that a run lacks, is left out.
     """
     ratios = {}
     for name in COMPARED:
         theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
+        if None in (*theirs, *ours, baseline[name], result[name]):
+            continue
         if min(*theirs, baseline[name]) > 0:
             lowest = min(ours) / max(theirs)
             highest = max(ours) / min(theirs)

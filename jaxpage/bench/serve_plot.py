@@ -5,6 +5,7 @@ It needs matplotlib.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def _latencies(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
             ("tpot", "#E69F00"),
             ("normalized_latency", "#D55E00"),
         ):
-            values = [result[f"{label}_{name}_ms"] for result in results]
+            # matplotlib draws no point for NaN.
+            values = [result[f"{label}_{name}_ms"] or math.nan for result in results]
             axes.plot(
                 rates,
                 values,

@@ -53,17 +53,17 @@ class MetricsPoller:
         await self._look()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns means, maxima and counts over the run, and the samples themselves."""
+        """Returns counts over the run, and means and maxima of its samples, if there are any."""
         if not self._samples:
             return {}
         _, first = self._samples[0]
         _, last = self._samples[-1]
-        # Nothing runs before the first request and after the last.
-        during = self._samples[1:-1] or self._samples
+        # Nothing runs at the first and the last sample, so a run shorter than a poll has no means.
+        during = self._samples[1:-1]
         found: dict[str, Any] = {}
         series: dict[str, list[float]] = {"seconds": [seconds for seconds, _ in during]}
         for name in _GAUGES:
-            if name in last:
+            if name in last and during:
                 series[name] = [sample.get(name, 0.0) for _, sample in during]
                 found |= {
                     f"mean_{name}": sum(series[name]) / len(series[name]),
@@ -76,7 +76,9 @@ class MetricsPoller:
             of, among = (last.get(counter, 0.0) - first.get(counter, 0.0) for counter in pair)
             if among:
                 found[name] = of / among
-        return {**found, "server_series": series} if found else {}
+        if during and found:
+            found["server_series"] = series
+        return found
 
     async def _poll(self) -> None:
         while self._samples:  # empty if the first look found no metrics

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from importlib import resources
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
 from jaxpage.bench.throughput import check_plot
-from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.checkpoints import read_config, resolve_model, tokenizer_of
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
@@ -55,7 +56,7 @@ class Cell:
         tokens_per_second: The tokens of all sequences per second.
         ratio: The tokens per second over those of the two engines without drafts next to it.
         identical: Says whether the tokens are those without drafts, in every repeat.
-        task: The task that the prompts are of; empty for `--text` and random prompts.
+        task: The task that the prompts are of; empty without `--tasks`.
         ratios: The lowest and the highest ratio of all repeats.
         accepted: See `Run`.
     """
@@ -298,7 +299,7 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         check_plot(arguments.plot)
     if arguments.temperature < 0:
         raise UsageError(f"--temperature must not be negative, got {arguments.temperature:g}")
-    if arguments.seed < 0:
+    if arguments.seed is not None and arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
 
 
@@ -360,17 +361,24 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str, Prompts]:
     """Returns the prompts of each task; without tasks, those of the largest batch under "".
 
-    Prompts of no task have 64 tokens each: parts of the text, or random ids.
+    Prompts of no task have 64 tokens each: parts of the text of `--text` or of the packaged tales.
+    After random ids no drafter is right, so only a model without a tokenizer gets them.
     """
     count = max(arguments.batches)
+    has_random_ids = not (arguments.tasks or arguments.text) and tokenizer_of(config) is None
+    if arguments.seed is not None and not has_random_ids:
+        raise UsageError(
+            "--seed draws token ids for a model without a tokenizer; here it has no use"
+        )
     if arguments.tasks:
         return prompts_of_tasks(arguments.tasks, config)
-    if arguments.text is None:
+    if has_random_ids:
         vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]
-        draw = np.random.default_rng(arguments.seed)
+        draw = np.random.default_rng(arguments.seed or 0)
         drawn = [draw.integers(0, vocab_size, NUM_INPUT_TOKENS).tolist() for _ in range(count)]
         return {"": drawn}
-    token_ids = read_token_ids(arguments.text, config)
+    with resources.as_file(resources.files("jaxpage.bench") / "tales.txt") as tales:
+        token_ids = read_token_ids(arguments.text or str(tales), config)
     if len(token_ids) < NUM_INPUT_TOKENS:
         raise UsageError(
             f"--text {arguments.text}: at least {NUM_INPUT_TOKENS} tokens are needed, got {len(token_ids)}"

@@ -44,6 +44,8 @@ HUB_FILES = (
     *(*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, *EMBEDDING_FILES),
     *(SINGLE, INDEX, "orbax/*"),
 )
+# What huggingface_hub or its HTTP client raises if no hub answered.
+_UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"}
 # They are fetched after the index, together with the shards that it names.
 _WEIGHTS = (SINGLE, "orbax/*")
 
@@ -161,28 +163,48 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
         weights = [*(pattern for pattern in files if pattern in _WEIGHTS), *_shards(snapshot)]
         return fetch(weights, snapshot.name)
     except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
-        version = f" at revision {revision!r}" if revision else ""
         reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
-        if _is_unreachable(error):
-            found = f"the hub cannot be reached, and its cache on this machine has no such model{version}"
-        else:
-            found = f"the hub gave no model of that name{version}"
         raise ModelNotFoundError(
-            f"model = {name!r}: there is no such directory, and {found} ({type(error).__name__}: {reason}){_near(name)}"
+            f"model = {name!r}: there is no such directory, and {_refusal(error, revision)} ({type(error).__name__}: {reason}){_near(name)}"
         ) from error
 
 
-def _is_unreachable(error: Exception) -> bool:
-    """Returns whether a failed download says nothing about the model, since no hub answered.
+def _refusal(error: Exception, revision: str | None) -> str:
+    """Returns why the hub gave no model, and what to do if it wants to know the user.
 
-    huggingface_hub raises LocalEntryNotFoundError or OfflineModeIsEnabled then, or the HTTP
-    client's error. The client's classes are no part of the interface, so their names are compared.
+    huggingface_hub passes on some answers of the hub as the cause of "no such entry in the cache",
+    so the causes are looked at, too. Classes are compared by name, because those of its HTTP client
+    are no part of its interface.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(
-        names
-        & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"}
-    )
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
+    statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in chain}
+    version = f" at revision {revision!r}" if revision else ""
+    log_in = "`hf auth login`, or set HF_TOKEN"
+    if "GatedRepoError" in names:
+        return (
+            "the hub gives that model only to those who accept its terms: ask for access on the "
+            f"model's page of the hub, then log in with the same account ({log_in})"
+        )
+    if "RepositoryNotFoundError" in names:
+        return (
+            f"the hub has no model of that name{version} for you: check the spelling, and if it is "
+            f"private, log in with an account that may read it ({log_in})"
+        )
+    if statuses & {401, 403}:
+        return (
+            f"the hub refused access{version}: the token may be old, or lack the right to read this "
+            f"model. Log in anew ({log_in}); to read open models without a token unset HF_TOKEN, or `hf auth logout`"
+        )
+    if names & _UNREACHABLE:
+        return (
+            f"the hub cannot be reached, and its cache on this machine has no such model{version}"
+        )
+    return f"the hub gave no model of that name{version}"
 
 
 def _shards(snapshot: Path) -> list[str]:

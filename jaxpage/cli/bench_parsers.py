@@ -444,7 +444,9 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
 def _add_prompts(parser: Parser) -> None:
     texts = parser.add_mutually_exclusive_group()
     texts.add_argument(
-        "--text", metavar="FILE", help="text to take prompts from; default: random token ids"
+        "--text",
+        metavar="FILE",
+        help="text to take prompts from; default: the packaged tales, which the demo model and its drafters know",
     )
     texts.add_argument(
         "--tasks",
@@ -454,5 +456,8 @@ def _add_prompts(parser: Parser) -> None:
         help="tasks with twenty prompts each, measured one by one: summarise, edit (code), continue (tables), chat, translate",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of the random token ids that a model without a tokenizer gets; default: 0",
     )

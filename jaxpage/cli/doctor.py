@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ PACKAGES = (
 )
 OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 DETECTION_SECONDS = 5
+LINE_CHARACTERS = 78  # of a line of the list of architectures, after its name
 # The driver of CUDA 12.8. With older ones a CUDA graph with a condition or a loop may hang
 # (openxla/xla#25769).
 LEAST_DRIVER = 570
@@ -68,6 +70,7 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
     yield from _part("several hosts", _several_hosts)
     yield from _part("host memory", _host_memory)
     yield from _part("CPU kernels", _cpu_kernels)
+    yield from _part("C++ compiler", _cpp_compiler)
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
     yield from _part("architectures", _architectures)
@@ -189,6 +192,26 @@ def _cpu_kernels() -> Iterator[str]:
     yield cpu_kernels()
 
 
+def _cpp_compiler() -> Iterator[str]:
+    from jaxpage.device import cpp_compiler
+
+    try:
+        command = cpp_compiler()
+    except RuntimeError:
+        yield "none (g++, clang++, c++ or $CXX): kernels for CPUs come from a wheel that has them, or not at all"
+        return
+    done = subprocess.run(
+        [*command, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=DETECTION_SECONDS,
+        check=False,
+    )
+    version = (done.stdout + done.stderr).strip().partition("\n")[0]
+    failure = f", which fails with status {done.returncode}" if done.returncode else ""
+    yield f"{' '.join(command)}{failure}: {version}"
+
+
 def _compile_cache() -> Iterator[str]:
     from jaxpage.device import compile_cache_directory
 
@@ -259,7 +282,8 @@ def _chat_form(model: str) -> Iterator[str]:
 def _architectures() -> Iterator[str]:
     from jaxpage.models import FAMILIES
 
-    yield ", ".join(FAMILIES)
+    yield f"{len(FAMILIES)}, also listed in docs/reference/models.md:"
+    yield from textwrap.wrap(", ".join(FAMILIES), LINE_CHARACTERS, break_on_hyphens=False)
 
 
 def families_of_packages() -> Iterator[str]:

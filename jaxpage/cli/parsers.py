@@ -18,6 +18,7 @@ from jaxpage.cli.flags import (
     add_server_flags,
 )
 from jaxpage.cli.parsing import (
+    COMMAND,
     Commands,
     Parser,
     PrintCompletion,
@@ -44,7 +45,7 @@ def make_parser() -> Parser:
         choices=("bash", "zsh"),
         help='print a completion script: eval "$(jaxpage --print-completion bash)"',
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar=COMMAND, required=True)
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)

@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from jaxpage.cli.flag import OneModel
+from jaxpage.cli.foreign_commands import ANSWERS
 from jaxpage.settings.argument_checks import close_names
 from jaxpage.settings.from_vllm import answer_for_flag
 
+COMMAND = "COMMAND"  # stands for the commands of jaxpage itself, and for no actions of one
 # Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
 MOST_USAGE_LINES = 6  # with an error
@@ -57,6 +59,8 @@ class Parser(argparse.ArgumentParser):
             hint = (
                 f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
             )
+            if action.metavar == COMMAND:
+                hint = ANSWERS.get(str(value), hint)
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
         super()._check_value(action, value)
 

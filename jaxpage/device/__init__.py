@@ -10,6 +10,7 @@ one of them does not load the others. Other rooms take, to know a device before 
     Backend              names the kernels that steps use
     choose_backend       chooses them by the settings and the device
     attention_sets       says which kernel sets compute attention
+    cpp_compiler         gives the command of the compiler that makes kernels for CPUs
     cpu_kernels          says which kernels for CPUs there are
     processor            gives the name of the processor
 
@@ -77,7 +78,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpage.device.backends import Backend, attention_sets, choose_backend, cpu_kernels
+    from jaxpage.device.backends import (
+        Backend,
+        attention_sets,
+        choose_backend,
+        cpp_compiler,
+        cpu_kernels,
+    )
     from jaxpage.device.buckets import Bucket, BucketMenu, make_menu
     from jaxpage.device.device_spec import DeviceSpec, available_bytes, available_host_bytes
     from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
@@ -145,6 +152,7 @@ __all__ = [
     "check_graphs",
     "choose_backend",
     "compile_cache_directory",
+    "cpp_compiler",
     "cpu_kernels",
     "divided_shapes",
     "empty_inputs",
@@ -171,6 +179,7 @@ _HOMES = {
     "Backend": "jaxpage.device.backends",
     "attention_sets": "jaxpage.device.backends",
     "choose_backend": "jaxpage.device.backends",
+    "cpp_compiler": "jaxpage.device.backends",
     "cpu_kernels": "jaxpage.device.backends",
     "Bucket": "jaxpage.device.buckets",
     "BucketMenu": "jaxpage.device.buckets",

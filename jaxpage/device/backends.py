@@ -16,6 +16,7 @@ from jaxpage.device.packing import Packings
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import pack_modules
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
+from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
@@ -184,6 +185,15 @@ def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
     found = capability(device) or (0, 0)
     return found == (0, 0) or found >= BFLOAT16_CAPABILITY
+
+
+def cpp_compiler() -> list[str]:
+    """Returns the command of the compiler that makes the kernels for CPUs.
+
+    Raises:
+        RuntimeError: There is no compiler.
+    """
+    return compiler()
 
 
 def cpu_kernels() -> str:

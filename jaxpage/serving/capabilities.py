@@ -55,6 +55,7 @@ def capabilities(
             "max_body_bytes": server.max_body_bytes,
             "max_queued_requests": server.max_queued_requests,
             "max_num_seqs": engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
             "request_timeout_seconds": server.request_timeout_seconds,
             **asdict(limits),
             "max_prompt_logprobs": MAX_PROMPT_LOGPROBS,

@@ -83,6 +83,7 @@ export class Exchange {
         if (isAnew) column.text.replaceChildren();
         const spans = column.pieces.slice(isAnew ? 0 : column.numDrawn);
         column.text.append(...spans.flatMap(([text, tokens]) => spansOf(text, this.showsTokens ? tokens : [])));
+        trimStart(column.text);
       }
       column.numDrawn = column.pieces.length;
     }
@@ -117,6 +118,15 @@ export class Exchange {
     this.element.setAttribute("aria-busy", "false");
     this.note.classList.toggle("problem", isProblem);
     if (goesOn) toEnd();
+  }
+}
+
+/** Takes away the spaces with which a continuation begins: it is shown below its prompt, not after it. */
+function trimStart(text) {
+  for (const span of text.children) {
+    const trimmed = span.textContent.replace(/^ +/, "");
+    if (trimmed !== span.textContent) span.textContent = trimmed;
+    if (trimmed) return;
   }
 }
 

@@ -14,7 +14,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
 const view = new InspectorView({ onStep: (step) => replay.goToStep(step) });
 const playground = new Playground();
-const tour = new Tour(playground, { setPace, pathOf: (path) => live.pathOf(path) });
+const tour = new Tour(playground, { applyPace, pathOf: (path) => live.pathOf(path) });
 const live = new Live({ model: playground.model, onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
 let latest = null; // the last snapshot of the running engine
 let shown = {}; // the state of the engine that the page shows: {state, text, time}
@@ -23,7 +23,10 @@ const replay = new Replay(view, { onClose: showLatest, onProblem: showProblem })
 drawLegends();
 dark.addEventListener("change", () => setTheme(dark.matches));
 $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
-$("pace").addEventListener("change", () => live.setPace(Number($("pace").value)));
+$("pace").addEventListener("change", () => {
+  tour.check();
+  applyPace();
+});
 $("models").addEventListener("change", () => choose($("models").value));
 $("notice-act").addEventListener("click", act);
 $("go-to-tour").addEventListener("click", () => {
@@ -56,13 +59,10 @@ function showLatest() {
   if (latest) view.show(latest, true);
 }
 
-/** Slow motion, or none for undefined. Resolves to what it was before. */
-async function setPace(seconds) {
-  const before = $("pace").value;
-  if (Number(seconds) === Number(before) || (Number(seconds) && Number(before)) || $("pace-label").hidden) return before;
-  $("pace").value = String(seconds);
-  await live.setPace(Number(seconds));
-  return before;
+/** Asks for the slow motion that is chosen; that of the tour lasts as long as a preset runs. */
+async function applyPace() {
+  const seconds = $("pace").value === "tour" && !tour.running ? 0 : tour.pace;
+  if (seconds !== (live.pace ?? 0)) await live.setPace(seconds);
 }
 
 const STATUS = { live: "live", unloaded: "not loaded", loading: "loading", key: "needs a key", lost: "not live", refused: "refused", none: "no engine" };
@@ -121,7 +121,7 @@ function forget() {
 function take(snapshot) {
   latest = snapshot;
   failure = "";
-  $("pace-label").hidden = $("tour-slow-label").hidden = !snapshot.pace.can_be_slow;
+  $("pace-label").hidden = !snapshot.pace.can_be_slow;
   showState("live");
   tour.show(snapshot);
   if (!replay.recording) showLatest();

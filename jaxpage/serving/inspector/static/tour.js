@@ -7,17 +7,18 @@ const STORY =
   "Once upon a time there lived a young rabbit in an old town by the sea. Every morning he went down to the harbour to look at the ships, and every evening he told his sister what he had seen. ";
 const SECONDS_PER_STEP = 0.25;
 const LENGTH = 40; // tokens that a preset generates
+const TOKENS_OF_A_STEP = 256; // of a server that does not say it
 const MOST_TOKENS = 4096; // a preset that computes more is asked for twice
 const SAYING = "Little by little the bird builds its nest.";
 
-/** Each: its name, what is seen, `why` it cannot be shown here (or null), what it `costs` ([requests, tokens of prompts, tokens generated], at most),
- *  how it `run`s, and what came of it. */
+/** Each: its name, what is seen, `why` it cannot be shown here (or null), what it `costs` ([requests, tokens of prompts, tokens generated, decoding
+ *  steps], at most), how it `run`s, and what came of it. */
 const PRESETS = [
   {
     name: "Share a prefix",
     seen: "Two prompts begin alike: the second request finds the blocks of the first in the prefix cache, so both block tables begin with the same blocks.",
     why: ({ prefix_caching }) => (prefix_caching ? null : "prefix caching is off (enable_prefix_caching)"),
-    costs: (facts, { block_size }) => [2, 2 * (4 * block_size + 3), 1.5 * LENGTH],
+    costs: (facts, { block_size }) => [2, 2 * (4 * block_size + 3), 1.5 * LENGTH, LENGTH],
     async run(tour) {
       const begin = await tour.text(4 * tour.pool.block_size);
       const first = tour.send("Request A", { prompt: `${begin} One day`, max_tokens: LENGTH });
@@ -31,7 +32,7 @@ const PRESETS = [
     name: "Fork three samples",
     seen: "Three samples of one prompt share its blocks; the last one is only partly filled, so each sample that writes to it gets a copy first (copy-on-write).",
     why: ({ limits }) => (limits.max_num_seqs < 3 ? `max_num_seqs is ${limits.max_num_seqs}, and 3 are needed` : null),
-    costs: (facts, { block_size }) => [1, 2.5 * block_size, 3 * LENGTH],
+    costs: (facts, { block_size }) => [1, 2.5 * block_size, 3 * LENGTH, LENGTH],
     async run(tour) {
       const prompt = await tour.text(2 * tour.pool.block_size + Math.ceil(tour.pool.block_size / 2));
       await tour.send("One prompt, n = 3", { prompt, n: 3, temperature: 1, seed: 1, max_tokens: LENGTH }).ended;
@@ -42,7 +43,7 @@ const PRESETS = [
     name: "Beam search",
     seen: "Four beams share what they have in common: in every step some are forked and others dropped, and a dropped beam gives back only blocks that no other beam refers to.",
     why: ({ limits }) => (limits.max_num_seqs < 4 ? `max_num_seqs is ${limits.max_num_seqs}, and 4 are needed` : null),
-    costs: (facts, { block_size }) => [1, block_size + 3, 4 * LENGTH],
+    costs: (facts, { block_size }) => [1, block_size + 3, 4 * LENGTH, LENGTH],
     async run(tour) {
       await tour.send("Beam width 4", { prompt: await tour.text(tour.pool.block_size + 3), n: 4, use_beam_search: true, temperature: 0, max_tokens: LENGTH, stream: false }).ended;
     },
@@ -54,7 +55,7 @@ const PRESETS = [
     why: (facts, pool) => crowdOf(facts, pool).why ?? null,
     costs: (facts, pool) => {
       const { numRequests, numTokens, growth } = crowdOf(facts, pool);
-      return [numRequests, numRequests * numTokens, numRequests * growth];
+      return [numRequests, numRequests * numTokens, numRequests * growth, 2 * growth]; // who is preempted ends after the others
     },
     async run(tour) {
       const { numRequests, numTokens, growth } = crowdOf(tour.facts, tour.pool);
@@ -73,7 +74,7 @@ const PRESETS = [
     name: "Speculate",
     seen: "Drafts (hollow cells in the last step) are verified together in one step: the right ones are kept, so one step yields several tokens, and the text is the same as without them.",
     why: ({ speculation }) => (speculation ? null : `speculation is off; start the server with --speculative-config '{"method": "ngram"}'`),
-    costs: () => [1, LENGTH, 2 * LENGTH],
+    costs: () => [1, LENGTH, 2 * LENGTH, 2 * LENGTH],
     async run(tour) {
       const prompt = `"${SAYING}"\n\n"Say it again," said Walter.\n\n"${SAYING.split(" ")[0]}`;
       await tour.send("A text that repeats itself", { prompt, temperature: 0, max_tokens: 2 * LENGTH }).ended;
@@ -101,11 +102,15 @@ function costText([numRequests, prompts, generated]) {
   return `${count(numRequests, "request")}, ${count(Math.ceil(prompts + generated), "token")}`;
 }
 
+/** How long so many seconds are, for people. */
+function durationText(seconds) {
+  return seconds < 60 ? `about ${Math.ceil(seconds)} s` : `about ${Math.round(seconds / 60)} min`;
+}
+
 export class Tour {
-  /** playground: shows requests. setPace(seconds): asks for slow motion, or undefined for none; its answer is what was before.
-   *  pathOf(path): of the engine that is followed. */
-  constructor(playground, { setPace, pathOf }) {
-    Object.assign(this, { playground, setPace, pathOf });
+  /** playground: shows requests. applyPace(): asks for the slow motion that is chosen. pathOf(path): of the engine that is followed. */
+  constructor(playground, { applyPace, pathOf }) {
+    Object.assign(this, { playground, applyPace, pathOf });
     this.facts = null;
     this.running = null; // an AbortController
     this.costs = PRESETS.map(() => el("span", { class: "cost" }));
@@ -157,13 +162,26 @@ export class Tour {
     PRESETS.forEach((preset, index) => {
       const why = this.whyNot(preset);
       this.buttons[index].setAttribute("aria-disabled", String(Boolean(why)));
-      this.costs[index].textContent = why ? "not on this server: why?" : costText(this.costOf(preset));
+      this.costs[index].textContent = why ? "not on this server: why?" : this.priceOf(preset);
     });
     $("tour").hidden = $("to-tour").hidden = false;
   }
 
   costOf(preset) {
     return preset.costs(this.facts, this.pool);
+  }
+
+  /** The seconds of a step of a preset, in slow motion; 0 without. */
+  get pace() {
+    if ($("pace-label").hidden) return 0;
+    return $("pace").value === "tour" ? SECONDS_PER_STEP : Number($("pace").value);
+  }
+
+  /** What a preset costs, and how long slow motion makes it. */
+  priceOf(preset) {
+    const cost = this.costOf(preset);
+    const numSteps = Math.ceil(cost[1] / (this.facts.limits.max_num_batched_tokens ?? TOKENS_OF_A_STEP)) + cost[3];
+    return this.pace ? `${costText(cost)}, ${durationText(numSteps * this.pace)}` : costText(cost);
   }
 
   whyNot(preset) {
@@ -180,7 +198,7 @@ export class Tour {
     this.tell("");
     $("tour-run").hidden = !isMuch;
     if (!why && !isMuch) return this.start(preset);
-    $("tour-text").textContent = why ? `Not on this server: ${why}.` : `The pool is large, so this computes ${costText(this.costOf(preset))}, and other users wait for it.`;
+    $("tour-text").textContent = why ? `Not on this server: ${why}.` : `The pool is large, so this computes ${this.priceOf(preset)}, and other users wait for it.`;
   }
 
   /** What came of a preset. */
@@ -198,9 +216,9 @@ export class Tour {
     this.numSteps = this.mostShared = 0;
     const before = Math.max(0, ...this.snapshot.requests.map(({ number }) => number));
     this.busy(new AbortController());
-    const pace = $("tour-slow").checked ? await this.setPace(SECONDS_PER_STEP) : null;
     try {
       this.problem = "";
+      await this.applyPace();
       await preset.run(this);
       const state = await (await request(this.pathOf("/debug/state"))).json();
       this.show(state);
@@ -212,8 +230,8 @@ export class Tour {
       if (!(error instanceof ApiError)) throw error;
       this.tell(error.message, true);
     } finally {
-      if (pace !== null) await this.setPace(pace);
       this.busy(null);
+      await this.applyPace();
     }
   }
 
