@@ -17,6 +17,9 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte, with byt
 _CONTEXT_TOKENS = 8
 _MOST_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
 _MOST_TOKENS = 24  # in a window that grows by tokens without text
+# With byte fallback a run of bytes is held back until it ends, as far as it is not longer. It is a
+# word, or some emoji: a reader hardly waits for it.
+MAX_HELD_BYTES = 96
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -123,17 +126,31 @@ class StreamDetokenizer:
     replacement character for an unfinished character, for invalid bytes, and for U+FFFD itself.
 
     With byte fallback (`<0xE7>`) a decoder writes a run of bytes as a text, or, if any of it is
-    invalid, a replacement character for each byte, those of complete characters included. Here
-    complete characters are given out at once and stay, whatever follows them; from the first
-    invalid byte to the end of the run there is a replacement character for each byte.
+    invalid, a replacement character for each byte, those of complete characters included. So a run
+    is held back until it ends or something of it is invalid. Of a longer one the complete
+    characters are given out and stay, whatever follows them.
 
     `tokenizers.DecodeStream` raises an error in such a run, and it repeats a prompt that ends in a
     replacement character.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        max_held_bytes: int = MAX_HELD_BYTES,
     ):
+        """Begins after a prompt.
+
+        Args:
+            tokenizer: The tokenizer.
+            prompt_token_ids: The tokens before the first one; their text is not given out.
+            skip_special_tokens: True if special tokens are no text.
+            max_held_bytes: The longest run of bytes that is held back until it ends. With 0 each
+                character is given out with its last byte.
+        """
         self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
         self._bytes = _bytes_by_token(self._backend)
@@ -141,12 +158,14 @@ class StreamDetokenizer:
         self._window: list[int] = []
         self._known = ""
         self._unfinished = b""  # the bytes of an unfinished character
-        # With byte fallback the tokens of `_unfinished`, which are not in the window.
+        # With byte fallback the run of bytes that is held back, which is not in the window.
         self._open: list[int] = []
+        self._max_held = 0  # a prompt shows its complete characters
         self._num_prompted = 0  # of `_open`, which the prompt shows already
         self._is_broken = False  # in a run of bytes of which some were invalid
         for token_id in self._context(prompt_token_ids):
             self.push(token_id)
+        self._max_held = max_held_bytes
         self._num_prompted = len(self._open)
         if self._unfinished and not self._open:
             self._known = self._decode(self._window)
@@ -171,7 +190,7 @@ class StreamDetokenizer:
         if piece == b"" or (self._skip and token_id in self._bytes.special):
             return ""
         if piece is None:
-            new = self._break_off()
+            new = self._end_run()
             self._is_broken = False
             return new + self._append([token_id])
         if self._bytes.has_fallback:
@@ -183,7 +202,7 @@ class StreamDetokenizer:
     def flush(self) -> str:
         """Returns the text that is held back; incomplete bytes become the replacement character."""
         if self._open:
-            return self._break_off()
+            return self._end_run()
         self._unfinished = b""
         return self._take(self._decode(self._window))
 
@@ -208,12 +227,19 @@ class StreamDetokenizer:
             _, num_read = codecs.utf_8_decode(self._unfinished, "strict", False)
         except UnicodeDecodeError:
             return self._break_off()
-        if not num_read:
+        if num_read:
+            self._unfinished = b""
+        if self._unfinished or len(self._open) <= self._max_held:
             return ""
-        character, self._open = self._open, []
-        self._unfinished = b""
+        return self._end_run()
+
+    def _end_run(self) -> str:
+        """Returns the text of the run of bytes that is held back, if there is one."""
+        if self._unfinished:
+            return self._break_off()
+        run, self._open = self._open, []
         self._num_prompted = 0
-        return self._append(character)
+        return self._append(run) if run else ""
 
     def _break_off(self) -> str:
         """Returns the text of bytes that will be no character, if there are any."""

@@ -79,7 +79,9 @@ class TextOffsets:
         self._stream = (
             None
             if tokenizer is None
-            else StreamDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=False)
+            else StreamDetokenizer(
+                tokenizer, prompt_token_ids, skip_special_tokens=False, max_held_bytes=0
+            )
         )
 
     def after(self, token_id: int, text: str) -> int:
