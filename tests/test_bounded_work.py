@@ -42,7 +42,7 @@ from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.step.request import Sequence
 from tests.support.fake_device import make_group
 from tests.support.raw_http import answer_of, ask
-from tests.support.running import Running, demo_engine, serving, wait_until
+from tests.support.running import WAIT_SECONDS, Running, demo_engine, serving, wait_until
 from tests.support.wire import chatml, context
 
 COMPLETIONS = "/v1/completions"
@@ -523,7 +523,12 @@ def test_large_requests_and_long_texts_are_read_aside(server: Running) -> None:
         large = [asyncio.ensure_future(preparing.run(slow, LARGE_SIZE + 1)) for _ in range(3)]
         answer = asyncio.ensure_future(preparing.answer(slow, LARGE_ANSWER_VALUES + 1))
         await asyncio.to_thread(begun.wait)
-        name = await preparing.run(lambda: threading.current_thread().name, LARGE_SIZE)
+        small = preparing.run(lambda: threading.current_thread().name, LARGE_SIZE)
+        try:
+            name = await asyncio.wait_for(small, WAIT_SECONDS)
+        except TimeoutError:
+            goes_on.set()
+            raise
         assert name.startswith("jaxpage-reading_")
         assert await preparing.answer(lambda: 1, LARGE_ANSWER_VALUES) == 1
         others = [asyncio.ensure_future(preparing.run(slow, LARGE_SIZE + 1)) for _ in range(9)]
