@@ -364,8 +364,10 @@ def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client: httpx.Cli
     client.post("/v1/completions", json=asked("demo", 0, 0))
     listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
     for model in listed.values():
-        assert len(model["digest"]) == 64 and model["size"] > 0 and model["modified_at"]
-        assert model["details"]["family"] == "llama" and model["details"]["parameter_size"]
+        assert len(model["digest"]) == 64 and model["modified_at"]
+        if model["size"]:  # the files of one are not there
+            assert model["details"]["family"] and model["details"]["parameter_size"]
+    assert listed["demo"]["size"] and listed["other"]["size"]
     loaded = {model["name"]: model for model in client.get("/api/ps").json()["models"]}
     assert loaded["demo"]["digest"] == listed["demo"]["digest"]
     assert loaded["demo"]["details"] == listed["demo"]["details"]
