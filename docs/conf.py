@@ -14,6 +14,7 @@ html_title = "jaxpage"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
+html_search_scorer = "scorer.js"
 smartquotes = False  # they would make one dash of the two before a flag
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

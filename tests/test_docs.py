@@ -17,6 +17,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.cli.parsers import make_parser
 from jaxpage.step.plan import StepPlan, StepResult
+from tests.support.browsing import CHROMIUM, launched
 from tests.support.engines import BLOCKS_OF_4, make_llm
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,35 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "LLM.generate" in (tmp_path / "reference" / "python.html").read_text()
+    if CHROMIUM.exists():
+        look_at_site(tmp_path)
+
+
+def look_at_site(site: Path) -> None:
+    """What a reader sees: guides first in a search, no table that scrolls, the picture of the theme."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="jaxpage[test] has it")
+    with launched(playwright) as browser:
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark")
+        for word in ("preemption", "speculation", "cache"):
+            page.goto(f"file://{site}/search.html?q={word}")
+            page.wait_for_selector("ul.search li")
+            page.wait_for_function("!document.querySelector('#search-progress')?.innerText")
+            links = page.locator("ul.search li > a").evaluate_all("all => all.map(one => one.href)")
+            rooms = [link.removeprefix(f"file://{site}/").partition("/")[0] for link in links]
+            assert rooms[0] in ("guides", "tutorials"), (word, links[:3])
+            last_guide = max(place for place, room in enumerate(rooms) if room == "guides")
+            assert last_guide < rooms.index("decisions"), word
+        too_wide = "[...document.querySelectorAll('.table-wrapper')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        for path in sorted(site.rglob("*.html")):
+            if "table-wrapper" in path.read_text():
+                page.goto(f"file://{path}")
+                assert page.evaluate(too_wide) == 0, f"a table of {path.name} scrolls"
+        page.goto(f"file://{site}/index.html")
+        visible = page.locator("article img").evaluate_all(
+            "all => all.filter(one => one.checkVisibility()).map(one => one.src)"
+        )
+        assert [Path(source).name for source in visible] == ["page-dark.png"]
+        page.close()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -28,7 +28,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.serving import ServerConfig, open_incidents
 
-DESKTOP, PHONE = (1440, 1200), (390, 844)
+DESKTOP, PHONE = (1440, 900), (390, 844)
 STEP = 14  # the step of a log that is shown
 SECONDS = 120.0  # seconds that a server may take to start
 FLAGS = ["--no-sandbox", "--disable-gpu"]
@@ -139,9 +139,14 @@ def start_tour(page: Page, name: str) -> None:
 def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
     """Takes three samples that fork, in slow motion, at the moment of the copies.
 
-    Other requests run at the same time.
+    Other requests run at the same time, an earlier answer fills the conversation, and the block
+    tables of the samples are shown.
     """
     with opened(browser, address, scheme, DESKTOP) as page:
+        page.get_by_text("Completion", exact=True).click()
+        page.fill("#prompt", "Once upon a time there lived a clever fox")
+        page.click("#send")
+        page.wait_for_selector("#send:not([disabled])")
         page.select_option("#pace", "0.25")
         post(
             page,
@@ -157,6 +162,7 @@ def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
         page.wait_for_function(
             "() => document.querySelector('#step-numbers').textContent.includes('copied')"
         )
+        page.locator("#requests button").last.click()
         page.wait_for_timeout(150)
         page.screenshot(path=out / f"page-{scheme}.png")
 
