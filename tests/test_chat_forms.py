@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
+from jaxpage.chat_forms.deriving_text import _header
 from jaxpage.chat_forms.markers import PLACEHOLDER, before_placeholder
+from jaxpage.chat_forms.probes import Call, Prober
 from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
@@ -982,3 +984,19 @@ def test_a_stray_mark_after_an_answer_is_no_content_where_the_template_drops_it(
     message = same_however_cut(form, text, prompt, data)
     assert (message["content"], message["reasoning_content"]) == (content, "")
     assert len(message["tool_calls"]) == text.count("tool_call>call")
+
+
+@pytest.mark.parametrize("earlier", [None, "an answer that is folded away"])
+def test_a_header_is_that_of_the_prompt_where_no_earlier_answer_shows_another(earlier: Any) -> None:
+    prober = Prober(lambda _: earlier)
+    assert _header(prober, 0, "<assistant>text", "<assistant>") == "<assistant>"
+
+
+def test_a_result_belongs_to_the_first_call() -> None:
+    rendered_ones: list[str] = []
+    calls = [Call("look_up", {}), Call("add", {"a": 1})]
+    Prober(lambda text: rendered_ones.append(text)).answer(calls, result="3")
+    _, answer, result = json.loads(rendered_ones[0])[0]
+    first = answer["tool_calls"][0]
+    assert result["tool_call_id"] == first["id"] != answer["tool_calls"][1]["id"]
+    assert result["name"] == first["function"]["name"] == "look_up"

@@ -15,6 +15,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -34,6 +35,7 @@ from jaxpage.checkpoints import (
     convert,
     describe_model,
     load_weights,
+    loading,
     open_model,
     read_config,
     resolve_model,
@@ -1029,6 +1031,27 @@ ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def orbax_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("orbax")
     return convert(random_checkpoint(folder / "hf", LLAMA), folder / "orbax", progress=False)
+
+
+def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    restored = {"layer": {"shared": np.ones(2, np.float32), "alone": np.zeros(2, np.float32)}}
+    infos = {
+        name: SimpleNamespace(name=f"layer.{name}", dtype="F32", shape=(2,))
+        for name in ("shared", "alone")
+    }
+    pieces = [
+        SimpleNamespace(pieces=[(None, infos[name])]) for name in ("shared", "alone", "shared")
+    ]
+    plan = SimpleNamespace(
+        layout="orbax", arrays=None, tensors=infos, directory=None, parameters=pieces
+    )
+    monkeypatch.setattr(loading, "restore_orbax", lambda directory, wanted: restored)
+    read = loading.stored_arrays(plan)
+    assert read(infos["shared"])[0] == 1 and "shared" in restored["layer"]
+    assert read(infos["alone"])[0] == 0 and "alone" not in restored["layer"]
+    assert read(infos["shared"])[0] == 1 and restored == {"layer": {}}
 
 
 @orbax_complaints

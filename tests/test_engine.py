@@ -37,6 +37,7 @@ from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
+from tests.support.scripted import DRAFTING, Scripted, draft_with
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=150)
@@ -1068,6 +1069,19 @@ def _too_long(llm):
     request = llm._engine.admission.admit("too long", llm._engine.prepare(None, [1] * 250, GREEDY))
     object.__setattr__(request, "max_total_tokens", 17 * 16 + 2)
     return SequenceGroup(request, [Sequence(10**6, 0, 250, [1] * 250)])
+
+
+def test_a_prefix_that_is_cached_but_for_its_last_token_is_pinned_without_drafts(directory):
+    """A right draft would take it past its end, and there would be nothing to pin."""
+    (prompt,) = prompts_of(33)
+    with make_llm(directory, speculative_config=DRAFTING) as llm:
+        text = [*prompt, *one(llm, prompt, GREEDY).token_ids]
+        draft_with(llm._engine, Scripted(dict.fromkeys(range(9), text), lambda *_: (4, 0)))
+        with llm.pin_prefix(prompt) as pinned:
+            assert pinned.num_tokens == 33
+        assert llm.stats()["spec_decode_num_drafts_total"] == 0
+        assert one(llm, prompt, GREEDY).token_ids == text[33:]
+        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > 0, "nobody drafted right"
 
 
 def test_pins_go_with_the_pages(llm, caplog):

@@ -110,6 +110,14 @@ def test_sleep_waits_for_running_requests_and_not_for_pins(llm):
     assert not llm.is_sleeping
 
 
+def test_by_hand_a_turn_that_only_makes_a_change_has_done_something(directory):
+    with make_llm(directory, start=False) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        llm.sleep()
+        assert sum(len(chunk.outputs[0].token_ids) for chunk in stream) == 8
+        assert llm.is_sleeping and not llm._driver.step()
+
+
 def test_updated_weights_survive_the_host_and_are_dropped_with_the_others(directory):
     with make_llm(directory) as llm:
         before = texts(llm)
