@@ -34,7 +34,7 @@ OLDER = {"attention": FULL, "mamba": LINEAR}
 PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": MLP}
 # transformers has the first name in memory, files have the second one.
 prefix = ("model.", "backbone.")
-ignored = ("mtp.*",)
+ignored = ("*mtp.*",)
 # The names of these fields in older files outrank those of the class.
 _RENAMED = {
     "mamba_n_groups": "n_groups",
