@@ -14,7 +14,13 @@ pytest.importorskip("torch", reason="the oracle is transformers on torch")
 from jaxpage.models.fields import Fields
 from tests.support.checkpoint_cases import KEPT, Config, class_fields, random_value
 from tests.support.config_defaults import read
-from tests.support.hf_models import MODELS, config_json, make_model, torch
+from tests.support.hf_models import (
+    MODELS,
+    config_json,
+    make_model,
+    stated_time_steps,
+    torch,
+)
 from tests.support.model_forms import FORMS
 from tests.support.sweeps import few
 
@@ -43,7 +49,7 @@ def logits_with(config: Config, state: dict[str, Any]) -> torch.Tensor | None:
     fields = {name: value for name, value in config.items() if name not in KEPT[:2]}
     model_class = getattr(transformers, config["architectures"][0])
     try:
-        model = model_class(model_class.config_class(**fields)).eval()
+        model = stated_time_steps(model_class(model_class.config_class(**fields)).eval())
         model.load_state_dict(state)
         return model(IDS % config["vocab_size"]).logits[0]
     except Exception:

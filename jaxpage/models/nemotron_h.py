@@ -5,7 +5,6 @@ Each layer is one of the three, after a norm. Attention has no positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba, read_groups
+from jaxpage.models.mamba_config import make_mamba, read_groups, read_time_steps
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_attention, make_mlp
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -39,7 +38,7 @@ ignored = ("*mtp.*",)
 _RENAMED = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
-    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
 }
 
@@ -117,8 +116,8 @@ def _read_mamba(fields: Fields) -> MambaSpec:
         vector=fields.integer("ssm_state_size", 128),
         kernel=fields.integer("conv_kernel", 4),
         activation=fields.activation("mamba_hidden_act", "silu"),
-        # transformers reads no other limit, and has this one in prompts alone.
-        time_steps=(fields.number("time_step_min", 0.001), math.inf),
+        # As in NVIDIA's own code, mlx-lm and vLLM; transformers has (time_step_min, infinity).
+        time_steps=read_time_steps(fields),
         convolution_bias=fields.flag("use_conv_bias", True),
         input_bias=bias,
         output_bias=bias,

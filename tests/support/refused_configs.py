@@ -188,7 +188,6 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             (CheckpointError, "mixed", "mamba_d_head", 5),
             (CheckpointError, "mixed", "mamba_n_groups", 3),
             (CheckpointError, "dense", "time_step_limit", [2.0, 1.0]),
-            (CheckpointError, "dense", "time_step_limit", None),
         )
     ),
     (CheckpointError, "bamba-mixed", "attn_layer_indices", {"attn_layer_indices": 1}),
@@ -210,7 +209,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             *((UnsupportedError, "use_long_context", True),),
             *((UnsupportedError, "use_shared_mlp_adapter", False),),
             *((UnsupportedError, "tie_word_embeddings", False),),
-            *((UnsupportedError, "time_step_limit", [0.1, 0.2]),),
+            *((CheckpointError, "time_step_limit", [0.2, 0.1]),),
             (UnsupportedError, "layers_block_type", ["mamba", "hybrid", "full_attention", "mamba"]),
         )
     ),
