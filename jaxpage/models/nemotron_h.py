@@ -29,8 +29,11 @@ FULL = "full_attention"
 LINEAR = "linear_attention"
 MLP = "mlp"
 KINDS = (FULL, LINEAR, MLP)
+EXPERTS = "moe"
 OLDER = {"attention": FULL, "mamba": LINEAR}
-PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": MLP}
+PATTERN = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}
+# What stands in for the layers of a config that is refused, so that its other fields are read.
+_CORRECTED = {"layer_types": [FULL], "layers_block_type": [FULL], "hybrid_override_pattern": None}
 # transformers has the first name in memory, files have the second one.
 prefix = ("model.", "backbone.")
 ignored = ("*mtp.*",)
@@ -92,18 +95,32 @@ class Spec(RotaryDecoderSpec):
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
     """Returns the kind of each layer, from a list or from a pattern of letters."""
-    types = fields.get("layer_types", None)
     pattern = fields.get("hybrid_override_pattern", None)
-    if types is None and isinstance(pattern, str):
+    if fields.get("layer_types", None) is not None:
+        found = fields.in_file("layer_types")
+        types = fields.get("layer_types", None)
+    elif isinstance(pattern, str):
+        found = f"hybrid_override_pattern = {pattern!r}"
         types = [PATTERN.get(letter, letter) for letter in pattern]
-    if types is None:
-        types = [LINEAR, "moe", FULL, MLP]
-    if not isinstance(types, list) or not {*map(str, types)} - {MLP}:
-        text = f"layers_block_type must list layers of {', '.join(KINDS)}, and not the last alone, not {types!r}"
-        fields.note(WrongField(text), layer_types=[FULL], layers_block_type=[FULL])
-        types = [FULL]
-    found = fields.layer_types(types, kinds=KINDS, older=OLDER)
-    return tuple(kind if kind in KINDS else FULL for kind in found)
+    elif pattern is None:
+        found = "without layers_block_type and hybrid_override_pattern, a model"
+        types = [LINEAR, EXPERTS, FULL, MLP]
+    else:
+        found = f"hybrid_override_pattern = {pattern!r}"
+        types = None
+    types = [OLDER.get(str(kind), kind) for kind in types] if isinstance(types, list) else []
+    if not {*map(str, types)} - {MLP}:
+        text = f"{found} must name layers of {FULL} (*), {LINEAR} (M) and {MLP} (-), and not the last alone"
+        fields.note(WrongField(text), **_CORRECTED)
+    elif EXPERTS in types:
+        text = f"{found} has layers with experts (Nemotron 3), which are not supported"
+        fields.note(RefusedField(text), **_CORRECTED)
+    elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
+        text = f"{found} has layers {', '.join(unknown)}, which are not supported"
+        fields.note(RefusedField(text), **_CORRECTED)
+    else:
+        return tuple(types)
+    return (FULL,)
 
 
 def _read_mamba(fields: Fields) -> MambaSpec:
