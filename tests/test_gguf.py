@@ -493,14 +493,29 @@ def with_templates(path: Path, *names: str) -> Path:
     return vocabulary_file(path, "gpt-2", WORDS[:1], **listed, **more)
 
 
-ESCAPES = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "../../.bashrc", ".x", "a\nb", "a b", "x" * 65]
+ESCAPES = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/x",
+    "a/b",
+    "a\\b",
+    "../../.bashrc",
+    ".x",
+    "a\nb",
+    "a b",
+    "x" * 65,
+]
 
 
 @pytest.mark.parametrize("name", [*ESCAPES, "tool\u2044use"])
 def test_a_name_of_a_chat_template_is_no_path(name: str, tmp_path: Path) -> None:
     """`convert` makes it the name of a file."""
     path = with_templates(tmp_path / "x.gguf", "tool_use", name)
-    with pytest.raises(CheckpointError, match=r"tokenizer.chat_templates has .*: a name is 1 to 64"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.chat_templates has .*: a name is 1 to 64"
+    ):
         gguf_tokenizer(path)
 
 

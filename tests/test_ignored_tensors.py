@@ -46,7 +46,9 @@ def names_of(pattern: str) -> list[str]:
         names = names[:1] if text == "inv_freq" else names[1:]
     else:
         starts = ("",) if pattern.startswith(("^", "model")) else ("", "model.")
-        names = [f"{start}{text}{end}" for start in starts for end in (".weight", ".up_proj.weight")]
+        names = [
+            f"{start}{text}{end}" for start in starts for end in (".weight", ".up_proj.weight")
+        ]
         names = names if pattern.endswith(("*", ".")) else names[::2]
     assert all(re.search(pattern, name) for name in names)
     return names

@@ -959,7 +959,11 @@ MIXED_LAYERS = {
     for module, algorithm in MIXED.items()
 }
 MTP_LAYERS = {"mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}
-MAKERS = {"FP8": "fp8 of modelopt", "NVFP4": "nvfp4 of modelopt", "W4A16_NVFP4": "nvfp4 of modelopt"}
+MAKERS = {
+    "FP8": "fp8 of modelopt",
+    "NVFP4": "nvfp4 of modelopt",
+    "W4A16_NVFP4": "nvfp4 of modelopt",
+}
 
 
 def mixed_checkpoint(directory: Path) -> dict[str, np.ndarray]:
@@ -971,7 +975,9 @@ def mixed_checkpoint(directory: Path) -> dict[str, np.ndarray]:
         algorithm = MIXED.get(module, MIXED.get(module.partition(".")[0]))
         if algorithm in MAKERS:
             stored, exact[key] = stored_at(place, MAKERS[algorithm], *tensors.pop(key).shape)
-            tensors |= {f"{key.removesuffix('weight')}{end}": array for end, array in stored.items()}
+            tensors |= {
+                f"{key.removesuffix('weight')}{end}": array for end, array in stored.items()
+            }
     write_tensors(directory, tensors)
     return exact
 

@@ -93,7 +93,9 @@ def mixed(
     x_TD: np.ndarray, w: Tensors, sizes: dict[str, int], epsilon: float, limit: tuple[float, float]
 ) -> np.ndarray:
     """Returns the output of a layer of Mamba 2, by a loop over the tokens."""
-    heads, groups, vector, kernel = (sizes[name] for name in ("heads", "groups", "vector", "kernel"))
+    heads, groups, vector, kernel = (
+        sizes[name] for name in ("heads", "groups", "vector", "kernel")
+    )
     inner = w["norm.weight"].size
     gate, convolved, steps = np.split(
         x_TD @ w["in_proj.weight"].T, [inner, w["in_proj.weight"].shape[0] - heads], axis=1

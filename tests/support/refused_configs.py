@@ -214,7 +214,11 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
                 {"hybrid_override_pattern": "MX"},
             ),
             *(
-                (CheckpointError, "hybrid_override_pattern = .* must", {"hybrid_override_pattern": x})
+                (
+                    CheckpointError,
+                    "hybrid_override_pattern = .* must",
+                    {"hybrid_override_pattern": x},
+                )
                 for x in (5, "", "--")
             ),
         )

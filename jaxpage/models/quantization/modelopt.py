@@ -22,7 +22,13 @@ from jaxpage.models.quantization.decoding import (
     scale_of_weight,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, UNQUANTISED, Scheme, matches, read_kv_cache
+from jaxpage.models.quantization.scheme import (
+    KV_SCALES,
+    UNQUANTISED,
+    Scheme,
+    matches,
+    read_kv_cache,
+)
 
 NAME = "modelopt"
 SIZE_FIELDS = ""
