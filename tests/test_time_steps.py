@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 
 pytest.importorskip("torch", reason="the weights are those of transformers on torch")
 
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp
 
-from jaxpage.checkpoints import load_weights, open_model  # noqa: E402
-from tests.support.dense import logits_of  # noqa: E402
-from tests.support.hf_models import save_model  # noqa: E402
+from jaxpage.checkpoints import load_weights, open_model
+from tests.support.dense import logits_of
+from tests.support.hf_models import save_model
 
 TOKENS = np.arange(2, 42) * 7 % 61
 Tensors = dict[str, np.ndarray]

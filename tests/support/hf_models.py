@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tests.support.model_configs import MODELS, config_json
+from tests.support.model_configs import config_json
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
