@@ -19,7 +19,7 @@ from jaxpage.driver import Driver, Handle, HeldPrefix, Update, check_streamable,
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import Pooling, RequestOutput
+from jaxpage.outputs import RequestOutput, TokenPooling
 
 _Result = TypeVar("_Result")
 
@@ -226,11 +226,14 @@ class AsyncDriver(Driver):
             raise self.turns.too_late() from None
 
     async def vectors(
-        self, requests: Sequence[PreparedRequest], embedder: Embedder, pooling: Pooling
+        self,
+        requests: Sequence[PreparedRequest],
+        embedder: Embedder,
+        poolings: Sequence[TokenPooling],
     ) -> AsyncIterator[npt.NDArray[np.float32]]:
         """Yields the vectors of prompts, computed between steps, all with the same weights."""
         weights = await asyncio.wrap_future(self.weights())
-        for request in requests:
+        for request, pooling in zip(requests, poolings, strict=True):
             order = self.embed(embedder, weights["target"], request.token_ids, pooling)
             yield await asyncio.wrap_future(order)
 

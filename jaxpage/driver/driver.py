@@ -33,7 +33,7 @@ from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import ShuttingDown
-from jaxpage.outputs import Pooling
+from jaxpage.outputs import TokenPooling
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -290,7 +290,7 @@ class Driver:
         return self.call(lambda engine: engine.runner.parameters)
 
     def embed(
-        self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: Pooling
+        self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: TokenPooling
     ) -> Answer[npt.NDArray[np.float32]]:
         """Computes the vector [D] of a prompt with weights of the model."""
         return self.call(lambda engine: embedder.embed(weights, token_ids, pooling))

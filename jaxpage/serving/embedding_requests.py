@@ -83,11 +83,11 @@ class Embedding:
     async def _values(
         self, asked: Any, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
-        """Returns what the answer is made of, here the vectors, which are not normalised."""
+        """Returns what the answer is made of, here the pooled vectors."""
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
         vectors = []
-        async for vector in self._driver.vectors(requests, self._embedder, asked.pooling):
+        async for vector in self._driver.vectors(requests, self._embedder, asked.poolings):
             vectors.append(vector)
             asked.check_width(vectors[0].size)
         return vectors
