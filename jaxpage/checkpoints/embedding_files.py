@@ -270,7 +270,7 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
 
 
 def _kind_and_path(module: Any) -> tuple[str, str]:
-    """Returns the class of a module, with its package if that is not the library's, and its path."""
+    """Returns the path of a module, and its class, which has its package if it is another one."""
     kind = module.get("type") if isinstance(module, dict) else None
     path = module.get("path", "") if isinstance(module, dict) else None
     if not isinstance(kind, str) or not isinstance(path, str):
