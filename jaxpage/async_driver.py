@@ -30,7 +30,7 @@ from jaxpage.driver import (
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import EngineFailed, JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import Pooling, RequestOutput
+from jaxpage.outputs import RequestOutput, TokenPooling
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -294,13 +294,16 @@ class AsyncDriver(Driver):
             raise self.turns.too_late() from None
 
     async def vectors(
-        self, requests: Sequence[PreparedRequest], embedder: Embedder, pooling: Pooling
+        self,
+        requests: Sequence[PreparedRequest],
+        embedder: Embedder,
+        poolings: Sequence[TokenPooling],
     ) -> AsyncGenerator[npt.NDArray[np.float32], None]:
-        """Yields the vectors of prompts; see `Driver.embedding`.
+        """Yields the pooled vectors of prompts; see `Driver.embedding`.
 
         A reader that stops early closes the generator (`contextlib.aclosing`).
         """
-        with self.embedding(embedder, requests, pooling) as answers:
+        with self.embedding(embedder, requests, poolings) as answers:
             for answer in answers:
                 yield await asyncio.wrap_future(answer)
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.driver import DrivenModel, stacked
+from jaxpage.driver import DrivenModel
 from jaxpage.engine import (
     SCORING,
     ByVectors,
@@ -34,6 +34,7 @@ from jaxpage.engine import (
     Messages,
     PreparedRequest,
     RerankMethod,
+    checked_dimensions,
     checked_documents,
     named_params,
     ranked,
@@ -245,7 +246,11 @@ class AsyncLLM(DrivenModel):
         return scores_of(await self._whole(prompts, SCORING), pairs, single=single)
 
     async def embed(
-        self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
+        self,
+        prompts: Any,
+        dimensions: int | None = None,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
     ) -> npt.NDArray[np.float32]:
         """Returns the vectors of prompts; see `LLM.embed`.
 
@@ -256,9 +261,11 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.embed`.
         """
-        requests = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
-        async with aclosing(self._driver.vectors(requests, self._embedder, pooling)) as vectors:
-            return stacked([vector async for vector in vectors], normalize=normalize)
+        checked = checked_dimensions(dimensions)
+        requests, poolings = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
+        files = self._embedding.files
+        async with aclosing(self._driver.vectors(requests, self._embedder, poolings)) as vectors:
+            return np.stack([files.finish(vector, normalize, checked) async for vector in vectors])
 
     async def rerank(
         self,
@@ -280,8 +287,12 @@ class AsyncLLM(DrivenModel):
         reranker = self._reranker(method)
         texts = reranker.texts(query, documents, instruction)
         if isinstance(reranker, ByVectors):
-            vectors = await self.embed(texts, pooling=reranker.pooling)
-            return ranked(reranker.scores(vectors), documents, top_n)
+            params = SamplingParams(max_tokens=1)
+            requests = await asyncio.to_thread(self._prepare, texts, params)
+            poolings = reranker.poolings(len(documents), instruction)
+            vectors = self._driver.vectors(requests, self._embedder, poolings)
+            pooled = [vector async for vector in vectors]
+            return ranked(reranker.scores(pooled), documents, top_n)
         prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
         outputs = await self._whole(prompts, reranker.first)
         lacking = reranker.missing(outputs)

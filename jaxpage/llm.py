@@ -13,13 +13,15 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
+from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update
 from jaxpage.engine import (
     SCORING,
     ByVectors,
     Engine,
     Messages,
+    PreparedRequest,
     RerankMethod,
+    checked_dimensions,
     checked_documents,
     named_params,
     ranked,
@@ -28,7 +30,7 @@ from jaxpage.engine import (
 )
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import Pooling, RequestOutput, RerankResult
+from jaxpage.outputs import Pooling, RequestOutput, RerankResult, TokenPooling
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -302,31 +304,51 @@ class LLM(DrivenModel):
     def embed(
         self,
         prompts: Any,
+        dimensions: int | None = None,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
         use_tqdm: bool = True,
     ) -> npt.NDArray[np.float32]:
-        """Returns the vectors [N, D] of N prompts: hidden states after the final norm.
+        """Returns the vectors [N, D] of N prompts: hidden states after the final norm, pooled.
 
-        The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024,
-        and so on.
+        The files of sentence-transformers next to the model decide what comes before a text, how
+        its tokens become one vector, and what that goes through (docs/guides/reranking.md).
+        Without them it is the state of the last token, of length 1. The first call compiles, and so
+        does the first with a prompt of more than 512 tokens, 1,024, and so on.
 
         Args:
             prompts: The prompts; see `generate`.
-            pooling: "last" takes the state of the last token, "mean" the mean of all tokens.
-            normalize: Scale each vector to length 1.
+            dimensions: The number of dimensions that are kept, the first; None for all. A vector
+                that has length 1 has it afterwards too.
+            pooling: "last" takes the state of the last token, "mean" the mean of all tokens; None
+                for what the files say.
+            normalize: Whether each vector is scaled to length 1; None for what the files say.
             use_tqdm: Show a progress bar on standard error.
 
         Raises:
             TypeError: An argument has another type.
             ValueError: A prompt or an argument is refused, before anything runs.
+            CheckpointError: The files ask for something that is not supported.
         """
-        requests = self._prepare_embedding(prompts, pooling)
+        checked = checked_dimensions(dimensions)
+        requests, poolings = self._prepare_embedding(prompts, pooling)
+        pooled = self._pooled(requests, poolings, use_tqdm=use_tqdm)
+        files = self._embedding.files
+        return np.stack([files.finish(vector, normalize, checked) for vector in pooled])
+
+    def _pooled(
+        self,
+        requests: Sequence[PreparedRequest],
+        poolings: Sequence[TokenPooling],
+        *,
+        use_tqdm: bool,
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns the pooled vector [D] of each prompt, all with the same weights."""
         disable = None if use_tqdm else True
-        with self._driver.embedding(self._embedder, requests, pooling) as answers:
+        with self._driver.embedding(self._embedder, requests, poolings) as answers:
             bar = tqdm(answers, desc="Embedding", unit="prompt", disable=disable)
-            return stacked([self._driver.wait(answer) for answer in bar], normalize=normalize)
+            return [self._driver.wait(answer) for answer in bar]
 
     def rerank(
         self,
@@ -347,8 +369,9 @@ class LLM(DrivenModel):
             instruction: What to look for; None takes that of the model.
             method: "yes_no" asks the model whether a document answers the query, in the form of
                 Qwen3-Reranker; the score is the probability of yes against no. "embedding" scores
-                by the cosine between the vectors of query and document. "auto" decides by the
-                files of the model (docs/guides/reranking.md).
+                by how near the vectors of query and document are: by their cosine, unless the
+                files of the model say otherwise. "auto" decides by these files
+                (docs/guides/reranking.md).
             use_tqdm: Show a progress bar on standard error.
 
         Raises:
@@ -361,8 +384,10 @@ class LLM(DrivenModel):
         reranker = self._reranker(method)
         texts = reranker.texts(query, documents, instruction)
         if isinstance(reranker, ByVectors):
-            vectors = self.embed(texts, pooling=reranker.pooling, use_tqdm=use_tqdm)
-            return ranked(reranker.scores(vectors), documents, top_n)
+            requests = self._prepare(texts, SamplingParams(max_tokens=1))
+            poolings = reranker.poolings(len(documents), instruction)
+            pooled = self._pooled(requests, poolings, use_tqdm=use_tqdm)
+            return ranked(reranker.scores(pooled), documents, top_n)
         prompts = [self._prompt_of(text) for text in texts]
         outputs = self.generate(prompts, reranker.first, use_tqdm)
         lacking = reranker.missing(outputs)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-# The ways in which the hidden states of a prompt become one vector.
+# The ways that a call may ask for in which the hidden states of a prompt become one vector.
 Pooling = Literal["last", "mean"]
+
+
+class TokenPooling(NamedTuple):
+    """Says how the hidden states of a prompt become one vector.
+
+    Attributes:
+        modes: The ways, by the names of sentence-transformers; of several, all vectors in a row.
+        num_skipped: The number of tokens at the beginning that do not count.
+    """
+
+    modes: tuple[str, ...]
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True)

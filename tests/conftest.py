@@ -128,6 +128,11 @@ def pytest_configure(config):
     jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
 
 
+def pytest_itemcollected(item):
+    """Cases of a family have dashes in their names, and the family's module has underscores: `-k seed_oss` selects them."""
+    item.extra_keyword_matches.add(item.name.replace("-", "_"))
+
+
 def pytest_collection_modifyitems(config, items):
     """The longest files first, so that no process is left alone with one at the end.
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage.models.fields import Fields
 from tests.support.checkpoint_cases import KEPT, Config, class_fields, random_value
 from tests.support.config_defaults import read
-from tests.support.hf_models import MODELS, config_json, make_model, torch
+from tests.support.hf_models import (
+    MODELS,
+    config_json,
+    make_model,
+    stated_time_steps,
+    torch,
+)
+from tests.support.model_configs import no_special_tokens
 from tests.support.model_forms import FORMS
 from tests.support.sweeps import few
 
@@ -43,7 +52,7 @@ def logits_with(config: Config, state: dict[str, Any]) -> torch.Tensor | None:
     fields = {name: value for name, value in config.items() if name not in KEPT[:2]}
     model_class = getattr(transformers, config["architectures"][0])
     try:
-        model = model_class(model_class.config_class(**fields)).eval()
+        model = stated_time_steps(model_class(model_class.config_class(**fields)).eval())
         model.load_state_dict(state)
         return model(IDS % config["vocab_size"]).logits[0]
     except Exception:
@@ -66,7 +75,13 @@ def passed_over(name: str) -> tuple[list[str], list[str]]:
     return moving, idle
 
 
-@pytest.mark.parametrize("name", few(CASES, FIRST))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With `-k` all cases that it selects are run, which the recipe for a family asks for."""
+    if "name" in metafunc.fixturenames:
+        always = CASES if metafunc.config.getoption("keyword") else FIRST
+        metafunc.parametrize("name", few(CASES, always))
+
+
 def test_a_field_that_moves_logits_is_read_or_refused(name: str) -> None:
     moving, idle = passed_over(name)
     assert moving and idle == []
@@ -75,3 +90,30 @@ def test_a_field_that_moves_logits_is_read_or_refused(name: str) -> None:
 def test_a_field_that_is_passed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fields, "activation", lambda *_: "silu")
     assert [each.split()[0] for each in passed_over("seed-oss-grouped")[1]] == ["hidden_act"]
+
+
+@pytest.mark.parametrize("keyword", ["", "seed_oss"])
+def test_the_name_of_a_family_selects_its_cases(
+    keyword: str, request: pytest.FixtureRequest
+) -> None:
+    """Underscores of a module's name are dashes in those of cases; conftest.py takes both."""
+    drawn: list[Any] = []
+    metafunc: Any = SimpleNamespace(
+        fixturenames=["name"],
+        config=SimpleNamespace(getoption=lambda _: keyword),
+        parametrize=lambda _, cases: drawn.extend(cases),
+    )
+    pytest_generate_tests(metafunc)
+    always = [case for case in drawn if isinstance(case, str)]
+    assert always == (CASES if keyword else [case for case in CASES if case in FIRST])
+    assert request.node.name.replace("-", "_") in request.node.listextrakeywords()
+
+
+def test_special_tokens_are_null_where_the_class_takes_null() -> None:
+    """CWM's class takes no null for the first token; a family of it would fail on its first test."""
+    for model_type in ("cwm", "modernbert-decoder", "llama"):
+        tokens = no_special_tokens(model_type)
+        CONFIG_MAPPING[model_type](**tokens, vocab_size=131)  # It raises where one is not allowed.
+        assert tokens["eos_token_id"] is None
+    assert no_special_tokens("cwm")["bos_token_id"] == 0
+    assert set(no_special_tokens("llama").values()) == {None}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxpage.models.fields import REQUIRED, Fields
-from tests.support.checkpoint_cases import Case, random_cases
+from tests.support.checkpoint_cases import Case, bases, class_fields, random_cases
+from tests.support.model_configs import MODELS, config_json
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -40,6 +41,19 @@ def test_a_default_that_is_read_wrongly_is_found_and_shrunk(
     told: list[str] = []
     assert fuzz(1, 1, family="qwen3", tell=told.append) == 1
     assert "changed={}, dropped=('head_dim',), files=()" in told[-1]
+
+
+def test_a_case_of_each_architecture_is_drawn() -> None:
+    """Of some models the class names no text model (`mistral3`): its text may be of several families."""
+    cases = [*itertools.islice(random_cases(random.Random(2), None), len(bases(None)))]
+    assert {case.config["architectures"][0] for case in cases} == bases(None).keys()
+    for name in MODELS:
+        assert len(class_fields(config_json(name)["model_type"])) > 12
+
+
+@pytest.mark.parametrize("name", ["mistral3-latents", "exaone4-5-images"])
+def test_a_head_that_config_leaves_open_is_tied_as_the_files_say(name: str, tmp_path: Path) -> None:
+    assert failure(Case(name, {}, ("tie_word_embeddings",)), tmp_path) == ""
 
 
 def test_every_field_but_the_sizes_is_left_out_now_and_then() -> None:

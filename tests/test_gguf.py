@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
@@ -483,6 +484,77 @@ def test_byte_level_tokens_are_those_of_transformers(tmp_path: Path, pre: str) -
     messages = [{"role": "user", "content": "the quick"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|user|>the quick<|end|>"
     assert oracle.apply_chat_template(messages, tokenize=False) == "<|user|>the quick<|end|>"
+
+
+def with_templates(path: Path, *names: str) -> Path:
+    """Writes a file that has chat templates of these names."""
+    more = {f"tokenizer.chat_template.{name}": ("string", f"{name}!") for name in names}
+    listed = {"tokenizer.chat_templates": ("array", list(names))}
+    return vocabulary_file(path, "gpt-2", WORDS[:1], **listed, **more)
+
+
+ESCAPES = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/x",
+    "a/b",
+    "a\\b",
+    "../../.bashrc",
+    ".x",
+    "a\nb",
+    "a b",
+    "x" * 65,
+]
+
+
+@pytest.mark.parametrize("name", [*ESCAPES, "tool\u2044use"])
+def test_a_name_of_a_chat_template_is_no_path(name: str, tmp_path: Path) -> None:
+    """`convert` makes it the name of a file."""
+    path = with_templates(tmp_path / "x.gguf", "tool_use", name)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.chat_templates has .*: a name is 1 to 64"
+    ):
+        gguf_tokenizer(path)
+
+
+@given(names=st.lists(st.text("aZ9_-./\\ \n\u00e9", max_size=5), min_size=1, unique=True))
+@settings(max_examples=30, deadline=None)
+def test_templates_become_files_of_one_directory(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = with_templates(Path(directory) / "x.gguf", *names)
+        destination = Path(directory) / "to" / "model"
+        try:
+            tokenizer = gguf_tokenizer(path)
+        except CheckpointError:
+            assert any(not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name) for name in names)
+            return
+        tokenizer.save_pretrained(destination)
+        files = {file for file in Path(directory).rglob("*") if file.is_file()} - {path}
+        folder = destination / "additional_chat_templates"
+        assert {file.parent for file in files} == {destination, folder}
+        assert {file.name for file in folder.iterdir()} == {f"{name}.jinja" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tokenizer.chat_template": ("uint32", 1)}, "the chat template 'default' is not a text"),
+        ({"tokenizer.chat_templates": ("string", "x")}, "is 'x', and not a list"),
+        ({"tokenizer.chat_templates": ("array", [1])}, "has 1: a name is 1 to 64"),
+        (
+            {
+                "tokenizer.chat_templates": ("array", ["x"]),
+                "tokenizer.chat_template.x": ("array", ["y"]),
+            },
+            "the chat template 'x' is not a text",
+        ),
+    ],
+)
+def test_chat_templates_are_texts(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "gpt-2", WORDS[:1], **options))
 
 
 def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:

@@ -947,6 +947,214 @@ def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+# The algorithm of each kind of module; one that is not listed is not quantised.
+MIXED = {
+    **{f"self_attn.{part}_proj": "FP8" for part in "qk"},
+    **{"self_attn.o_proj": "W4A16_NVFP4", "mlp": "NVFP4", "mlp.down_proj": "UNQUANTIZED"},
+}
+MIXED_LAYERS = {
+    f"model.layers.{layer}.{module}": {"quant_algo": algorithm}
+    | ({"group_size": 16} if algorithm.endswith("NVFP4") else {})
+    for layer in range(CONFIG["num_hidden_layers"])
+    for module, algorithm in MIXED.items()
+}
+MTP_LAYERS = {"mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}
+MAKERS = {
+    "FP8": "fp8 of modelopt",
+    "NVFP4": "nvfp4 of modelopt",
+    "W4A16_NVFP4": "nvfp4 of modelopt",
+}
+
+
+def mixed_checkpoint(directory: Path) -> dict[str, np.ndarray]:
+    """Writes the tensors of a model with `MIXED_LAYERS`; returns the weights that they stand for."""
+    tensors = random_tensors(CONFIG)
+    exact = {key: array for key, array in tensors.items() if key.endswith("_proj.weight")}
+    for place, key in enumerate(exact):
+        module = key.split(".", 3)[3].removesuffix(".weight")
+        algorithm = MIXED.get(module, MIXED.get(module.partition(".")[0]))
+        if algorithm in MAKERS:
+            stored, exact[key] = stored_at(place, MAKERS[algorithm], *tensors.pop(key).shape)
+            tensors |= {
+                f"{key.removesuffix('weight')}{end}": array for end, array in stored.items()
+            }
+    write_tensors(directory, tensors)
+    return exact
+
+
+# `quantization_config` of config.json, and `quantization` of hf_quant_config.json, or None.
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "dynamic": False}
+STATED: dict[str, tuple[Any, Any]] = {
+    "in config.json": (
+        {
+            **{"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"]},
+            "quantized_layers": MIXED_LAYERS | MTP_LAYERS,
+        },
+        None,
+    ),
+    "in a file of its own": (
+        None,
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS, "group_size": 16},
+    ),
+    "in both, without a method": (
+        {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "ignore": ["lm_head"]},
+        {
+            **{"quant_algo": "MIXED_PRECISION", "exclude_modules": ["lm_head", "mtp*"]},
+            "quantized_layers": MIXED_LAYERS | MTP_LAYERS,
+        },
+    ),
+    "in config.json alone, without a method": (
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS},
+        None,
+    ),
+    "in groups": (
+        {
+            **{"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "config_groups": {
+                f"group_{place}": {
+                    "weights": weights,
+                    "targets": [
+                        name
+                        for name, entry in MIXED_LAYERS.items()
+                        if entry["quant_algo"].endswith(algorithm) and not name.endswith("mlp")
+                    ]
+                    + [
+                        f"{name}.{part}_proj"
+                        for name in MIXED_LAYERS
+                        for part in ("gate", "up")
+                        if algorithm == "NVFP4" and name.endswith("mlp")
+                    ],
+                }
+                for place, (algorithm, weights) in enumerate(
+                    {"FP8": FP8_WEIGHTS, "NVFP4": NVFP4_WEIGHTS}.items()
+                )
+            },
+        },
+        None,
+    ),
+}
+
+
+def write_stated(directory: Path, stated: Any, own: Any) -> None:
+    """Writes config.json, and the file of ModelOpt where there is one."""
+    config = CONFIG if stated is None else {**CONFIG, "quantization_config": stated}
+    (directory / "config.json").write_text(json.dumps(config))
+    if own is not None:
+        written = {"producer": {"name": "modelopt"}, "quantization": own}
+        (directory / "hf_quant_config.json").write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize("place", STATED)
+def test_modules_of_modelopt_may_have_different_algorithms(place: str, tmp_path: Path) -> None:
+    exact = mixed_checkpoint(tmp_path)
+    write_stated(tmp_path, *STATED[place])
+    loaded = Loaded(tmp_path)
+    model = loaded.model.layers[1]
+    arrays = loaded.parameters["layers"][1]
+    for path, modules in {
+        ("mlp", "down"): ["mlp.down_proj"],
+        ("mlp", "gate_up"): ["mlp.gate_proj", "mlp.up_proj"],
+        ("attention", "output"): ["self_attn.o_proj"],
+        ("attention", "query_key_value"): [f"self_attn.{part}_proj" for part in "qkv"],
+    }.items():
+        weight = np.concatenate([exact[f"model.layers.1.{name}.weight"] for name in modules])
+        x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
+        module = getattr(getattr(model, path[0]), path[1])
+        nnx.update(module, _filled(module, arrays[path[0]][path[1]]))
+        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
+            found = np.asarray(module(jnp.asarray(x)))
+        np.testing.assert_allclose(found, x @ weight.T, atol=1e-5 * np.abs(found).max())
+
+
+FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("stated", "own"),
+    [
+        ({"activation_scheme": "static"}, {"quant_algo": "FP8", **FP8_OF_32B}),
+        ({"quant_algo": "FP8"}, {"quant_algo": "FP8", **FP8_OF_32B}),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": None}, FP8_OF_32B),
+        ({"quant_method": "modelopt"}, {"quant_algo": "FP8", **FP8_OF_32B}),
+        ({"quant_algo": "FP8", **FP8_OF_32B}, None),
+    ],
+)
+def test_two_files_of_modelopt_complete_each_other(
+    stated: dict[str, Any], own: Any, tmp_path: Path
+) -> None:
+    quantized_checkpoint(tmp_path, "fp8 of modelopt")
+    write_stated(tmp_path, stated, own)
+    scheme = open_model(tmp_path).quantization
+    assert scheme is not None and scheme.name == "modelopt" and scheme.kv_cache_dtype == "fp8"
+    form = scheme.form_of("model.layers.0.mlp.down_proj")
+    assert form is not None and form.code == "fp8" and scheme.form_of("lm_head") is None
+
+
+_IN_GROUPS = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "own", "text"),
+    [
+        (
+            {"quant_algo": "FP8"},
+            {"quant_algo": "NVFP4"},
+            "quantization_config.quant_algo is 'FP8', and in hf_quant_config.json 'NVFP4'",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+            {"kv_cache_quant_algo": "NVFP4"},
+            "kv_cache_quant_algo is 'FP8', and in hf_quant_config.json 'NVFP4'",
+        ),
+        (_IN_GROUPS, None, "quantized_layers = None must name modules"),
+        ({**_IN_GROUPS, "quantized_layers": ["a"]}, None, "quantized_layers = ['a'] must be an"),
+        (
+            {**_IN_GROUPS, "quantized_layers": {"model.layers.0.mlp.up_proj": "FP8"}},
+            None,
+            "quantized_layers.model.layers.0.mlp.up_proj = 'FP8' must be an object",
+        ),
+        (
+            {**_IN_GROUPS, "quantized_layers": {"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO"}}},
+            None,
+            "FP8_PB_WO of model.layers.0.mlp in quantization_config.quantized_layers is not one of",
+        ),
+        (
+            {
+                **_IN_GROUPS,
+                "quantized_layers": {"model": {"quant_algo": "NVFP4", "group_size": 32}},
+            },
+            None,
+            "quantized_layers.model.group_size = 32 is not supported, only 16",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            None,
+            "quantization_config.group_size = 32 is not supported, only 16",
+        ),
+        (
+            {**_IN_GROUPS, "config_groups": {"g": {"targets": ["x"], "weights": {"num_bits": 6}}}},
+            None,
+            "config_groups.g.weights.num_bits = 6 is not one of 8, 4",
+        ),
+    ],
+)
+def test_what_files_of_modelopt_may_not_say(
+    stated: dict[str, Any], own: Any, text: str, tmp_path: Path
+) -> None:
+    random_checkpoint(tmp_path, CONFIG)
+    write_stated(tmp_path, stated, own)
+    with pytest.raises(JaxpageError) as caught:
+        open_model(tmp_path)
+    assert text in str(caught.value)
+
+
+def test_a_file_of_modelopt_next_to_another_method_is_not_read(tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "awq")
+    write_stated(tmp_path, FORMATS["awq"][0], {"quant_algo": "NVFP4"})
+    assert read_config(tmp_path)["quantization_config"] == FORMATS["awq"][0]
+
+
 def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))

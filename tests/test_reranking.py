@@ -13,6 +13,7 @@ import pytest
 from jaxpage import LLM, AsyncLLM
 from jaxpage.engine import ByVectors, YesNo, reranker_of
 from jaxpage.errors import CheckpointError, ConfigError
+from jaxpage.outputs import TokenPooling
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.rerank import open_rerank
 from tests.support import wire
@@ -192,9 +193,12 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
     assert reranker_of(tokenizer, tmp_path) == YesNo(
         *map(tokenizer.convert_tokens_to_ids, ("yes", "no"))
     )
-    assert reranker_of(small_tokenizer(()), tmp_path) == ByVectors()
+    plain = reranker_of(small_tokenizer(()), tmp_path)
+    assert isinstance(plain, ByVectors)
+    assert plain.poolings(1, None) == [TokenPooling(("lasttoken",))] * 2
     write_files(tmp_path, {"pooling_mode_mean_tokens": True})
-    assert reranker_of(tokenizer, tmp_path) == ByVectors("mean")
+    found = reranker_of(tokenizer, tmp_path)
+    assert isinstance(found, ByVectors) and found.poolings(0, None) == [TokenPooling(("mean",))]
     pooling = {
         "word_embedding_dimension": 8,
         "pooling_mode_lasttoken": True,
@@ -202,14 +206,17 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
     }
     write_files(tmp_path, pooling, {"query": "Instruct: x\nQuery:", "document": ""})
     found = reranker_of(tokenizer, tmp_path)
-    assert found == ByVectors("last", "Instruct: x\nQuery:")
+    assert isinstance(found, ByVectors)
+    assert found.poolings(0, None) == [TokenPooling(("lasttoken",))]
     assert found.texts("q", ["d"], None) == ["Instruct: x\nQuery:q", "d"]
     assert isinstance(reranker_of(tokenizer, tmp_path, "yes_no"), YesNo)
     with pytest.raises(ConfigError, match="has no <|im_start|>"):
         reranker_of(small_tokenizer(()), tmp_path, "yes_no")
-    write_files(tmp_path, {"pooling_mode_cls_token": True})
-    with pytest.raises(CheckpointError, match="it has pooling_mode_cls_token"):
-        reranker_of(tokenizer, tmp_path)
+    write_files(tmp_path, {"pooling_mode_first": True})
+    refused = reranker_of(tokenizer, tmp_path)
+    with pytest.raises(CheckpointError, match="'pooling_mode_first' is not one of"):
+        refused.texts("q", ["d"], None)
+    assert isinstance(reranker_of(tokenizer, tmp_path, "yes_no"), YesNo)
 
 
 @pytest.mark.parametrize(

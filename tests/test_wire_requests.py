@@ -320,7 +320,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
         ({"tools": [tool(), tool("g", parameters=schema)], "tool_choice": {"type": "function", "function": {"name": "g"}}},
          f"tools[1].function.parameters{path}", message)
         for schema, path, message in (
-            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern", "is not a valid regular expression"),
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern",
+             "is not a valid regular expression"),
             ({"patternProperties": {"a[": {}}}, "", "is not a valid regular expression"),
             ({"items": {"pattern": "(?=x)a"}}, ".items.pattern", "looks around"),
             ({"pattern": "(?P<n>a)(?P=n)"}, "", "looks around or back"),

@@ -16,9 +16,9 @@ from jaxpage.assembly.engine_spec import EngineSpec, print_lines
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
-from jaxpage.checkpoints import ModelFiles, ends_of_text
+from jaxpage.checkpoints import ModelFiles, ends_of_text, read_embedding_files
 from jaxpage.device import DeviceMesh, Embedder, Executables, HostPages, make_mesh
-from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner, TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
@@ -48,6 +48,11 @@ class Built:
     def memory(self) -> MemoryPlan:
         """Returns how the memory of a device is divided."""
         return self.spec.memory
+
+    @functools.cached_property
+    def embedding(self) -> TextEmbedding:
+        """Returns how texts become vectors, as the model's files say."""
+        return TextEmbedding(read_embedding_files(self.model.directory), self.tokenizer)
 
     def new_embedder(self) -> Embedder:
         """Returns an embedder of the model, which has compiled nothing yet."""

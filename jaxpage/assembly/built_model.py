@@ -28,6 +28,7 @@ class BuiltModel:
         self._model = built.model
         self._packed = built.engine.runner.packed
         self._embedder = built.new_embedder()
+        self._embedding = built.embedding
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ To read and load it:
     insert                  puts a value into a nested dict of weights
     check_all_finite        refuses weights that are no numbers
     read_embedding_files    reads how a model embeds texts
+    EmbeddingFiles           says it
     read_config             reads config.json
     read_generation_config  reads generation_config.json
     stated_dtype            gives the dtype that config.json says the weights have
@@ -66,7 +67,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.checkpoints.config_file import read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, EagleMethod, load_eagle, open_eagle
-from jaxpage.checkpoints.embedding_files import read_embedding_files
+from jaxpage.checkpoints.embedding_files import EmbeddingFiles, read_embedding_files
 from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
 from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.gguf_header import is_gguf
@@ -110,6 +111,7 @@ __all__ = [
     "Adapter",
     "AdapterVersion",
     "EagleMethod",
+    "EmbeddingFiles",
     "Fetchable",
     "LoadPlan",
     "MedusaFiles",

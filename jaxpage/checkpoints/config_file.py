@@ -46,6 +46,7 @@ LIMITS = {
 LEAST = {"num_local_experts": 0}
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES_OF_TORCH = ("auto", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+MODELOPT = "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
 CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
@@ -97,9 +98,9 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         _warn_of_code(directory, tuple(bring_code))
     with problems.collect():
         _eos_token_ids(generation, config)
-    if config and "quantization_config" not in config and has_file(directory, MODELOPT_FILE):
+    if config:
         with problems.collect():
-            config["quantization_config"] = _modelopt_config(directory)
+            _complete_modelopt(directory, config)
     return config
 
 
@@ -113,15 +114,38 @@ def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
     )
 
 
-def _modelopt_config(directory: Path) -> dict[str, Any]:
-    """Returns the object that ModelOpt writes into config.json today.
+def _complete_modelopt(directory: Path, config: dict[str, Any]) -> None:
+    """Puts into `quantization_config` what ModelOpt wrote into a file of its own.
 
-    Before, it wrote the object into a file of its own, which is read here.
+    Its versions write into config.json nothing, or an object without `quant_method`, or all of it.
+    Next to the object of another method the file is left over from other weights, and not read.
+
+    Raises:
+        CheckpointError: The file is no object, or a field of it differs from that of config.json.
     """
-    found = read_object(directory, MODELOPT_FILE, MAX_CONFIG_BYTES).get("quantization")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{MODELOPT_FILE}: quantization must be an object, not {found!r}")
-    return {"quant_method": "modelopt", **found}
+    stated = config.get("quantization_config") or {}
+    if not isinstance(stated, dict):
+        return
+    method = stated.get("quant_method")
+    if method not in (None, MODELOPT) or "compression_config" in config:
+        return
+    written: Any = {}
+    if has_file(directory, MODELOPT_FILE):
+        written = read_object(directory, MODELOPT_FILE, MAX_CONFIG_BYTES).get("quantization")
+        if not isinstance(written, dict):
+            raise CheckpointError(
+                f"{MODELOPT_FILE}: quantization must be an object, not {written!r}"
+            )
+    stated = {name: value for name, value in stated.items() if value is not None}
+    for name in stated.keys() & written.keys():
+        # Both files list the modules that are not quantised, by two names in most versions.
+        if name not in ("ignore", "exclude_modules") and written[name] not in (None, stated[name]):
+            raise CheckpointError(
+                f"config.json: quantization_config.{name} is {quoted(stated[name])}, and in "
+                f"{MODELOPT_FILE} {quoted(written[name])}: the weights can be in one form only"
+            )
+    if written or method or "quant_algo" in stated:
+        config["quantization_config"] = {"quant_method": MODELOPT, **written, **stated}
 
 
 def _check_dtype(config: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.config_file import read_config, read_generation_config
+from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
 from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.in_memory import open_parameters
@@ -143,8 +144,10 @@ def _of_trainer(source: Path) -> ModelFiles | None:
 
 
 def _copy_files(source: Path, destination: Path) -> None:
-    for name in COPIED:
+    embedding = [file for pattern in EMBEDDING_FILES for file in source.glob(pattern)]
+    for name in (*COPIED, *(str(file.relative_to(source)) for file in embedding)):
         if os.path.lexists(source / name):
+            (destination / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file_in(source, name), destination / name)
 
 

@@ -129,6 +129,25 @@ def parse_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant)
     return value
 
 
+def parse_list(file: Path, name: str) -> list[Any]:
+    """Returns the JSON list in a file, which is read as strictly as an object.
+
+    Raises:
+        CheckpointError: The file is not exactly that; the error names it.
+    """
+    try:
+        if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
+            raise CheckpointError(f"{quoted(name)} is {num_bytes} bytes long")
+        found: Any = parse_object(b'{"list": ' + file.read_bytes() + b"}")["list"]
+    except OSError as error:
+        raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{quoted(name)} {error}") from error
+    if not isinstance(found, list):
+        raise CheckpointError(f"{quoted(name)} holds no JSON list")
+    return found
+
+
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):

@@ -6,6 +6,7 @@ only where torch is installed, and it cuts text in one way where the models diff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from jaxpage.checkpoints.gguf_header import read_gguf
-from jaxpage.checkpoints.problems import quoted
+from jaxpage.checkpoints.problems import listed, quoted
 from jaxpage.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
@@ -42,6 +43,8 @@ _SPLITS = {
 _WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}
 # With these rules, a text begins with the BOS token unless the file says otherwise.
 _WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}
+_MAX_NAME = 64  # characters of the name of a chat template
+_TEMPLATE_NAME = rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_MAX_NAME - 1}}}"
 _RULES = (*_SPLITS, "gpt-2", "smollm")
 
 
@@ -68,7 +71,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     adds_bos = kind == "llama" or own.get("pre") in _WITH_BOS
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=_chat_template(metadata),
+        chat_template=_chat_template(path, metadata),
         clean_up_tokenization_spaces=False,
         add_bos_token=bool(own.get("add_bos_token", adds_bos)) and special["bos_token"] is not None,
         add_eos_token=bool(own.get("add_eos_token", False)) and special["eos_token"] is not None,
@@ -189,20 +192,34 @@ def _token(path: Path, own: Mapping[str, Any], tokens: list[str], name: str) -> 
     return tokens[token_id]
 
 
-def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Returns the chat template, or several by name where a file has more ("tool_use")."""
+def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Returns the chat template, or several by name where a file has more ("tool_use").
+
+    Raises:
+        CheckpointError: A template is no text, or a name could be a path: `save_pretrained` writes
+            each template into a file of its name.
+    """
     template = metadata.get("tokenizer.chat_template")
-    names = metadata.get("tokenizer.chat_templates")
-    if template is None or not names:
-        return template
-    return {
-        "default": template,
-        **{
-            name: metadata[key]
-            for name in names
-            if (key := f"tokenizer.chat_template.{name}") in metadata
-        },
-    }
+    names = metadata.get("tokenizer.chat_templates") or []
+    if not isinstance(names, list):
+        raise _refusal(path, f"tokenizer.chat_templates is {quoted(names)}, and not a list")
+    if wrong := [name for name in names if not _is_template_name(name)]:
+        raise _refusal(
+            path,
+            f"tokenizer.chat_templates has {listed(wrong)}: a name is 1 to {_MAX_NAME} letters, "
+            "digits, _, - and ., the first a letter or a digit",
+        )
+    templates = {} if template is None else {"default": template}
+    for name in names if template is not None else ():
+        if (key := f"tokenizer.chat_template.{name}") in metadata:
+            templates.setdefault(name, metadata[key])
+    if wrong := [name for name, text in templates.items() if not isinstance(text, str)]:
+        raise _refusal(path, f"the chat template {quoted(wrong[0])} is not a text")
+    return templates if len(templates) > 1 else template
+
+
+def _is_template_name(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(_TEMPLATE_NAME, name) is not None
 
 
 def _refusal(path: Path, reason: str) -> CheckpointError:

@@ -20,7 +20,7 @@ from jaxpage.device.mesh import DeviceMesh, shapes_of
 from jaxpage.device.step_inputs import TableShape, empty_inputs, packed_size, unpack
 from jaxpage.device.steps import StepOptions, pooled_step
 from jaxpage.models import KVSpec, kv_of_shard
-from jaxpage.outputs import Pooling
+from jaxpage.outputs import TokenPooling
 
 CHUNK_TOKENS = 128
 # The positions of the smallest pages. Longer prompts take twice as many, and so on; each size is
@@ -66,25 +66,28 @@ class Embedder:
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
     def embed(
-        self, parameters: Any, token_ids: Sequence[int], pooling: Pooling
+        self, parameters: Any, token_ids: Sequence[int], pooling: TokenPooling
     ) -> npt.NDArray[np.float32]:
-        """Returns the hidden state [D] after the final norm: of the last token, or the mean of all.
+        """Returns the hidden states after the final norm as one vector [D], or several in a row.
 
         Args:
             parameters: The parameters of the model on the device.
             token_ids: The tokens of the prompt.
-            pooling: "last" or "mean".
+            pooling: The way in which they become one. At least the last token counts.
         """
         width = self.compile(len(token_ids))
+        num_skipped = min(pooling.num_skipped, len(token_ids) - 1)
         pages = self._mesh.zeros(self._page_shapes(width))
-        total = np.zeros(0, np.float64)
+        chunks = []
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             part = token_ids[start : start + CHUNK_TOKENS]
             packed = packed_chunk(part, start, self._bucket, TableShape(1, width), self._block_size)
-            pooled, pages = self._steps[width](parameters, pages, packed)
-            last_D, sum_D = np.asarray(pooled)
-            total = sum_D.astype(np.float64) + (total if total.size else 0.0)
-        return last_D if pooling == "last" else (total / len(token_ids)).astype(np.float32)
+            step = self._steps[width]
+            pooled, pages = step(parameters, pages, packed, np.int32(num_skipped))
+            chunks.append(np.asarray(pooled))
+        first = num_skipped // CHUNK_TOKENS
+        vectors = _pooled(np.stack(chunks), first, range(num_skipped, len(token_ids)))
+        return np.concatenate([vectors[mode] for mode in pooling.modes])
 
     def compile(self, num_tokens: int) -> int:
         """Compiles the step for prompts of this length if it is not there yet.
@@ -116,17 +119,39 @@ class Embedder:
         options = self._options._replace(tables=tables, context=width * self._block_size)
 
         def step(
-            parameters: Any, pages: kv_pages.KVPages, packed: jax.Array
+            parameters: Any, pages: kv_pages.KVPages, packed: jax.Array, num_skipped: jax.Array
         ) -> tuple[jax.Array, kv_pages.KVPages]:
-            return pooled_step(
-                parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options
-            )
+            inputs = unpack(packed, self._bucket, tables)
+            return pooled_step(parameters, pages, inputs, num_skipped, self._bucket, options)
 
         pages = self._page_shapes(width)
         packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
-        whole_step = self._mesh.on_each(step, (self._parameters, pages, None), (None, pages))
+        whole_step = self._mesh.on_each(step, (self._parameters, pages, None, None), (None, pages))
         step = jax.jit(whole_step, donate_argnums=1)
-        return compiled(step, self._parameters, pages, packed, graphs=options.graphs)
+        skipped = self._mesh.whole(np.zeros((), np.int32))
+        return compiled(step, self._parameters, pages, packed, skipped, graphs=options.graphs)
+
+
+def _pooled(
+    rows_XRD: npt.NDArray[np.float32], first: int, counted: range
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Returns the vector [D] of each way of pooling, by its name.
+
+    Args:
+        rows_XRD: What `pooled_step` gave for each chunk.
+        first: The chunk with the first token that counts.
+        counted: The positions of the tokens that count.
+    """
+    sum_D, weighted_D = rows_XRD[:, 1:3].sum(axis=0, dtype=np.float64)
+    vectors: dict[str, npt.NDArray[Any]] = {
+        "cls": rows_XRD[first, 4],
+        "max": rows_XRD[:, 3].max(axis=0),
+        "mean": sum_D / len(counted),
+        "mean_sqrt_len_tokens": sum_D / np.sqrt(len(counted)),
+        "weightedmean": weighted_D / (sum(counted) + len(counted)),
+        "lasttoken": rows_XRD[-1, 0],
+    }
+    return {mode: vector.astype(np.float32) for mode, vector in vectors.items()}
 
 
 def packed_chunk(

@@ -338,19 +338,35 @@ def logits_step(
 
 
 def pooled_step(
-    parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    num_skipped: jax.Array,
+    bucket: Bucket,
+    options: StepOptions,
 ) -> tuple[jax.Array, KVPages]:
-    """Returns the last hidden state and the sum of all, as float32 [2, D], and the pages.
+    """Returns what hidden states are pooled from, as float32 [5, D], and the pages.
 
-    The step has one row. `parameters` are the model's alone, without a drafter's.
+    These are the last state, the sum of all, the sum in which each counts as often as its place
+    in the prompt (from 1), the greatest numbers, and the state of the first token that counts. The
+    step has one row. `parameters` are the model's alone, without a drafter's. The first
+    `num_skipped` tokens of the prompt do not count.
     """
     _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count = inputs.query_start[1]
     hidden_TD = hidden_TD.astype(jnp.float32)
-    is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
-    return jnp.stack(
-        [hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]
-    ), pages
+    counts_T1 = jnp.arange(bucket.num_tokens) < count
+    counts_T1 = (counts_T1 & (inputs.positions_T >= num_skipped))[:, None]
+    place_T1 = (inputs.positions_T + 1).astype(jnp.float32)[:, None]
+    counted_TD = jnp.where(counts_T1, hidden_TD, 0.0)
+    rows = (
+        hidden_TD[count - 1],
+        counted_TD.sum(axis=0),
+        (counted_TD * place_T1).sum(axis=0),
+        jnp.where(counts_T1, hidden_TD, -jnp.inf).max(axis=0),
+        hidden_TD[jnp.argmax(counts_T1[:, 0])],
+    )
+    return jnp.stack(rows), pages
 
 
 def _hidden(

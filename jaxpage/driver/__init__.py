@@ -14,13 +14,11 @@ Other rooms take:
     HeldPrefix      a pin, to be released by whoever holds it
     prepared, check_streamable   encode and check a request
     copy_error      copies an error for one more receiver
-    stacked         makes one array of the vectors of several prompts
-    normalized      scales vectors to length 1
 """
 
 from jaxpage.driver.driver import OBEY_SECONDS, Driver
 from jaxpage.driver.encoding import check_streamable, prepared
-from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel, normalized, stacked
+from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
@@ -36,7 +34,5 @@ __all__ = [
     "Update",
     "check_streamable",
     "copy_error",
-    "normalized",
     "prepared",
-    "stacked",
 ]

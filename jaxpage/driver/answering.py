@@ -14,7 +14,7 @@ from jaxpage.driver.handle import Handle, Update
 from jaxpage.driver.orders import Answer, Order
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
-from jaxpage.outputs import Pooling, RequestOutput
+from jaxpage.outputs import RequestOutput, TokenPooling
 
 
 class AnsweringHandle(Handle):
@@ -96,13 +96,16 @@ class Embedding(AnsweringHandle):
     needs_place = False
 
     def __init__(
-        self, turns: Turns, embedder: Embedder, prompts: Sequence[PreparedRequest], pooling: Pooling
+        self,
+        turns: Turns,
+        embedder: Embedder,
+        prompts: Sequence[PreparedRequest],
+        poolings: Sequence[TokenPooling],
     ) -> None:
         self.vectors: list[Answer[npt.NDArray[np.float32]]] = [Answer() for _ in prompts]
         super().__init__(turns, prompts[0], self.vectors)
         self._embedder = embedder
-        self._pooling = pooling
-        self._remaining = iter(list(zip(prompts, self.vectors, strict=True)))
+        self._remaining = iter(list(zip(prompts, poolings, self.vectors, strict=True)))
         self._weights: Any = None
 
     @property
@@ -120,8 +123,8 @@ class Embedding(AnsweringHandle):
         if self.is_over:
             return
         try:
-            prompt, vector = next(self._remaining)
-            vector.set_result(self._embedder.embed(self._weights, prompt.token_ids, self._pooling))
+            prompt, pooling, vector = next(self._remaining)
+            vector.set_result(self._embedder.embed(self._weights, prompt.token_ids, pooling))
             if not self.vectors[-1].done():
                 self._turns.post(Order(self._compute))
                 return

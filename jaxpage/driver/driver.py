@@ -33,7 +33,7 @@ from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import ShuttingDown
-from jaxpage.outputs import Pooling
+from jaxpage.outputs import TokenPooling
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -235,7 +235,10 @@ class Driver:
 
     @contextlib.contextmanager
     def embedding(
-        self, embedder: Embedder, prompts: Sequence[PreparedRequest], pooling: Pooling
+        self,
+        embedder: Embedder,
+        prompts: Sequence[PreparedRequest],
+        poolings: Sequence[TokenPooling],
     ) -> Iterator[Sequence[Answer[npt.NDArray[np.float32]]]]:
         """Computes the vectors of prompts between steps, until the end of the `with` block.
 
@@ -245,9 +248,9 @@ class Driver:
         Args:
             embedder: Computes a vector.
             prompts: The prompts.
-            pooling: The pooling; see `Embedder.embed`.
+            poolings: The pooling of each prompt; see `Embedder.embed`.
         """
-        embedding = Embedding(self.turns, embedder, prompts, pooling)
+        embedding = Embedding(self.turns, embedder, prompts, poolings)
         try:
             self._add_answering(embedding, "embedding")
             yield embedding.vectors

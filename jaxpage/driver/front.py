@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, get_args
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from jaxpage.assembly import BuiltModel, Mode, given_weights, weights_for_waking
 from jaxpage.checkpoints import Parameters
@@ -26,8 +23,7 @@ from jaxpage.engine import (
     one_each,
     reranker_of,
 )
-from jaxpage.outputs import Pooling
-from jaxpage.settings.argument_checks import check_choice
+from jaxpage.outputs import Pooling, TokenPooling
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -132,11 +128,13 @@ class DrivenModel(BuiltModel):
             )
         return requests[0]
 
-    def _prepare_embedding(self, prompts: Any, pooling: Pooling) -> list[PreparedRequest]:
-        """Prepares prompts whose vectors are computed."""
-        check_choice("pooling", pooling, get_args(Pooling))
+    def _prepare_embedding(
+        self, prompts: Any, pooling: Pooling | None
+    ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
+        """Prepares prompts whose vectors are computed, with how each is pooled."""
+        prompts, poolings = self._embedding.prefixed(prompts, pooling)
         if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
-            return requests
+            return requests, poolings
         raise ValueError("embed needs at least one prompt")
 
     def _reranker(self, method: RerankMethod) -> YesNo | ByVectors:
@@ -179,22 +177,3 @@ class DrivenModel(BuiltModel):
     def is_sleeping(self) -> bool:
         """Returns whether the model sleeps; see `LLM.sleep`."""
         return self._engine.is_asleep
-
-
-def stacked(
-    vectors: Sequence[npt.NDArray[np.float32]], *, normalize: bool
-) -> npt.NDArray[np.float32]:
-    """Returns the vectors [N, D] of N prompts.
-
-    Args:
-        vectors: The vector [D] of each prompt.
-        normalize: True scales each to length 1.
-    """
-    found = np.stack(vectors)
-    return normalized(found) if normalize else found
-
-
-def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Returns the vectors [..., D], each scaled to length 1."""
-    lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / lengths

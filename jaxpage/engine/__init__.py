@@ -28,6 +28,8 @@ Other rooms take:
     scores_of              makes scores of outputs
     continuation_logprobs  gives the log probability of each token after a prompt
     reranker_of            says how a model ranks documents
+    TextEmbedding          says how texts become vectors
+    checked_dimensions     checks how many dimensions a call asks for
     YesNo, ByVectors       rank by the probabilities of two tokens; by vectors
     RerankMethod           names these ways
     checked_documents      gives the documents of a caller as a list
@@ -37,6 +39,7 @@ Other rooms take:
 from jaxpage.engine.adapters import Adapters, directory_of
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
+from jaxpage.engine.embedding import TextEmbedding, checked_dimensions
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.prompts import (
     Messages,
@@ -78,8 +81,10 @@ __all__ = [
     "RerankMethod",
     "Runner",
     "StreamDetokenizer",
+    "TextEmbedding",
     "YesNo",
     "chat_prompt",
+    "checked_dimensions",
     "checked_documents",
     "checked_token_ids",
     "continuation_logprobs",

@@ -2,20 +2,25 @@
 
 A model does it in one of two ways. A reranker that is a decoder is asked whether a document answers
 the query, and the score is the probability of "yes" against that of "no" as the next token. Any
-other model embeds query and documents, and the score is the cosine of the angle between them.
+other model embeds query and documents, and the score says how near the two vectors are: the cosine
+of the angle between them, unless the model's files say otherwise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxpage.checkpoints import read_embedding_files
+from jaxpage.engine.embedding import TextEmbedding
 from jaxpage.errors import ConfigError
-from jaxpage.outputs import RequestOutput, RerankResult
+from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, shown
 from jaxpage.settings.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -37,24 +42,52 @@ class ByVectors:
     """Ranks by the vectors of query and documents.
 
     Attributes:
-        pooling: The way in which the vectors of tokens become one.
-        query_prompt: The text before a query where no instruction is given.
+        embedding: The way in which texts become vectors.
     """
 
-    pooling: Literal["last", "mean"] = "last"
-    query_prompt: str = ""
+    embedding: TextEmbedding = field(default_factory=TextEmbedding)
 
     def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
         """Returns the texts to embed, the query first.
 
+        Raises:
+            CheckpointError: Something in the model's files is not supported.
+        """
+        self.embedding.files.check()
+        before = self.embedding.files.document_prompt
+        query = self._before_query(instruction) + query
+        return [query, *(before + document for document in documents)]
+
+    def poolings(self, num_documents: int, instruction: str | None) -> list[TokenPooling]:
+        """Returns how each of the texts is pooled."""
+        query = self.embedding.pooling(None, self._before_query(instruction))
+        document = self.embedding.pooling(None, self.embedding.files.document_prompt)
+        return [query, *[document] * num_documents]
+
+    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+        """Returns the score of each document, given the pooled vectors of all texts."""
+        files = self.embedding.files
+        normalize = True if files.similarity == "cosine" else None
+        query, *documents = (
+            files.finish(vector, normalize).astype(np.float64) for vector in pooled
+        )
+        return [_similarity(files.similarity, query, document) for document in documents]
+
+    def _before_query(self, instruction: str | None) -> str:
+        """Returns the text before a query.
+
         An instruction is written as Qwen3-Embedding was trained with it.
         """
-        before = f"Instruct: {instruction}\nQuery:" if instruction else self.query_prompt
-        return [before + query, *documents]
+        files = self.embedding.files
+        return f"Instruct: {instruction}\nQuery:" if instruction else files.query_prompt
 
-    def scores(self, vectors: Any) -> list[float]:
-        """Returns the score of each document, given the vectors of length 1 of all texts."""
-        return [float(score) for score in vectors[1:] @ vectors[0]]
+
+def _similarity(name: str, query: np.ndarray, document: np.ndarray) -> float:
+    """Returns how near two vectors are: the greater, the nearer."""
+    if name in ("cosine", "dot"):
+        return float(query @ document)
+    order = 2 if name == "euclidean" else 1
+    return -float(np.linalg.norm(query - document, ord=order))
 
 
 @dataclass(frozen=True)
@@ -163,12 +196,11 @@ def reranker_of(
     Raises:
         ValueError: The method is unknown.
         ConfigError: The tokenizer lacks what the method needs.
-        CheckpointError: A file about embeddings is wrong.
     """
     check_choice("method", method, ("auto", "yes_no", "embedding"))
-    embeds = read_embedding_files(directory)
-    by_vectors = ByVectors() if embeds is None else ByVectors(embeds.pooling, embeds.query_prompt)
-    if method == "embedding" or (method == "auto" and embeds is not None):
+    files = read_embedding_files(directory)
+    by_vectors = ByVectors(TextEmbedding(files, tokenizer))
+    if method == "embedding" or (method == "auto" and files.is_stated):
         return by_vectors
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     if lacking := [text for text in (*_MARKS, "yes", "no") if text not in vocabulary]:

@@ -11,16 +11,19 @@ from typing import Any
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Groups
+from jaxpage.models import rotary_decoder
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, read_latent
 from jaxpage.models.mtp_names import read_numbered_names
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+# The MTP head of published files, where config.json does not count it.
+ignored = (*rotary_decoder.ignored, "*layers.61.*")
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 ALIASES = {
     "n_routed_experts": "num_local_experts",

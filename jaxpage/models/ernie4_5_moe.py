@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.ernie4_5 import ernie_knobs
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
-    ignored,
     prefix,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+# Published files have one MTP head: `model.mtp_block.0`, `model.mtp_emb_norm.0` and others.
+ignored = (*rotary_decoder.ignored, "*mtp*")
 ALIASES = {"moe_num_experts": "num_experts", "num_experts_per_tok": "moe_k"}
 NAMES = ExpertNames(
     shared=("shared_experts", None),
@@ -56,6 +59,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=NAMES,
                 sparse_layers=_sparse_layers(fields),
+                draft_heads=unread_heads(fields, "model.mtp_"),
                 **knobs,
             )
 

@@ -25,7 +25,7 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 # Files of EXAONE 4.5 have MTP heads, which are not loaded.
-ignored = (*rotary_decoder.ignored, "mtp.*")
+ignored = (*rotary_decoder.ignored, "*mtp.*")
 FORM = BlockForm(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, sparse_by_type
 from jaxpage.models.exaone4 import usual_types
 from jaxpage.models.experts import DEEPSEEK_NAMES
@@ -20,7 +21,6 @@ from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
-    ignored,
     key_value_heads,
     prefix,
 )
@@ -28,6 +28,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "*mtp.*")
 NAMES = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")
 
 

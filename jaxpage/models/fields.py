@@ -141,7 +141,7 @@ class Fields(ConfigFields):
         """Returns the name of a field, and its alias if it has one."""
         return [name, self.aliases[name]] if name in self.aliases else [name]
 
-    def _in_file(self, name: str) -> str:
+    def in_file(self, name: str) -> str:
         """Returns the name that the file has for a field."""
         return next((own for own in self._names(name) if own in self.config), name)
 
@@ -150,7 +150,7 @@ class Fields(ConfigFields):
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        own = self._in_file(name)
+        own = self.in_file(name)
         error = WrongField(f"{own} must be an integer >= {least}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
@@ -198,13 +198,13 @@ class Fields(ConfigFields):
         if isinstance(types, list) and older:
             types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
-            text = f"{self._in_file('layer_types')} must name each of the {len(default)} layers, not {types!r}"
+            text = f"{self.in_file('layer_types')} must name each of the {len(default)} layers, not {types!r}"
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
             return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
             error = RefusedField(
-                f"{self._in_file('layer_types')} {', '.join(unknown)} are not supported"
+                f"{self.in_file('layer_types')} {', '.join(unknown)} are not supported"
             )
             self.note(error, layer_types=None)
             return tuple(default)

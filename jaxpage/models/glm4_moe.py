@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import ALIASES, corrected_experts, first_dense
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
@@ -13,7 +14,6 @@ from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
     head_width_or_quotient,
-    ignored,
     key_value_heads,
     prefix,
 )
@@ -21,6 +21,8 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+# The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
+ignored = (*rotary_decoder.ignored, "*layers.92.*", "*layers.46.*")
 
 
 class Spec(RotaryDecoderSpec):

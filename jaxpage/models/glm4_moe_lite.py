@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs, sparse_by_type
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import read_numbered_names
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+# The MTP head of published files, where config.json does not count it.
+ignored = (*rotary_decoder.ignored, "*layers.47.*")
 ALIASES = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
 
 

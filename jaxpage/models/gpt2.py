@@ -23,7 +23,8 @@ from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
 
 prefix = "transformer."
-ignored = ("*.attn.bias", "*.attn.masked_bias")  # causal masks that old checkpoints carry
+# The causal masks that old checkpoints carry.
+ignored = ("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias")
 
 _ALIASES = {
     "n_embd": "hidden_size",

@@ -70,8 +70,13 @@ def read_groups(fields: Fields, name: tuple[str, int], **heads: int) -> int:
 
 
 def read_time_steps(fields: Fields) -> tuple[float, float]:
-    """Reads `time_step_limit`, the least and the largest time step."""
-    limits = fields.get("time_step_limit", [0.0, math.inf])
+    """Reads `time_step_limit`, the least and the largest time step; null is no limit.
+
+    `time_step_min` and `time_step_max` are no limits: biases were drawn between them at first.
+    """
+    limits = fields.get("time_step_limit", None)
+    if limits is None:
+        return 0.0, math.inf
     if isinstance(limits, list | tuple) and len(limits) == 2:
         least, most = (math.inf if limit in _INFINITE else limit for limit in limits)
         numbers = all(type(limit) in (int, float) for limit in (least, most))

@@ -5,7 +5,6 @@ Each layer is one of the three, after a norm. Attention has no positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba, read_groups
+from jaxpage.models.mamba_config import make_mamba, read_groups, read_time_steps
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_attention, make_mlp
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -30,16 +29,19 @@ FULL = "full_attention"
 LINEAR = "linear_attention"
 MLP = "mlp"
 KINDS = (FULL, LINEAR, MLP)
+EXPERTS = "moe"
 OLDER = {"attention": FULL, "mamba": LINEAR}
-PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": MLP}
+PATTERN = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}
+# What stands in for the layers of a config that is refused, so that its other fields are read.
+_CORRECTED = {"layer_types": [FULL], "layers_block_type": [FULL], "hybrid_override_pattern": None}
 # transformers has the first name in memory, files have the second one.
 prefix = ("model.", "backbone.")
-ignored = ("mtp.*",)
+ignored = ("*mtp.*",)
 # The names of these fields in older files outrank those of the class.
 _RENAMED = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
-    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
 }
 
@@ -93,18 +95,32 @@ class Spec(RotaryDecoderSpec):
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
     """Returns the kind of each layer, from a list or from a pattern of letters."""
-    types = fields.get("layer_types", None)
     pattern = fields.get("hybrid_override_pattern", None)
-    if types is None and isinstance(pattern, str):
+    if fields.get("layer_types", None) is not None:
+        found = fields.in_file("layer_types")
+        types = fields.get("layer_types", None)
+    elif isinstance(pattern, str):
+        found = f"hybrid_override_pattern = {pattern!r}"
         types = [PATTERN.get(letter, letter) for letter in pattern]
-    if types is None:
-        types = [LINEAR, "moe", FULL, MLP]
-    if not isinstance(types, list) or not {*map(str, types)} - {MLP}:
-        text = f"layers_block_type must list layers of {', '.join(KINDS)}, and not the last alone, not {types!r}"
-        fields.note(WrongField(text), layer_types=[FULL], layers_block_type=[FULL])
-        types = [FULL]
-    found = fields.layer_types(types, kinds=KINDS, older=OLDER)
-    return tuple(kind if kind in KINDS else FULL for kind in found)
+    elif pattern is None:
+        found = "without layers_block_type and hybrid_override_pattern, a model"
+        types = [LINEAR, EXPERTS, FULL, MLP]
+    else:
+        found = f"hybrid_override_pattern = {pattern!r}"
+        types = None
+    types = [OLDER.get(str(kind), kind) for kind in types] if isinstance(types, list) else []
+    if not {*map(str, types)} - {MLP}:
+        text = f"{found} must name layers of {FULL} (*), {LINEAR} (M) and {MLP} (-), and not the last alone"
+        fields.note(WrongField(text), **_CORRECTED)
+    elif EXPERTS in types:
+        text = f"{found} has layers with experts (Nemotron 3), which are not supported"
+        fields.note(RefusedField(text), **_CORRECTED)
+    elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
+        text = f"{found} has layers {', '.join(unknown)}, which are not supported"
+        fields.note(RefusedField(text), **_CORRECTED)
+    else:
+        return tuple(types)
+    return (FULL,)
 
 
 def _read_mamba(fields: Fields) -> MambaSpec:
@@ -117,8 +133,8 @@ def _read_mamba(fields: Fields) -> MambaSpec:
         vector=fields.integer("ssm_state_size", 128),
         kernel=fields.integer("conv_kernel", 4),
         activation=fields.activation("mamba_hidden_act", "silu"),
-        # transformers reads no other limit, and has this one in prompts alone.
-        time_steps=(fields.number("time_step_min", 0.001), math.inf),
+        # As in NVIDIA's own code, mlx-lm and vLLM; transformers has (time_step_min, infinity).
+        time_steps=read_time_steps(fields),
         convolution_bias=fields.flag("use_conv_bias", True),
         input_bias=bias,
         output_bias=bias,

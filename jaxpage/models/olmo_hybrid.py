@@ -14,6 +14,7 @@ from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.block_form import LLAMA_FORM
 from jaxpage.models.delta_config import check_activation, check_heads
 from jaxpage.models.fields import Fields
+from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.olmo2 import FORM
 from jaxpage.models.qwen3_5 import FULL, LINEAR
 from jaxpage.models.rotary_decoder import (
@@ -59,6 +60,7 @@ class Spec(RotaryDecoderSpec):
                 form=FORM,
                 form_by_layer=tuple(LLAMA_FORM if kind == LINEAR else FORM for kind in types),
                 recurrent=delta,
+                draft_heads=unread_heads(fields),
             )
 
 

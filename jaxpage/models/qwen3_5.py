@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.models import rotary_decoder
 from jaxpage.models.block_form import BlockForm
 from jaxpage.models.delta_config import check_activation, read_delta
 from jaxpage.models.experts import read_experts
@@ -17,7 +18,6 @@ from jaxpage.models.mtp_names import MtpNames, named_apart
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    ignored,
     key_value_heads,
     prefix,
 )
@@ -25,6 +25,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "model.visual.*")
 FULL = "full_attention"
 LINEAR = "linear_attention"
 

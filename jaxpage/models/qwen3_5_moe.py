@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models import rotary_decoder
 from jaxpage.models.fields import Fields, without_axes
 from jaxpage.models.qwen3_5 import hybrid_experts, hybrid_knobs
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    ignored,
     key_value_heads,
     prefix,
 )
@@ -18,6 +18,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "model.visual.*")
 
 
 class Spec(RotaryDecoderSpec):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +29,7 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba, read_groups
+from jaxpage.models.mamba_config import make_mamba, read_groups, read_time_steps
 from jaxpage.models.mlp import MLPNames, make_gated_mlp
 from jaxpage.models.replacing import Path, replace_modules
 from jaxpage.models.rotary_decoder import (
@@ -154,8 +153,8 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
         groups=read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
         vector=fields.integer("mamba_d_state", 64),
         kernel=fields.integer("mamba_d_conv", 4),
-        # transformers reads no other limit, and has this one in prompts alone.
-        time_steps=(fields.number("time_step_min", 0.001), math.inf),
+        # As in Zyphra's own code and vLLM; transformers has (time_step_min, infinity).
+        time_steps=read_time_steps(fields),
         input_bias=bias,
         output_bias=bias,
     )
@@ -195,7 +194,7 @@ def _refuse(fields: Fields) -> None:
             "then, those of blocks neither"
         )
         fields.note(RefusedField(text), tie_word_embeddings=True)
-    fields.only(use_shared_mlp_adapter=True, time_step_limit=None)
+    fields.only(use_shared_mlp_adapter=True)
     heads = fields.integer("num_attention_heads")
     kv_heads = key_value_heads(fields, None)
     if fields.flag("use_shared_attention_adapter", False) and kv_heads != heads:

@@ -94,13 +94,13 @@ class Embedding:
     async def _values(
         self, asked: Any, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
-        """Returns what the answer is made of, here the vectors, which are not normalised."""
+        """Returns what the answer is made of, here the pooled vectors."""
         longest = max(len(request.token_ids) for request in requests)
         if not self._embedder.is_compiled(longest):
             await self._preparing.aside(lambda: self._embedder.compile(longest))
         values = []
         async with aclosing(
-            self._driver.vectors(requests, self._embedder, asked.pooling)
+            self._driver.vectors(requests, self._embedder, asked.poolings)
         ) as vectors:
             async for vector in vectors:
                 values.append(vector)

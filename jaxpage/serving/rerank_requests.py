@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
-
-from jaxpage.driver import normalized
 from jaxpage.engine import ByVectors, PreparedRequest, YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.embedding_requests import Embedding
@@ -23,7 +20,7 @@ class Reranking(Embedding):
     ) -> list[float]:
         if isinstance(asked.reranker, ByVectors):
             vectors = await super()._values(asked, requests, arrived)
-            return asked.reranker.scores(normalized(np.stack(vectors)))
+            return asked.reranker.scores(vectors)
         return await self._by_tokens(asked, asked.reranker, requests, arrived)
 
     async def _by_tokens(

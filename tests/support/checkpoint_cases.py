@@ -191,11 +191,19 @@ def text_of(config: Config) -> Config:
 
 
 @functools.cache
+def text_class(model_type: str) -> Any:
+    """Returns the config class of the text model.
+
+    It is that of a config made without arguments: `sub_configs` names no class for models whose text may be of several
+    families.
+    """
+    return type(CONFIG_MAPPING[model_type]().get_text_config())
+
+
+@functools.cache
 def class_fields(model_type: str) -> Config:
     """Returns the fields of a config class that may change logits, with their defaults."""
-    kind = CONFIG_MAPPING[model_type]
-    kind = getattr(kind, "sub_configs", {}).get("text_config", kind)
-    fields = kind().to_dict()
+    fields = text_class(model_type)().to_dict()
     known = {name: value for name, value in fields.items() if name not in _IDLE}
     return {**dict.fromkeys(_OLDER), **known}
 
@@ -289,8 +297,7 @@ def random_names(chance: random.Random, model_type: str, config: Config) -> Conf
 
 
 def _other_name(model_type: str, name: str) -> str:
-    kind = CONFIG_MAPPING[model_type]
-    kind = getattr(kind, "sub_configs", {}).get("text_config", kind)
+    kind = text_class(model_type)
     both = {**kind.attribute_map, **{value: key for key, value in kind.attribute_map.items()}}
     # A GLM config may say the width of its heads, which is no other name of a size. Zamba 2's class
     # counts the layers that have a block without the other name.

@@ -29,7 +29,7 @@ from tests.support.checkpoint_cases import Case, Config, class_fields, random_ca
 from tests.support.config_defaults import difference
 from tests.support.dense import logits_of
 from tests.support.engines import make_llm
-from tests.support.hf_models import randomise, torch, without_timm
+from tests.support.hf_models import randomise, stated_time_steps, torch, without_timm
 
 # Reading a config takes a hundredth of the time of compiling a model: of so many cases one is
 # compiled, and of the others only the defaults are compared.
@@ -87,7 +87,7 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         raise NotTaken(f"{type(error).__name__}: {error}") from error
     if told["missing_keys"] or told["mismatched_keys"]:
         raise NotTaken(f"it does not load what it saved: {told}")
-    return loaded.eval()
+    return stated_time_steps(loaded.eval())
 
 
 def _arrange(case: Case, directory: Path, model: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jaxpage.errors import JaxpageError
+from jaxpage.models.multimodal import leaves_tying_open
 from jaxpage.models.registry import load_family
 
 Config = dict[str, Any]
@@ -47,6 +48,9 @@ def difference(config: Config) -> str | None:
     whole = completed(config)
     if whole is None:
         return None
+    if leaves_tying_open(config):  # The files decide, of which there are none here.
+        tied = whole["tie_word_embeddings"]
+        config = {**config, "tie_word_embeddings": tied}
     found, wanted = read(config), read(whole)
     while isinstance(found, str) and found.endswith(" is missing"):
         name = found.split()[1]

@@ -18,11 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tests.support.model_configs import MODELS, config_json
+from tests.support.model_configs import config_json
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-__all__ = ["MODELS", "config_json", "make_model", "randomise", "save_model", "without_timm"]
+__all__ = [
+    *("MODELS", "config_json", "make_model", "randomise", "save_model", "stated_time_steps"),
+    "without_timm",
+]
 
 _SEED = 11  # a seed with which greedy text varies in every model
 
@@ -40,6 +43,19 @@ def without_timm() -> Iterator[None]:
         yield
 
 
+def stated_time_steps(model: Any) -> Any:
+    """Gives layers of Mamba 2 the limits that config.json states, and returns the model.
+
+    The classes of Nemotron-H and Zamba 2 take `time_step_min` for the least one. The models' own code does not, nor do
+    mlx-lm and vLLM (tests/test_time_steps.py compares with the definition).
+    """
+    limit = getattr(model.config.get_text_config(), "time_step_limit", None) or (0.0, math.inf)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(limit)
+    return model
+
+
 def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
     """The named model of transformers, float32, ready for inference. overrides: fields of config.json."""
     config = config_json(name, **overrides)
@@ -47,7 +63,7 @@ def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
     config_class = model_class.config_class
     config.pop("model_type")
     with without_timm():
-        model = model_class(config_class(**config)).eval()
+        model = stated_time_steps(model_class(config_class(**config)).eval())
     randomise(model, torch.Generator().manual_seed(seed))
     return model
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jaxpage.models.multimodal import MULTIMODAL
 from jaxpage.models.registry import FAMILIES
@@ -784,13 +787,25 @@ _ARCHITECTURES = {
 }
 
 
+# Ids for classes that take no null: only the one of the end could change a text, and no vocabulary has it.
+_IDS = {"bos_token_id": 0, "eos_token_id": 1_000_000, "pad_token_id": 0}
+
+
+@functools.cache
+def no_special_tokens(model_type: str) -> dict[str, int | None]:
+    """Special tokens that no text has: null, as far as the config class takes it."""
+    fields = getattr(CONFIG_MAPPING[model_type], "__dataclass_fields__", {})
+    strict = {name for name in _IDS if name in fields and fields[name].type in (int, "int")}
+    return {name: each if name in strict else None for name, each in _IDS.items()}
+
+
 def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     """What a config.json of the named model may say; it has no special tokens, so that nothing stops early.
 
     A copy all through: classes of transformers write into the objects that they are given.
     """
     family, fields = copy.deepcopy(MODELS[name])
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    tokens = no_special_tokens(family)
     shared = SIZES.get(family, _DIMENSIONS)
     if _ARCHITECTURES[family] in MULTIMODAL:
         text = {**shared, **tokens, **fields, **overrides}

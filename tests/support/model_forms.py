@@ -218,7 +218,7 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"num_hidden_layers": 3, "hidden_act": "silu", "num_key_value_heads": 4},
             "rms_norm_eps": 1e-2,
             "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-            **{"add_bias_linear": True, "time_step_min": 0.3, "mamba_ngroups": 2},
+            **{"add_bias_linear": True, "time_step_limit": [0.3, 50.0], "mamba_ngroups": 2},
         },
     },
     "jamba": {

@@ -188,13 +188,41 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             (CheckpointError, "mixed", "mamba_d_head", 5),
             (CheckpointError, "mixed", "mamba_n_groups", 3),
             (CheckpointError, "dense", "time_step_limit", [2.0, 1.0]),
-            (CheckpointError, "dense", "time_step_limit", None),
         )
     ),
     (CheckpointError, "bamba-mixed", "attn_layer_indices", {"attn_layer_indices": 1}),
     (CheckpointError, "falcon-h1-plain", "mamba_d_ssm", {"mamba_d_ssm": 0}),
     (CheckpointError, "falcon-h1-plain", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4}),
-    (UnsupportedError, "nemotron-h-mixed", "moe", {"hybrid_override_pattern": "ME*"}),
+    *(
+        (kind, "nemotron-h-mixed", says, {"hybrid_override_pattern": None, **fields})
+        for kind, says, fields in (
+            (
+                UnsupportedError,
+                r"hybrid_override_pattern = 'ME\*' has layers with experts \(Nemotron 3\)",
+                {"hybrid_override_pattern": "ME*"},
+            ),
+            (
+                UnsupportedError,
+                "layers_block_type has layers with experts",
+                {"layers_block_type": ["mamba", "moe"]},
+            ),
+            (UnsupportedError, "layers_block_type has layers X,", {"layers_block_type": ["X"]}),
+            (UnsupportedError, "^[^=]* without layers_block_type and hybrid_override_pattern", {}),
+            (
+                UnsupportedError,
+                r"hybrid_override_pattern = 'MX' has layers X, which",
+                {"hybrid_override_pattern": "MX"},
+            ),
+            *(
+                (
+                    CheckpointError,
+                    "hybrid_override_pattern = .* must",
+                    {"hybrid_override_pattern": x},
+                )
+                for x in (5, "", "--")
+            ),
+        )
+    ),
     (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
     (CheckpointError, "jamba-mixed", "attn_layer_offset", {"attn_layer_offset": 3}),
     (CheckpointError, "jamba-mixed", "expert_layer_offset", {"expert_layer_offset": 2}),
@@ -210,7 +238,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             *((UnsupportedError, "use_long_context", True),),
             *((UnsupportedError, "use_shared_mlp_adapter", False),),
             *((UnsupportedError, "tie_word_embeddings", False),),
-            *((UnsupportedError, "time_step_limit", [0.1, 0.2]),),
+            *((CheckpointError, "time_step_limit", [0.2, 0.1]),),
             (UnsupportedError, "layers_block_type", ["mamba", "hybrid", "full_attention", "mamba"]),
         )
     ),

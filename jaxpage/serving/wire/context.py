@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.engine import ByVectors, YesNo
+from jaxpage.engine import ByVectors, TextEmbedding, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, shown
@@ -78,6 +78,7 @@ class ModelContext:
         strict_requests: True if unknown fields are refused.
         limits: The bounds of one request.
         reranker: The way in which the model ranks documents.
+        embedding: The way in which texts become vectors.
     """
 
     model_names: tuple[str, ...]
@@ -93,6 +94,7 @@ class ModelContext:
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
     reranker: YesNo | ByVectors = field(default_factory=ByVectors)
+    embedding: TextEmbedding = field(default_factory=TextEmbedding)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter that a request's `model` names; None for the model itself.

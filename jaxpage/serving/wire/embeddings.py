@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.driver import normalized
-from jaxpage.outputs import Pooling
+from jaxpage.engine import TextEmbedding
+from jaxpage.errors import CheckpointError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
@@ -31,7 +31,7 @@ class EmbeddingAnswer:
         model: The name of the model in the request.
         prompts: The inputs.
         ignored_fields: The paths of ignored fields.
-        pooling: The way in which the vectors of tokens become one.
+        poolings: The way in which the tokens of each input become one vector.
         arrived: The time at which the request came in, by `time.monotonic`.
         load_seconds: The time for which the request waited for its model to be loaded.
     """
@@ -42,14 +42,22 @@ class EmbeddingAnswer:
     def __init__(
         self,
         request: EmbeddingRequest,
+        context: ModelContext,
         prompts: list[PromptRequest],
         ignored_fields: tuple[str, ...],
     ):
         self.model = request.model
-        self.prompts = prompts
         self.ignored_fields = ignored_fields
-        self.pooling: Pooling = request.pooling or "last"
         self._request = request
+        self._files = context.embedding.files
+        texts = [
+            each.prompt if isinstance(each.prompt, str) else list(each.prompt) for each in prompts
+        ]
+        given, self.poolings = context.embedding.prefixed(texts, request.pooling)
+        self.prompts = [
+            each._replace(prompt=text["prompt"]) if "prompt" in text else each
+            for each, text in zip(prompts, given, strict=True)
+        ]
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for an input that the engine refuses."""
@@ -57,7 +65,15 @@ class EmbeddingAnswer:
         return as_api_error(error, names=names).quoting(self._request)
 
     def check_width(self, width: int) -> None:
-        """Raises ApiError if the request asks for another width than the vectors have."""
+        """Raises ApiError if the request asks for another width than the vectors have.
+
+        Args:
+            width: The width of a pooled vector.
+        """
+        try:
+            width = self._files.width(width)
+        except CheckpointError as error:
+            raise ApiError(400, str(error), param="model") from None
         if (asked := self._request.dimensions) not in (None, width):
             message = f"dimensions={asked} is not supported: the vectors of this model have {width}"
             raise ApiError(400, message, param="dimensions")
@@ -66,7 +82,7 @@ class EmbeddingAnswer:
         """Returns the response.
 
         Args:
-            vectors: The vectors, one for each input.
+            vectors: The pooled vectors, one for each input.
             num_tokens: The number of tokens of all inputs.
         """
         data = [
@@ -77,7 +93,7 @@ class EmbeddingAnswer:
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
     def _written(self, vector: npt.NDArray[np.float32]) -> str | list[float]:
-        numbers = vector if self._request.normalize is False else normalized(vector)
+        numbers = self._files.finish(vector, self._request.normalize)
         if self._request.encoding_format == "base64":
             return base64.b64encode(numbers.astype("<f4").tobytes()).decode()
         written: list[float] = numbers.tolist()
@@ -113,6 +129,15 @@ def open_embeddings(
     params = SamplingParams(max_tokens=1)
     add_special_tokens = request.add_special_tokens is not False
     checked = [context.checked_prompt(one, "input") for one in inputs]
-    return kind(
-        request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored
-    )
+    check_embeds(context.embedding)
+    prompts = [PromptRequest(one, params, add_special_tokens) for one in checked]
+    return kind(request, context, prompts, ignored)
+
+
+def check_embeds(embedding: TextEmbedding) -> None:
+    """Raises ApiError if the model's files ask for something that is not supported."""
+    try:
+        embedding.files.check()
+    except CheckpointError as error:
+        message = f"this model's files for embeddings are not supported: {error}"
+        raise ApiError(400, message, param="model") from None

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.engine import ByVectors, YesNo, ranked
-from jaxpage.outputs import Pooling, RequestOutput
+from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.embeddings import check_embeds
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
@@ -28,7 +29,7 @@ class RerankAnswer:
         prompts: The texts that the model reads.
         ignored_fields: The paths of ignored fields.
         reranker: The way in which the model ranks.
-        pooling: The way in which the vectors of tokens become one.
+        poolings: The way in which the tokens of each text become one vector; empty for YesNo.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class RerankAnswer:
         self.model = request.model
         self.ignored_fields = ignored_fields
         self.reranker = context.reranker
-        self.pooling: Pooling = "last"
+        self.poolings: list[TokenPooling] = []
         self._request = request
         self._documents = documents
         params = SamplingParams(max_tokens=1)
         if isinstance(self.reranker, ByVectors):
-            self.pooling = self.reranker.pooling
+            self.poolings = self.reranker.poolings(len(documents), request.instruction)
         else:
             params = self.reranker.first
         by_vectors = isinstance(self.reranker, ByVectors)
@@ -124,4 +125,6 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
                 f"documents have {number} characters, where the query counts once for each; at most {longest} are allowed",
                 param="documents",
             )
+    if isinstance(context.reranker, ByVectors):
+        check_embeds(context.reranker.embedding)
     return RerankAnswer(request, context, documents, ignored)
