@@ -339,7 +339,9 @@ def test_a_form_shows_one_call() -> None:
 def test_a_plan_before_calls_is_reasoning() -> None:
     source = TEMPLATES["array, channels and an open end"]
     plans = source.replace("reasoning_content", "tool_plan")
-    assert derived(plans).form == derived(source).form
+    form = derived(plans).form
+    assert form.sent.name == "tool_plan"
+    assert replace(form, sent=derived(source).form.sent) == derived(source).form
 
 
 def test_the_schema_decides_what_a_bare_value_is() -> None:
@@ -1000,3 +1002,43 @@ def test_a_result_belongs_to_the_first_call() -> None:
     first = answer["tool_calls"][0]
     assert result["tool_call_id"] == first["id"] != answer["tool_calls"][1]["id"]
     assert result["name"] == first["function"]["name"] == "look_up"
+
+
+@pytest.mark.parametrize("name", WRITES_OBJECTS)
+def test_the_definition_of_a_tool_is_no_call(name: str) -> None:
+    """A model that lists its tools quotes what the prompt shows of them."""
+    form = derived(TEMPLATES[name]).form
+    tools = form.tools
+    assert tools is not None
+    for shown in (TOOLS[1], TOOLS[1]["function"]):
+        text = f"{tools.opening}{json.dumps(shown)}{tools.close}{tools.end}".strip()
+        if tools.arguments_path[-1] != "parameters" or shown is TOOLS[1]:
+            message = read(form, [text], "")
+            assert (message["content"], message["tool_calls"]) == (text, [])
+
+
+@pytest.mark.parametrize("name", THINKS_AND_CALLS)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(
+    name: str, data: st.DataObject
+) -> None:
+    """Whole calls, calls without their first tag, and markers, within the reasoning and after it."""
+    form = derived(TEMPLATES[name]).form
+    assert form.tools is not None and form.reasoning is not None
+    prompt, call = thinking_prompt(TEMPLATES[name]), answer(name, OSLO)[1]
+    bits = [form.reasoning.open, form.reasoning.close, call, *form.content.tails]
+    bits += [call.replace(form.tools.trigger, "", 1), form.tools.trigger, "Hm. ", "\n"]
+    text = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=7)))
+    message = same_however_cut(form, text, prompt, data)
+    assert calls_of(message) == OSLO * len(message["tool_calls"])
+
+
+@pytest.mark.timeout(60)  # a reader that is not linear takes longer
+@pytest.mark.parametrize("after", ["", "x"])
+def test_many_calls_in_reasoning_are_read_in_little_time(after: str) -> None:
+    form = derived(TEMPLATES["object in tags, always thought"]).form
+    call = '<call>{"name": "look-up2", "arguments": {}}</call>'
+    text = (call + after) * (120_000 // len(call)) + "x"
+    message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "<think>\n")
+    assert (message["reasoning_content"], message["tool_calls"]) == (text, [])

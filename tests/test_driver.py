@@ -732,7 +732,7 @@ def test_what_still_waits_for_weights_ends_when_a_drain_takes_too_long(built, ho
     with by_hand(built) as driver, awaiting_weights(driver, how) as (runs, _):
         held = Reader(order(built, max_tokens=5))
         added = driver.add([held.handle])
-        with driver.embedding(Witness(), [order(built)], "last") as [vector]:
+        with driver.embedding(Witness(), [order(built)], ["last"]) as [vector]:
             assert not driver.drain_for(0)
             assert runs.end == held.end == ShuttingDown and added.done()
             with pytest.raises(ShuttingDown):
@@ -752,7 +752,7 @@ def test_a_request_that_is_given_up_while_it_waits_for_weights_never_runs(built,
             raise KeyboardInterrupt
         with (
             pytest.raises(KeyboardInterrupt),
-            driver.embedding(witness, [order(built)] * 2, "last"),
+            driver.embedding(witness, [order(built)] * 2, ["last"] * 2),
         ):
             driver.step()
             raise KeyboardInterrupt
@@ -822,7 +822,7 @@ def test_sleep_waits_for_vectors_and_an_update_does_not(built):
     witness, engine = Witness(), built.engine
     with (
         by_hand(built) as driver,
-        driver.embedding(witness, [order(built)] * 20, "last") as vectors,
+        driver.embedding(witness, [order(built)] * 20, ["last"] * 20) as vectors,
     ):
         driver.step()
         driver.step()
@@ -833,7 +833,7 @@ def test_sleep_waits_for_vectors_and_an_update_does_not(built):
         with driver.falling_asleep(1) as asleep:
             driver.step()
             assert not asleep.done()
-            with driver.embedding(witness, [order(built)], "last") as [late]:
+            with driver.embedding(witness, [order(built)], ["last"]) as [late]:
                 driver.wait(asleep)
                 assert all(one is before for one in witness.seen) and len(witness.seen) == 20
                 assert vectors[-1].done() and not late.done() and engine.is_asleep
@@ -1063,7 +1063,7 @@ class Lives(RuleBasedStateMachine):
         if kind == "pin":
             context = driver.pinning(order(self.built, [number] * 40))
         elif kind == "vectors":
-            context = driver.embedding(Witness(), [order(self.built)] * number, "last")
+            context = driver.embedding(Witness(), [order(self.built)] * number, ["last"] * number)
         elif kind == "weights":
             context = driver.replacing(self.on_device(), abort=abort, tells=tells, queues=queues)
         else:

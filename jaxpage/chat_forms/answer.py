@@ -90,36 +90,44 @@ class AnswerReader(BufferedReader):
             if (yield from fits(buffer, buffer.literal(form.close, before_value=True))):
                 space = leading_space(form.close)
                 break
+            begin = buffer.position
+            calls = None
             if trigger.startswith(marker):
                 calls = yield from self._attempt_call(self._last_calls(form.close))
-                if calls is not None:
-                    self._add(*calls)
-                    return
-            self._emit_character("reasoning", marker)
+            if calls:
+                self._add(*calls)
+                return
+            if calls is None:
+                self._emit_character("reasoning", marker)
+            else:
+                self._emit("reasoning", buffer.text[begin : buffer.position])
         self._emit_space("reasoning", space)
 
     def _last_calls(self, close: str) -> Parser[list[Piece]]:
-        """Reads calls in the reasoning, which a model forgot to end.
+        """Reads calls in the reasoning, which a model forgot to end, and returns those that are.
 
-        They are calls if the answer ends with them. Otherwise the model thinks of calling.
+        They are calls if the answer ends with them. Otherwise the model thinks of calling, and none
+        is returned.
 
         Args:
             close: The marker after the reasoning, which may come after them.
 
         Raises:
-            MismatchError: There is no call, or something else follows.
+            MismatchError: There is no call.
         """
         assert self._form is not None and self._calls is not None
         buffer = self._buffer
         calls = [(yield from self._calls.call(self._form.opening))]
         while (call := (yield from self._next_call(self._form))) is not None:
             calls.append(call)
+        end = buffer.position
         for marker in (self._form.end, close, *self._content.tails, *self._content.responses):
             if marker.strip():
                 yield from attempt(buffer, buffer.last_literal(marker))
         yield from buffer.skip_space()
         if (yield from buffer.next_character()):
-            raise MismatchError
+            buffer.position = end
+            return []
         return calls
 
     def _at_marker(self, marker: str) -> Parser[None]:

@@ -165,12 +165,19 @@ class CallReader:
                 raise MismatchError
             ((name, arguments),) = value.items()
             return self._tools.call(name, arguments)
+        is_usual = True
         if _at(value, form.name_path) is None and isinstance(value, dict):
             # The object of a request's own form, `{"type": "function", "function": {...}}`.
             value = value.get("function")
-        *outer, key = form.arguments_path
-        found = (_at(value, (*outer, one)) for one in (key, *form.other_keys))
-        arguments = next((one for one in found if one is not None), None)
+            is_usual = False
+        arguments = _at(value, form.arguments_path)
+        if arguments is None:
+            *outer, _ = form.arguments_path
+            found = (_at(value, (*outer, key)) for key in form.other_keys)
+            arguments = next((one for one in found if one is not None), None)
+            is_usual = False
+        if not is_usual and _is_schema(arguments):
+            raise MismatchError  # the definition of a tool, which a model may quote
         return self._tools.call(_at(value, form.name_path), arguments)
 
     def _members(self, form: ListForm, end: str, schema: Any) -> Parser[dict[str, Any]]:
@@ -325,6 +332,11 @@ class CallReader:
                     if (yield from buffer.comes(marker)):
                         return buffer.text[begin:end].removesuffix(leading_space(close))
             buffer.position = end + 1
+
+
+def _is_schema(arguments: Any) -> bool:
+    """Returns whether an object is the schema of arguments."""
+    return isinstance(arguments, dict) and {"type", "properties"} <= arguments.keys()
 
 
 def _boxed(parser: Parser[Any]) -> Parser[tuple[Any]]:
