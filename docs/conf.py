@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jaxpage
 
 project = "jaxpage"
@@ -14,7 +16,7 @@ html_title = "jaxpage"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
-html_search_scorer = "scorer.js"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 smartquotes = False  # they would make one dash of the two before a flag
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
