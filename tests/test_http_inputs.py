@@ -355,7 +355,7 @@ FIELDS = [
         )
         for keyword, value, message in (
             ("not", {"type": "null"}, "not"),
-            ("unevaluatedProperties", False, "unevaluatedProperties"),
+            ("dependentRequired", {"a": ["b"]}, "dependentRequired"),
         )
     ],
     Row(400, chat(response_format=schema_format(EMPTY)), "response_format", path=CHAT),
