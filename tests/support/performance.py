@@ -52,6 +52,7 @@ class Actor:
         chunks: The chunks of a stream.
         result: What another call returned.
         was_interrupted: True if it was interrupted while it waited.
+        interrupted_at: The turn at which that was.
         must_abort: True if its request was aborted by its id before it had finished.
     """
 
@@ -66,6 +67,7 @@ class Actor:
     result: Any = None
     last_version: int = 0
     was_interrupted: bool = False
+    interrupted_at: int | None = None
     must_abort: bool = False
 
     @property
@@ -369,6 +371,7 @@ class Performance:
         if not actor.is_over:
             assert actor.task is not None
             actor.was_interrupted = True
+            actor.interrupted_at = self.stage.turn
             actor.task.cancel()
             self.stage.settle()
 
@@ -484,7 +487,7 @@ class Performance:
         if "way already" in text:
             return any(
                 other.event.name in ("update", "sleep")
-                and not other.was_interrupted
+                and (other.interrupted_at is None or other.interrupted_at >= (actor.ended or 0))
                 and actor.meets(other)
                 for other in self.actors
             )
