@@ -1071,16 +1071,17 @@ def _too_long(llm):
     return SequenceGroup(request, [Sequence(10**6, 0, 250, [1] * 250)])
 
 
-def test_a_prefix_that_is_cached_but_for_its_last_token_is_pinned_without_drafts(directory):
+def test_a_prefix_whose_last_chunk_is_one_token_is_pinned_without_drafts(directory):
     """A right draft would take it past its end, and there would be nothing to pin."""
-    (prompt,) = prompts_of(33)
+    (prompt,) = prompts_of(65)  # after a step of 64 tokens it looks like one that decodes
     with make_llm(directory, speculative_config=DRAFTING) as llm:
         text = [*prompt, *one(llm, prompt, GREEDY).token_ids]
+        llm.reset_prefix_cache()
         draft_with(llm._engine, Scripted(dict.fromkeys(range(9), text), lambda *_: (4, 0)))
         with llm.pin_prefix(prompt) as pinned:
-            assert pinned.num_tokens == 33
+            assert pinned.num_tokens == 65
         assert llm.stats()["spec_decode_num_drafts_total"] == 0
-        assert one(llm, prompt, GREEDY).token_ids == text[33:]
+        assert one(llm, prompt, GREEDY).token_ids == text[65:]
         assert llm.stats()["spec_decode_num_accepted_tokens_total"] > 0, "nobody drafted right"
 
 

@@ -200,7 +200,7 @@ def random_shapes(chance: random.Random) -> tuple[str, dict[str, Any]]:
         return model, settings
     settings |= chance.choice(GEOMETRIES)
     settings["max_model_len"] = chance.choice(LENGTHS)
-    settings["max_num_batched_tokens"] = chance.choice((16, 32, 64))
+    settings["max_num_batched_tokens"] = max(chance.choice((16, 32, 64)), settings["block_size"])
     settings["num_scheduler_steps"] = chance.choice((1, 1, 1, 2, 4))
     drafting = chance.choice(DRAFTING)
     if drafting is not None and settings["num_scheduler_steps"] == 1:

@@ -52,6 +52,7 @@ class Actor:
         chunks: The chunks of a stream.
         result: What another call returned.
         was_interrupted: True if it was interrupted while it waited.
+        interrupted_at: The turn at which that was.
         must_abort: True if its request was aborted by its id before it had finished.
     """
 
@@ -66,6 +67,7 @@ class Actor:
     result: Any = None
     last_version: int = 0
     was_interrupted: bool = False
+    interrupted_at: int | None = None
     must_abort: bool = False
 
     @property
@@ -110,8 +112,11 @@ class PlayedEngine:
         self._stage = stage
         self._own_weights = own_weights
         self._step = llm._engine.step
+        self._real = {name: getattr(llm._engine, name) for name in ("replace_weights", "wake")}
         self._problem: Exception | None = None  # the first of a step
         llm._engine.step = self._checked_step
+        for name in self._real:
+            setattr(llm._engine, name, functools.partial(self._noting_weights, name))
 
     def _checked_step(self) -> Any:
         """Runs a step and checks what must hold after each."""
@@ -125,6 +130,14 @@ class PlayedEngine:
             self._problem = self._problem or error
             raise
         return groups
+
+    def _noting_weights(self, name: str, weights: Any) -> Any:
+        """Gives the engine other weights, and notes which they are."""
+        result = self._real[name](weights)
+        if self.version not in self.weights:
+            named = self.llm._named(self.llm._engine.runner.parameters)
+            self.weights[self.version] = set_of(named, self._own_weights)
+        return result
 
     async def call(self, name: str, *args: Any, **more: Any) -> Any:
         """Returns the result of a method that `LLM` and `AsyncLLM` both have."""
@@ -189,7 +202,7 @@ class PlayedEngine:
         return int(self.llm._engine.weights_version)
 
     def watch(self) -> None:
-        """Notes which weights it has, and checks its steps and what the caller holds.
+        """Checks its steps and what the caller holds.
 
         Raises:
             WrongBehaviour: An array that the caller holds was deleted.
@@ -197,9 +210,6 @@ class PlayedEngine:
         """
         if self._problem is not None:
             raise self._problem
-        if self.version not in self.weights and not self.llm.is_sleeping:
-            named = self.llm._named(self.llm._engine.runner.parameters)
-            self.weights[self.version] = set_of(named, self._own_weights)
         for weights in self.held:
             lost = [
                 name
@@ -287,8 +297,6 @@ class Performance:
             if thread.is_alive():
                 raise WrongBehaviour(f"a call has not ended after {MOST_SECONDS:g} s")
         for engine in self.engines:
-            for version in range(engine.version + 1):
-                engine.weights.setdefault(version, 0)  # those of the checkpoint, after a sleep
             engine.watch()
         for actor in self.actors:
             actor.last_version = actor.engine.version
@@ -305,8 +313,6 @@ class Performance:
         time.sleep(event.at * RealTime.TURN_SECONDS)
         actor.task = future = self.stage.start(self._perform(number, actor))
         error = future.exception()
-        if event.name == "update" and error is None:
-            actor.engine.weights[actor.result] = event.details[0]
         if isinstance(error, Interrupt):
             raise error
 
@@ -369,6 +375,7 @@ class Performance:
         if not actor.is_over:
             assert actor.task is not None
             actor.was_interrupted = True
+            actor.interrupted_at = self.stage.turn
             actor.task.cancel()
             self.stage.settle()
 
@@ -484,7 +491,7 @@ class Performance:
         if "way already" in text:
             return any(
                 other.event.name in ("update", "sleep")
-                and not other.was_interrupted
+                and (other.interrupted_at is None or other.interrupted_at >= (actor.ended or 0))
                 and actor.meets(other)
                 for other in self.actors
             )
