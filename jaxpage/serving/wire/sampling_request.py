@@ -213,7 +213,7 @@ def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None:
         return None
     if isinstance(schema := given.get("json"), str):
-        given = {**given, "json": JsonReader().read(schema, "structured_outputs.json")}
+        given = {**given, "json": JsonReader().read(schema, "structured_outputs")}
     return {
         name: value
         for name, value in given.items()
