@@ -18,12 +18,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tests.support.model_configs import config_json
+from tests.support.model_configs import MODELS, config_json
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 __all__ = [
-    *("MODELS", "config_json", "make_model", "randomise", "save_model", "stated_time_steps"),
+    "MODELS",
+    "config_json",
+    "make_model",
+    "randomise",
+    "save_model",
+    "stated_time_steps",
     "without_timm",
 ]
 
