@@ -1,4 +1,4 @@
-"""Prints measures of the code: sizes, density, doors and first words, for one tree or several.
+"""Prints measures of the code: sizes, density, doors, first words and names of one tree or several.
 
     python tools/house.py
     python tools/house.py --tree /path/to/an/older/checkout --json
@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
+from tests.support.names import participles, pronouns
 from tests.support.reach import unreached
 from tests.support.sources import (
     DOCUMENTED,
@@ -86,6 +87,7 @@ def measure(root: Path) -> Table:
     table["modules that are imported past doors"] = len({target for _, target in past})
     table["file names in two or more folders"] = len(shared_names(modules))
     table |= first_words(modules)
+    table |= names(modules)
     return table
 
 
@@ -202,6 +204,22 @@ def first_words(modules: Sequence[Module]) -> Table:
     rows |= {f'docstrings that begin with "{word}"': counts[word] for word in FIRST_WORDS}
     rows["docstrings of functions that begin with no verb"] = counts["fragment"]
     return rows
+
+
+def names(modules: Sequence[Module]) -> Table:
+    """Returns how many functions and locals have names that do not say what they are.
+
+    A function that is named by a participle looks like a fact; properties and listeners are
+    counted with the others. A local counts once for each function that binds it.
+    """
+    facts, num_functions = participles(modules)
+    vague, num_locals = pronouns(modules)
+    return {
+        "functions named by a participle": len(facts),
+        "functions named by a participle, %": round(100 * len(facts) / num_functions, 1),
+        "locals named by a pronoun": len(vague),
+        "locals named by a pronoun, %": round(100 * len(vague) / num_locals, 1),
+    }
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
