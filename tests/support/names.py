@@ -14,12 +14,12 @@ from tests.support.sources import Function, Module
 
 # Past participles that do not end in "ed"; those that are plain forms too ("read", "set") are not
 # among them.
-IRREGULAR = frozenset(
-    "begun bought broken brought built caught chosen done drawn driven fallen felt found "
-    "given gone grown heard held hidden kept known left lent lost made meant met paid said seen "
-    "sent shown slept sold spelt spent stood taken taught thought thrown told understood won worn "
-    "written".split()
-)
+_IRREGULAR = """
+begun bought broken brought built caught chosen done drawn driven fallen felt found given gone
+grown heard held hidden kept known left lent lost made meant met paid said seen sent shown slept
+sold spelt spent stood taken taught thought thrown told understood won worn written
+"""
+IRREGULAR = frozenset(_IRREGULAR.split())
 # Words that end in "ed" and are no participles.
 PLAIN = frozenset({"bed", "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unused"})
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
