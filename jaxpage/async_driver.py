@@ -134,9 +134,9 @@ class AwaitedHandle(Handle):
         """Adds log probabilities to an output on another thread, and gives it to the reader."""
         assert self.reporter is not None
         # The reporter makes no other output until the reader has this one.
-        complete = partial(self.reporter.completed, output, is_delta=self.is_stream)
+        complete = partial(self.reporter.add_logprobs, output, is_delta=self.is_stream)
 
-        def done(made: asyncio.Future[RequestOutput]) -> None:
+        def finish(made: asyncio.Future[RequestOutput]) -> None:
             if waiting.done():
                 return
             if made.cancelled() or made.exception() is not None:
@@ -149,7 +149,7 @@ class AwaitedHandle(Handle):
             else:
                 waiting.set_result(made.result())
 
-        self._home.run_in_executor(self._completing, complete).add_done_callback(done)
+        self._home.run_in_executor(self._completing, complete).add_done_callback(finish)
 
 
 class AsyncPinnedPrefix(HeldPrefix):
@@ -307,13 +307,13 @@ class AsyncDriver(Driver):
             for answer in answers:
                 yield await asyncio.wrap_future(answer)
 
-    async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:
+    async def pin(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:
         """Computes a prefix and pins it; raises the same errors as `submit`."""
         with self.pinning(prefix) as answer:
             pin_id = await asyncio.wrap_future(answer)
         return AsyncPinnedPrefix(self, pin_id, len(prefix.token_ids))
 
-    async def replaced_weights(self, weights: Any, *, abort: bool) -> int:
+    async def replace_weights(self, weights: Any, *, abort: bool) -> int:
         """Takes other weights once nothing runs, and returns their version.
 
         If the caller stops waiting, the old weights stay.
@@ -329,7 +329,7 @@ class AsyncDriver(Driver):
         with self.replacing(weights, abort=abort, tells=True) as version:
             return await asyncio.wrap_future(version)
 
-    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished.
 
         Args:
@@ -362,6 +362,6 @@ def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:
 
 
 def _arrive(updates: list[Update]) -> None:
-    for one, item in updates:
-        assert isinstance(one, AwaitedHandle)
-        one.arrived(item)
+    for handle, item in updates:
+        assert isinstance(handle, AwaitedHandle)
+        handle.arrived(item)

@@ -34,11 +34,11 @@ from jaxpage.engine import (
     Messages,
     PreparedRequest,
     RerankMethod,
-    checked_dimensions,
-    checked_documents,
-    named_params,
-    ranked,
-    scored_pairs,
+    accept_sampling_params,
+    check_dimensions,
+    check_documents,
+    pair_arguments,
+    rank,
     scores_of,
 )
 from jaxpage.memory import MemoryReport
@@ -103,7 +103,7 @@ class AsyncLLM(DrivenModel):
         )
         return made
 
-    @named_params
+    @accept_sampling_params
     async def generate(
         self,
         prompt: Any,
@@ -141,7 +141,7 @@ class AsyncLLM(DrivenModel):
             async for output in outputs:
                 yield output
 
-    @named_params
+    @accept_sampling_params
     async def stream(
         self,
         prompt: Any,
@@ -172,7 +172,7 @@ class AsyncLLM(DrivenModel):
         so_far: RequestOutput | None = None
         async with aclosing(self._deltas(prepare, request_id)) as deltas:
             async for delta in deltas:
-                so_far = delta if so_far is None else _joined(so_far, delta)
+                so_far = delta if so_far is None else _join(so_far, delta)
                 yield so_far
 
     async def _deltas(
@@ -207,7 +207,7 @@ class AsyncLLM(DrivenModel):
             if handle is not None:
                 handle.cancel()
 
-    @named_params
+    @accept_sampling_params
     async def chat(
         self,
         messages: Messages,
@@ -241,7 +241,7 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.score`.
         """
-        single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
+        single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         prompts = [prompt + continuation for prompt, continuation in pairs]
         return scores_of(await self._whole(prompts, SCORING), pairs, single=single)
 
@@ -261,7 +261,7 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.embed`.
         """
-        checked = checked_dimensions(dimensions)
+        checked = check_dimensions(dimensions)
         requests, poolings = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
         files = self._embedding.files
         async with aclosing(self._driver.vectors(requests, self._embedder, poolings)) as vectors:
@@ -283,7 +283,7 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.rerank`.
         """
-        documents = checked_documents(query, documents, top_n, instruction)
+        documents = check_documents(query, documents, top_n, instruction)
         reranker = self._reranker(method)
         texts = reranker.texts(query, documents, instruction)
         if isinstance(reranker, ByVectors):
@@ -292,7 +292,7 @@ class AsyncLLM(DrivenModel):
             poolings = reranker.poolings(len(documents), instruction)
             vectors = self._driver.vectors(requests, self._embedder, poolings)
             pooled = [vector async for vector in vectors]
-            return ranked(reranker.scores(pooled), documents, top_n)
+            return rank(reranker.scores(pooled), documents, top_n)
         prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
         outputs = await self._whole(prompts, reranker.first)
         lacking = reranker.missing(outputs)
@@ -305,7 +305,7 @@ class AsyncLLM(DrivenModel):
             else []
         )
         scores = reranker.scores(outputs, dict(zip(lacking, others, strict=True)))
-        return ranked(scores, documents, top_n)
+        return rank(scores, documents, top_n)
 
     async def _whole(self, prompts: Any, params: Any) -> list[RequestOutput]:
         """Generates for prompts that nobody streams."""
@@ -326,7 +326,7 @@ class AsyncLLM(DrivenModel):
         """
         self._driver.check_awake()
         weights = await asyncio.wrap_future(self._driver.weights())
-        return await asyncio.to_thread(self._named, weights)
+        return await asyncio.to_thread(self._by_checkpoint_name, weights)
 
     async def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
@@ -345,7 +345,7 @@ class AsyncLLM(DrivenModel):
         weights = await asyncio.to_thread(
             self._prepare_weights, parameters, check_finite=check_finite, mode=mode
         )
-        return await self._driver.replaced_weights(weights, abort=mode == "abort")
+        return await self._driver.replace_weights(weights, abort=mode == "abort")
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the device's memory until `wake_up`; see `LLM.sleep`."""
@@ -369,7 +369,7 @@ class AsyncLLM(DrivenModel):
                 `LLM.pin_prefix`.
         """
         prepared = await asyncio.to_thread(self._prepare_prefix, prefix, cache_salt)
-        return await self._driver.pinned(prepared)
+        return await self._driver.pin(prepared)
 
     async def reset_prefix_cache(self) -> None:
         """Empties the prefix cache; see `LLM.reset_prefix_cache`."""
@@ -381,7 +381,7 @@ class AsyncLLM(DrivenModel):
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Accepts no more requests, and waits until all have finished; see `LLM.drain`."""
-        return await self._driver.drained(timeout)
+        return await self._driver.wait_until_drained(timeout)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several; other ids are ignored.
@@ -397,7 +397,7 @@ class AsyncLLM(DrivenModel):
             if isinstance(request_id, str) or not isinstance(request_id, Iterable)
             else list(request_id)
         )
-        if not all(isinstance(one, str) for one in ids):
+        if not all(isinstance(name, str) for name in ids):
             raise TypeError(
                 f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}"
             )
@@ -429,15 +429,15 @@ def _is_streamable(request: PreparedRequest) -> bool:
     return not (isinstance(params, BeamSearchParams) or params.ranks)
 
 
-def _joined(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
+def _join(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
     known = {output.index: output for output in before.outputs}
-    outputs = [_joined_outputs(known.get(output.index), output) for output in delta.outputs]
+    outputs = [_join_outputs(known.get(output.index), output) for output in delta.outputs]
     return replace(
         delta, outputs=outputs, prompt_logprobs=delta.prompt_logprobs or before.prompt_logprobs
     )
 
 
-def _joined_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:
+def _join_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:
     if before is None:
         return delta
     logprobs = None if delta.logprobs is None else (before.logprobs or []) + delta.logprobs

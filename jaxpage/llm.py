@@ -21,11 +21,11 @@ from jaxpage.engine import (
     Messages,
     PreparedRequest,
     RerankMethod,
-    checked_dimensions,
-    checked_documents,
-    named_params,
-    ranked,
-    scored_pairs,
+    accept_sampling_params,
+    check_dimensions,
+    check_documents,
+    pair_arguments,
+    rank,
     scores_of,
 )
 from jaxpage.errors import JaxpageError
@@ -115,7 +115,7 @@ class LLM(DrivenModel):
                 of `LLM`.
         """
         config = resolve_config(path, overrides).config
-        return cls(**config.given(), use_tqdm=use_tqdm, verbose=verbose)
+        return cls(**config.explicit_settings(), use_tqdm=use_tqdm, verbose=verbose)
 
     @classmethod
     def from_parameters(
@@ -162,7 +162,7 @@ class LLM(DrivenModel):
             UnsupportedError: The weights are quantised.
         """
         self._driver.check_awake()
-        return self._named(self._driver.wait(self._driver.weights()))
+        return self._by_checkpoint_name(self._driver.wait(self._driver.weights()))
 
     def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
@@ -191,7 +191,7 @@ class LLM(DrivenModel):
         with self._driver.replacing(weights, abort=mode == "abort", queues=True) as version:
             return self._driver.wait(version)
 
-    @named_params
+    @accept_sampling_params
     def generate(
         self,
         prompts: Any,
@@ -233,7 +233,7 @@ class LLM(DrivenModel):
             try:
                 self._driver.wait(self._driver.add(handles))
                 while len(outputs) < len(handles):
-                    for handle, output in self._driver.taken(box):
+                    for handle, output in self._driver.wait_for_item(box):
                         if isinstance(output, JaxpageError):
                             raise output
                         outputs[handle] = output
@@ -295,7 +295,7 @@ class LLM(DrivenModel):
             RuntimeError: A step failed.
             WeightsReplaced: Another thread updated the weights with the mode "abort".
         """
-        single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
+        single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         outputs = self.generate(
             [prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm
         )
@@ -331,13 +331,13 @@ class LLM(DrivenModel):
             ValueError: A prompt or an argument is refused, before anything runs.
             CheckpointError: The files ask for something that is not supported.
         """
-        checked = checked_dimensions(dimensions)
+        checked = check_dimensions(dimensions)
         requests, poolings = self._prepare_embedding(prompts, pooling)
-        pooled = self._pooled(requests, poolings, use_tqdm=use_tqdm)
+        pooled = self._pool(requests, poolings, use_tqdm=use_tqdm)
         files = self._embedding.files
         return np.stack([files.finish(vector, normalize, checked) for vector in pooled])
 
-    def _pooled(
+    def _pool(
         self,
         requests: Sequence[PreparedRequest],
         poolings: Sequence[TokenPooling],
@@ -380,14 +380,14 @@ class LLM(DrivenModel):
                 cannot rank in this way.
             RuntimeError: A step failed. The other errors are those of `generate`.
         """
-        documents = checked_documents(query, documents, top_n, instruction)
+        documents = check_documents(query, documents, top_n, instruction)
         reranker = self._reranker(method)
         texts = reranker.texts(query, documents, instruction)
         if isinstance(reranker, ByVectors):
             requests = self._prepare(texts, SamplingParams(max_tokens=1))
             poolings = reranker.poolings(len(documents), instruction)
-            pooled = self._pooled(requests, poolings, use_tqdm=use_tqdm)
-            return ranked(reranker.scores(pooled), documents, top_n)
+            pooled = self._pool(requests, poolings, use_tqdm=use_tqdm)
+            return rank(reranker.scores(pooled), documents, top_n)
         prompts = [self._prompt_of(text) for text in texts]
         outputs = self.generate(prompts, reranker.first, use_tqdm)
         lacking = reranker.missing(outputs)
@@ -401,9 +401,9 @@ class LLM(DrivenModel):
             else []
         )
         scores = reranker.scores(outputs, dict(zip(lacking, others, strict=True)))
-        return ranked(scores, documents, top_n)
+        return rank(scores, documents, top_n)
 
-    @named_params
+    @accept_sampling_params
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -425,7 +425,10 @@ class LLM(DrivenModel):
             chat_template_kwargs: See `chat_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
+        prompts = [
+            self.chat_prompt(conversation, tools, chat_template_kwargs)
+            for conversation in conversations
+        ]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
     def beam_search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
+def align(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
     """Returns lines with columns as wide as they need.
 
     Args:

@@ -21,7 +21,7 @@ from jaxpage.checkpoints import (
     ModelConfig,
     ModelFiles,
     load_weights,
-    named_parameters,
+    name_parameters,
     open_parameters,
 )
 from jaxpage.errors import UnsupportedError
@@ -79,7 +79,7 @@ class TrainableModel:
 
     def named(self, parameters: Parameters) -> dict[str, jax.Array]:
         """Returns the parameters by Hugging Face's names, for `LLM.update_parameters`."""
-        return named_parameters(self._files.plan, parameters)
+        return name_parameters(self._files.plan, parameters)
 
     def logits(
         self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]
@@ -97,7 +97,7 @@ class TrainableModel:
             TypeError: The token ids are no rows of integers.
             ValueError: An id is none of the model's.
         """
-        given = token_ids_RC
+        token_ids = token_ids_RC
         token_ids_RC = jnp.asarray(token_ids_RC)
         if (
             token_ids_RC.ndim != 2
@@ -109,7 +109,7 @@ class TrainableModel:
                 f"token_ids must be integers in rows [R, C], at least one of each; got {form}"
             )
         if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
-            ids = np.asarray(given)
+            ids = np.asarray(token_ids)
             vocab_size = self._files.spec.vocab_size
             if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
                 raise ValueError(
@@ -161,10 +161,10 @@ def dense_attend(num_rows: int) -> Attend:
         num_kv_heads, head_width = k_TKH.shape[1:]
         length = len(q_TNH) // num_rows
         q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)
-        kept = k_TKH, k_TKH if v_TKH is None else v_TKH
+        new_pages = k_TKH, k_TKH if v_TKH is None else v_TKH
         k, v = (
             part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width)
-            for part in kept
+            for part in new_pages
         )
         scores = options.scale * jnp.einsum(
             "rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST

@@ -73,7 +73,7 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerGoneError(f"{self._task} has ended, again and again") from error
 
-    def asked(self, question: Any, seconds: float) -> Any:
+    def ask(self, question: Any, seconds: float) -> Any:
         """Returns the answer to a question; both are values of JSON.
 
         Args:

@@ -43,7 +43,7 @@ class Arguments:
                 object.__setattr__(self, name, jnp.asarray(array))
         self._check_arrays()
         arrays = self.q_TNH, self.k_pages, self.v_pages, self.block_table_BM
-        object.__setattr__(self, "options", self.options.checked(*arrays))
+        object.__setattr__(self, "options", self.options.check(*arrays))
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
         longest = min(

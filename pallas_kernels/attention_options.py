@@ -73,7 +73,7 @@ class AttentionOptions:
         """Returns the options without their arrays; they can be hashed."""
         return dataclasses.replace(self, sinks=None, alibi_slopes=None, tree_mask_TQ=None)
 
-    def checked(
+    def check(
         self,
         q_TNH: jax.Array,
         k_pages: jax.Array,
@@ -133,9 +133,9 @@ def register_record(kind: type, arrays: tuple[str, ...]) -> None:
             getattr(record, name) for name in static
         )
 
-    def unflatten(kept: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
+    def unflatten(static_values: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
         record: Any = object.__new__(kind)
-        for name, value in zip((*arrays, *static), (*children, *kept), strict=True):
+        for name, value in zip((*arrays, *static), (*children, *static_values), strict=True):
             object.__setattr__(record, name, value)
         return record
 

@@ -45,9 +45,9 @@ def copy_blocks(
         TypeError: An argument has the wrong type.
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
-    leaves, tree = _flattened(pages, axes=1)
+    leaves, tree = _flatten(pages, axes=1)
     source, destination = _pairs(source, destination)
-    copied = _chosen("copy_blocks", backend, interpret, leaves, source, destination)
+    copied = _choose("copy_blocks", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -64,9 +64,9 @@ def copy_slots(
     This closes the gaps that refused drafts leave. A slot is named by block * S + offset. All
     leaves have the same P and S.
     """
-    leaves, tree = _flattened(pages, axes=2)
+    leaves, tree = _flatten(pages, axes=2)
     source, destination = _pairs(source, destination)
-    copied = _chosen("copy_slots", backend, interpret, leaves, source, destination)
+    copied = _choose("copy_slots", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -78,9 +78,9 @@ def gather_blocks(
     The result is one array, so one transfer brings it to the host. Backend, interpretation and
     errors are those of `copy_blocks`.
     """
-    leaves, _ = _flattened(pages, axes=1)
+    leaves, _ = _flatten(pages, axes=1)
     blocks = _ids("blocks", blocks)
-    return _chosen("gather_blocks", backend, interpret, leaves, blocks)
+    return _choose("gather_blocks", backend, interpret, leaves, blocks)
 
 
 def scatter_blocks(
@@ -95,7 +95,7 @@ def scatter_blocks(
 
     Padding names the null block. Backend, interpretation and errors are those of `copy_blocks`.
     """
-    leaves, tree = _flattened(pages, axes=1)
+    leaves, tree = _flatten(pages, axes=1)
     blocks = _ids("blocks", blocks)
     contents = jnp.asarray(contents)
     block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)
@@ -103,18 +103,18 @@ def scatter_blocks(
         raise ValueError(
             f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} {contents.shape}"
         )
-    scattered = _chosen("scatter_blocks", backend, interpret, leaves, blocks, contents)
+    scattered = _choose("scatter_blocks", backend, interpret, leaves, blocks, contents)
     return jax.tree.unflatten(tree, scattered)
 
 
-def _chosen(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
+def _choose(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
     pick = operator.attrgetter(operation)
     return first_that_takes(
         operation, pick, *arguments, call=Call(interpret=interpret), backend=backend
     )
 
 
-def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+def _flatten(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
     """Returns the leaves, which must have the same first axes, and the tree that they make."""
     leaves, tree = jax.tree.flatten(pages)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

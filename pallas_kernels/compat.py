@@ -30,7 +30,7 @@ class DescribedGPU:
 def target_device() -> Any:
     """Returns the device for which kernels are compiled.
 
-    This is the GPU of `described_gpu`, or JAX's first device outside of it.
+    This is the GPU of `describe_gpu`, or JAX's first device outside of it.
     """
     return _described.value or jax.devices()[0]
 
@@ -49,7 +49,7 @@ def without_compile_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def described_gpu(
+def describe_gpu(
     kind: str = "NVIDIA H200", num_cores: int = 132, capability: str = "9.0"
 ) -> Iterator[None]:
     """Runs a block in which kernels are lowered for a GPU that is not there.

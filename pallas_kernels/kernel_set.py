@@ -111,13 +111,13 @@ class KernelSet:
         """Returns why the set does not take a call on a `jax.Device`, or None if it does."""
         reason = self.supports(device, call)
         if reason is None and call.attention is not None:
-            given = call.attention.options.given
-            if missing := given - self.honours:
+            options = call.attention.options.given
+            if missing := options - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             # No set computes both together, and the definition does not either.
-            if {"tree_mask_TQ", "sliding_window"} <= given:
+            if {"tree_mask_TQ", "sliding_window"} <= options:
                 return "a tree mask with a sliding window"
-            if {"tree_mask_TQ", "attention_chunk"} <= given:
+            if {"tree_mask_TQ", "attention_chunk"} <= options:
                 return "a tree mask with chunks of attention"
         return reason
 
@@ -134,10 +134,10 @@ def capability(device: Any) -> tuple[int, int] | None:
     """
     if device.platform != "gpu":
         return None
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def described(device: Any) -> str:
+def describe(device: Any) -> str:
     """Returns the words for a GPU in a refusal."""
     return f"{device.device_kind} has {getattr(device, 'compute_capability', 'none')}"

@@ -51,14 +51,14 @@ def write_kv(
         TypeError: An argument has the wrong type.
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
-    written = checked(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
+    written = check(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
     call = Call(interpret=interpret, page_dtype=written[2].dtype.name)
     return first_that_takes(
         "write_kv", lambda each: each.write, *written, call=call, backend=backend
     )
 
 
-def checked(
+def check(
     k_TKH: Any,
     v_TKH: Any,
     k_pages: Any,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.kernel_set import Call, KernelSet
-from pallas_kernels.kv_write import checked
+from pallas_kernels.kv_write import check
 from pallas_kernels.sets import first_that_takes
 from pallas_kernels.tiles import Tiles
 
@@ -117,12 +117,14 @@ def attend_to_pages(
 
 def _show_options(call: Any) -> None:
     """Gives a function that takes `**options` the signature that `help` and editors should show."""
-    own = inspect.signature(call)
+    signature = inspect.signature(call)
     of_options = inspect.signature(AttentionOptions).parameters.values()
     named = [
-        each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
+        each
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    call.__signature__ = own.replace(parameters=[*named, *of_options])
+    call.__signature__ = signature.replace(parameters=[*named, *of_options])
 
 
 _show_options(paged_attention)
@@ -158,7 +160,7 @@ def write_and_attend(
         NotImplementedError: No backend takes the call.
     """
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
-    k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
+    k_TKH, v_TKH, *_, slots_T, _, _ = check(k_TKH, v_TKH, *pages)
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
     return first_that_takes(
         "write_and_attend",

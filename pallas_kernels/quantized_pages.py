@@ -49,19 +49,19 @@ def quantize(
     scaled = x / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.round(scaled).astype(jnp.int8), scale
-    kept = scaled.astype(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(kept, dtype), scale
+    codes = scaled.astype(jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(codes, dtype), scale
 
 
 def dequantize(
-    kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] | None
+    codes: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] | None
 ) -> Float[Array, "*vectors H"]:
     """Returns the vectors in float32; pages without scales hold them as they are."""
     if scale is None:
-        return kept.astype(jnp.float32)
-    if kept.dtype == jnp.uint8:
-        kept = jax.lax.bitcast_convert_type(kept, jnp.float8_e4m3fn)
-    return kept.astype(jnp.float32) * scale[..., None]
+        return codes.astype(jnp.float32)
+    if codes.dtype == jnp.uint8:
+        codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return codes.astype(jnp.float32) * scale[..., None]
 
 
 def check_scales(

@@ -77,7 +77,7 @@ def grouped_product(
     """
     y_PO: jax.Array = first_that_takes(
         "grouped_product",
-        _grouped,
+        _use_grouped,
         x_PI,
         weight,
         count_E,
@@ -95,7 +95,7 @@ def has_grouped_product(platform: str, *, backend: str = "auto", interpret: bool
     return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))
 
 
-def _grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
+def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
     return kernels.multiply_grouped or _no_kernel
 
 

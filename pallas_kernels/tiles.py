@@ -111,18 +111,18 @@ def shape_of(arguments: Arguments) -> Shape:
     )
 
 
-def tuned(backend: str, shape: Shape) -> Tiles | None:
+def find_tuned(backend: str, shape: Shape) -> Tiles | None:
     """Returns the tiles that were measured to be best on this kind of GPU, if any were."""
     device = jax.devices()[0]
-    found = (
+    matching = (
         _table(device.device_kind).get(backend, {}).get(str(shape))
         if device.platform == "gpu"
         else None
     )
-    return None if found is None else Tiles(**found)
+    return None if matching is None else Tiles(**matching)
 
 
-def measured_set(shape: Shape) -> str | None:
+def find_measured_set(shape: Shape) -> str | None:
     """Returns the kernel set that was measured to be fastest on this kind of GPU, if any."""
     device = jax.devices()[0]
     return (

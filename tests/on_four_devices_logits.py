@@ -58,7 +58,7 @@ def from_parts(
     # whatever is there is no token
     padded = np.pad(logits_RV, ((0, 0), (0, padding)), constant_values=1000.0)
     part = jax.ShapeDtypeStruct((NUM_ROWS, padded.shape[1] // num_devices), np.float32)
-    divided = mesh.divided(part, 1)
+    divided = mesh.shapes_of_whole(part, 1)
 
     def draw(own_RU: jax.Array, packed: jax.Array) -> jax.Array:
         return draw_from_parts(

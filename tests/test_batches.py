@@ -16,7 +16,7 @@ import pytest
 
 from jaxpage.cli import main
 from jaxpage.errors import ConfigError, EngineFailed
-from jaxpage.serving.batches.in_process import Answer
+from jaxpage.serving.batches.in_process import InProcessAnswer
 from jaxpage.serving.batches.lines import URLS, Line, read_line
 from jaxpage.serving.batches.ordering import num_lines, windows
 from jaxpage.serving.batches.output_file import OutputFile
@@ -68,18 +68,18 @@ class Echo:
         self.refused: set[str] = set()
         self.last = last
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes) -> InProcessAnswer:
         await asyncio.sleep(0)
         prompt = json.loads(body)["prompt"]
         if prompt not in self.refused and prompt.endswith("7"):
             self.refused.add(prompt)
-            return Answer(429, "x", b"{}")
+            return InProcessAnswer(429, "x", b"{}")
         if len(self.asked) == self.last:
             raise EngineFailed("killed")
         self.asked.append(prompt)
         usage = {"prompt_tokens": 2, "completion_tokens": 3}
         told = json.dumps({"echo": prompt, "usage": usage}).encode()
-        return Answer(400 if prompt.endswith("5") else 200, "x", told)
+        return InProcessAnswer(400 if prompt.endswith("5") else 200, "x", told)
 
 
 def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile:

@@ -216,16 +216,16 @@ class HopesForNoLength(BeamStrategy):
 class EndsAnywhere(BeamStrategy):
     """A candidate beyond the first W ends, too."""
 
-    def _ranked(self, draws):
-        ranked = super()._ranked(draws)
+    def _rank(self, draws):
+        ranked = super()._rank(draws)
         return sorted(ranked, key=lambda c: not self._is_end(c))
 
 
 class OnlyTheFirstOfABeam(BeamStrategy):
     """Too few candidates of each beam."""
 
-    def _ranked(self, draws):
-        return [c for c in super()._ranked(draws) if c.token.rank <= self._beam.beam_width]
+    def _rank(self, draws):
+        return [c for c in super()._rank(draws) if c.token.rank <= self._beam.beam_width]
 
 
 class ForksAfterAppends(BeamStrategy):
@@ -250,21 +250,21 @@ class DropsNoHypothesis(BeamStrategy):
 class SharesItsText(BeamStrategy):
     """A fork's end of text is its parent's."""
 
-    def _grown(self, sequence_id, candidate):
+    def _grow(self, sequence_id, candidate):
         candidate.parent.stopping.fork = lambda: candidate.parent.stopping
-        return super()._grown(sequence_id, candidate)
+        return super()._grow(sequence_id, candidate)
 
 
 class ForgetsTheSum(BeamStrategy):
-    def _ranked(self, draws):
-        return sorted(super()._ranked(draws), key=lambda c: -c.token.logprob)
+    def _rank(self, draws):
+        return sorted(super()._rank(draws), key=lambda c: -c.token.logprob)
 
 
 class EndIsNotCounted(BeamStrategy):
-    def _merged(self, ended):
+    def _merge(self, ended):
         self._num_tokens -= 1
         try:
-            return super()._merged(ended)
+            return super()._merge(ended)
         finally:
             self._num_tokens += 1
 
@@ -637,7 +637,7 @@ def test_a_failed_step_and_a_failed_strategy_end_the_search(llm, prompts, monkey
         return failing
 
     for number in (0, 1, 5):
-        for place, name in ((llm._engine.runner, "run"), (BeamStrategy, "_merged")):
+        for place, name in ((llm._engine.runner, "run"), (BeamStrategy, "_merge")):
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, failing_after(getattr(place, name), number))
                 (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)

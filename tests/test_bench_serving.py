@@ -13,7 +13,7 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.bench.answer_latencies import rate_held, summary
-from jaxpage.bench.http_client import Answer, Client
+from jaxpage.bench.http_client import Client, TimedAnswer
 from jaxpage.bench.load import Places
 from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import MetricsPoller
@@ -144,15 +144,15 @@ def bench(
 def test_latencies_by_their_definitions() -> None:
     """By hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
     answers = [
-        Answer(
+        TimedAnswer(
             due=10.0,
             outputs=[10.5, 11.0, 12.0],
             ended=12.1,
             num_prompt_tokens=7,
             num_output_tokens=4,
         ),
-        Answer(due=11.0, outputs=[13.5], ended=13.5, num_prompt_tokens=3, num_output_tokens=1),
-        Answer(due=0.0, error="status 429"),
+        TimedAnswer(due=11.0, outputs=[13.5], ended=13.5, num_prompt_tokens=3, num_output_tokens=1),
+        TimedAnswer(due=0.0, error="status 429"),
     ]
     result = summary(answers, 4.0, {"ttft": 600.0, "tpot": 500.0})
     wanted = {
@@ -178,8 +178,10 @@ def test_latencies_by_their_definitions() -> None:
 
 def test_a_latency_without_a_sample_is_no_number() -> None:
     """A mean of nothing is not 0: not where all requests failed, and not where each has one token."""
-    failed = summary([Answer(due=0.0, error="x")], 1.0)
-    single = Answer(due=1.0, outputs=[1.5], ended=1.5, num_prompt_tokens=3, num_output_tokens=1)
+    failed = summary([TimedAnswer(due=0.0, error="x")], 1.0)
+    single = TimedAnswer(
+        due=1.0, outputs=[1.5], ended=1.5, num_prompt_tokens=3, num_output_tokens=1
+    )
     result = summary([single, single], 1.0)
     names = [name for name in result if name.endswith("_ms")]
     assert len(names) == 20 and all(failed[name] is None for name in names)
@@ -220,7 +222,9 @@ def test_a_run_between_two_polls_has_no_means_of_the_server() -> None:
 
 def test_a_rate_that_was_not_held_is_told() -> None:
     """By hand: due after 1, 2 and 3 s, the last sent after 4."""
-    answers = [Answer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))]
+    answers = [
+        TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
+    ]
     found = rate_held(answers, 10.0)
     assert found == {
         "drawn_request_rate": 1.0,
@@ -232,7 +236,7 @@ def test_a_rate_that_was_not_held_is_told() -> None:
     assert "not held: 1.00 requests/s arrived, 0.75 were sent, up to 1000 ms late" in note
     held = rate_held(answers[:2], 10.0)
     assert held["request_rate_held"] and not rate_notes(held)
-    assert rate_held([Answer(due=10.0, sent=11.0)], 10.0) == {}, "all at once"
+    assert rate_held([TimedAnswer(due=10.0, sent=11.0)], 10.0) == {}, "all at once"
 
 
 METRICS = """# TYPE vllm:num_requests_running gauge

@@ -15,7 +15,7 @@ import pytest
 from jaxpage import LLM, EngineConfig, SamplingParams, cli
 from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import EngineInTurns, engine_process
-from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
+from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, EngineRun, table
 from jaxpage.bench.task_prompts import TASKS, task_texts
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.cli.parsers import make_parser
@@ -142,7 +142,7 @@ def test_the_default_prompts_are_of_texts_that_drafters_know():
     arguments = arguments_of("--methods", "eagle3=demo/eagle3", "--batches", "1", "4")
     prompts = speculation._prompts(arguments, SMALL)[""]
     assert len(prompts) == 4 and {len(prompt) for prompt in prompts} == {64}
-    sized = speculation._sized(SMALL.replace(max_model_len=112, num_blocks=None), 4, 112)
+    sized = speculation._size_config(SMALL.replace(max_model_len=112, num_blocks=None), 4, 112)
     config = speculation._config(sized, ("eagle3=demo/eagle3", "3"))
     greedy = [SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)] * 4
     with here(config) as engine:
@@ -213,7 +213,9 @@ def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
     def run_together(engines, prompts, params):
         begun.append(engines[0])
         asked.append(prompts)
-        return [Run(seconds[llm], 1.0, [[1]] if llm != "drafting" else [[2]]) for llm in engines]
+        return [
+            EngineRun(seconds[llm], 1.0, [[1]] if llm != "drafting" else [[2]]) for llm in engines
+        ]
 
     monkeypatch.setattr(speculation, "_run_together", run_together)
     engines = {ALONE: "first", ("medusa=there+tree", "4"): "drafting", CONTROL: "second"}

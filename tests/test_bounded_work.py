@@ -24,12 +24,12 @@ from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.serving import loop_turns
 from jaxpage.serving.batches import routes, store
-from jaxpage.serving.batches.lines import Line, answered
+from jaxpage.serving.batches.lines import Line, write_answer
 from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, outline
 from jaxpage.serving.batches.store import Store
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.http import connection
-from jaxpage.serving.http.parser import Parser
+from jaxpage.serving.http.parser import HTTPParser
 from jaxpage.serving.preparing import LARGE_ANSWER_VALUES, LARGE_SIZE, Preparing
 from jaxpage.serving.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.wire import dialects
@@ -155,13 +155,13 @@ def test_a_large_whole_is_brief_until_another_thread_completes_it() -> None:
     assert reporter.is_brief and not reporter._texts
     assert brief.prompt_logprobs is None and brief.outputs[0].logprobs is None
     assert brief.outputs[0].token_ids == wanted.outputs[0].token_ids
-    assert reporter.completed(brief, is_delta=False) == wanted
+    assert reporter.add_logprobs(brief, is_delta=False) == wanted
     # Prompt log probabilities come with the first delta, and alone.
     delta = made(30)[1].delta()
     assert delta.prompt_logprobs is None
     _, streamed = made(30)
     assert (
-        streamed.completed(streamed.delta(), is_delta=True).prompt_logprobs
+        streamed.add_logprobs(streamed.delta(), is_delta=True).prompt_logprobs
         == wanted.prompt_logprobs
     )
 
@@ -240,7 +240,7 @@ def test_large_answers_are_made_on_threads_of_their_own(
 ) -> None:
     threads: list[str] = []
     row = Reporter._logprobs
-    whole = dialects.encoded
+    whole = dialects.encode
 
     def made(self: Any, *arguments: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
@@ -251,7 +251,7 @@ def test_large_answers_are_made_on_threads_of_their_own(
         return whole(value)
 
     monkeypatch.setattr(Reporter, "_logprobs", made)
-    monkeypatch.setattr(dialects, "encoded", encoded)
+    monkeypatch.setattr(dialects, "encode", encoded)
     monkeypatch.setattr("jaxpage.serving.preparing.LARGE_ANSWER_VALUES", 100)
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 100)
     body = {"model": "demo", "prompt": "The old house", "max_tokens": 40, "logprobs": 5}
@@ -314,13 +314,13 @@ def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    receive = Parser.receive_data
+    receive = HTTPParser.receive_data
 
     def counted(self: Any, data: bytes) -> None:
         sizes.append(len(data))
         receive(self, data)
 
-    monkeypatch.setattr(Parser, "receive_data", counted)
+    monkeypatch.setattr(HTTPParser, "receive_data", counted)
     body = json.dumps({"model": "demo", "prompt": "A", "max_tokens": 1, "user": "a" * 200}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -415,10 +415,10 @@ def test_parts_of_an_answer_are_the_answer(value: Any) -> None:
     usual = dialects.MAX_VALUES, dialects.PART_BYTES
     dialects.MAX_VALUES, dialects.PART_BYTES = 5, 16
     try:
-        parts = dialects.encoded_parts(value)
+        parts = dialects.encode_parts(value)
     finally:
         dialects.MAX_VALUES, dialects.PART_BYTES = usual
-    assert b"".join(parts) == dialects.encoded(value) and all(len(one) >= 16 for one in parts[:-1])
+    assert b"".join(parts) == dialects.encode(value) and all(len(one) >= 16 for one in parts[:-1])
 
 
 def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,14 +442,14 @@ def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
         {"tokens": list(range(50_000))},
     ]
     for answer in answers:
-        parts = dialects.encoded_parts(answer)
+        parts = dialects.encode_parts(answer)
         most, number = max(calls), len(calls)
         assert number > 4 and most <= dialects.MAX_VALUES + 2
         calls.clear()
-        assert b"".join(parts) == dialects.encoded(answer)
+        assert b"".join(parts) == dialects.encode(answer)
         calls.clear()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        dialects.encoded_parts([[0.0] * 5000, float("nan")])
+        dialects.encode_parts([[0.0] * 5000, float("nan")])
 
 
 # Reading.
@@ -701,7 +701,7 @@ def test_room_for_a_file_is_kept_while_it_is_written(tmp_path: Path) -> None:
             files.write_file("a", "batch", "", "file-" + "0" * 32, b"x" * 40)
     with files.room(60):
         pass
-    record = files.found("file", "file-" + "0" * 32, "")
+    record = files.find("file", "file-" + "0" * 32, "")
     files.forget(record)
     files.write(record)  # a record that is forgotten does not come back
     files.delete_files(record)
@@ -723,7 +723,7 @@ def test_a_large_answer_of_a_batch_is_counted_without_reading_it(
         "usage": usage,
         **after,
     }
-    line = answered(Line("id", custom_id, "/", b"", ""), 200, "request", dialects.encoded(body))
+    line = write_answer(Line("id", custom_id, "/", b"", ""), 200, "request", dialects.encode(body))
     assert len(line) > LARGE_LINE_BYTES
     seen = outline(line)
     wanted = json.loads(line)

@@ -17,7 +17,7 @@ import pytest
 from jaxpage import cli
 from jaxpage.assembly import chat_defaults
 from jaxpage.cli.chat import Lines, converse
-from jaxpage.cli.conversation import COMMANDS, Conversation, is_open, unquoted
+from jaxpage.cli.conversation import COMMANDS, Conversation, is_open, unquote
 from jaxpage.cli.line_editor import open_history
 from jaxpage.cli.resolving import say
 from jaxpage.errors import CapacityError
@@ -220,7 +220,7 @@ def test_exit_ends_it() -> None:
 )
 def test_triple_quotes(text: str, goes_on: bool, said: str) -> None:
     assert is_open(text) is goes_on
-    assert unquoted(text) == said
+    assert unquote(text) == said
 
 
 # ---- a full context

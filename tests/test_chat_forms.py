@@ -18,8 +18,8 @@ from jaxpage.chat_forms.markers import PLACEHOLDER, before_placeholder
 from jaxpage.chat_forms.probes import Call, Prober
 from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
-from jaxpage.serving.wire.derived_forms import derived_form
-from jaxpage.serving.wire.template_worker import rendered
+from jaxpage.serving.wire.derived_forms import derive_form
+from jaxpage.serving.wire.template_worker import render_template
 from tests.support.chat_templates import (
     HINTED,
     NO_TOOLS,
@@ -86,7 +86,7 @@ def render(
     """The text of transformers."""
     asked = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
     asked |= {"tools": tools and list(tools), "add_generation_prompt": generates}
-    return rendered({**asked, "continue_final_message": False, "variables": variables})
+    return render_template({**asked, "continue_final_message": False, "variables": variables})
 
 
 @functools.cache
@@ -658,7 +658,7 @@ def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None
     """By transformers' own parser; what it cannot read is content."""
     declares = with_template(NO_TOOLS)
     declares.response_template = RESPONSE_TEMPLATE
-    form, problem = derived_form(declares)
+    form, problem = derive_form(declares)
     assert (form.tool_form, problem) == ("response_template", None)
     text = '<think>Hm.</think>Well <<<{"name": "look-up2", "arguments": {"city": "x"}}>>>'
     message = read(form, text, "<|assistant|>")

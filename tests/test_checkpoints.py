@@ -165,7 +165,7 @@ def test_every_parameter_of_the_model_gets_its_tensor(tmp_path: Path, name: str)
 def test_dtypes_and_shards(tmp_path: Path, dtype: str, shards: int) -> None:
     directory = random_checkpoint(tmp_path, LLAMA, dtype=dtype, shards=shards)
     assert_same_bits(load(directory), expected(LLAMA, dtype))
-    assert open_model(directory).plan.stored_dtype() == dtype
+    assert open_model(directory).plan.most_common_dtype() == dtype
 
 
 @pytest.mark.parametrize("wanted", DTYPES)
@@ -1048,7 +1048,7 @@ def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(
         layout="orbax", arrays=None, tensors=infos, directory=None, parameters=pieces
     )
     monkeypatch.setattr(loading, "restore_orbax", lambda directory, wanted: restored)
-    read = loading.stored_arrays(plan)
+    read = loading.make_array_reader(plan)
     assert read(infos["shared"])[0] == 1 and "shared" in restored["layer"]
     assert read(infos["alone"])[0] == 0 and "alone" not in restored["layer"]
     assert read(infos["shared"])[0] == 1 and restored == {"layer": {}}

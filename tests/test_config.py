@@ -171,8 +171,8 @@ def test_contradictions_are_told_beside_other_mistakes() -> None:
 
 def test_settings_that_were_given_are_known() -> None:
     config = EngineConfig(max_num_seqs=64).replace(seed=1)
-    assert config.given() == {"max_num_seqs": 64, "seed": 1}
-    assert EngineConfig(**config.given()) == config
+    assert config.explicit_settings() == {"max_num_seqs": 64, "seed": 1}
+    assert EngineConfig(**config.explicit_settings()) == config
     nested = EngineConfig(speculative_config={"method": "ngram"})  # type: ignore[arg-type]
     assert nested.replace(seed=0) == nested
 

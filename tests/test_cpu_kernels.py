@@ -20,7 +20,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.backends import choose_backend
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.product import rounded_product
+from jaxpage.layers.product import multiply_rounded
 from pallas_kernels import (
     SETS,
     Arguments,
@@ -309,7 +309,7 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
     by_definition = quantized_product(jnp.asarray(x), weight, backend="reference")
     np.testing.assert_allclose(np.asarray(by_definition), x @ exact.T, atol=tolerance, rtol=1e-5)
     assert np.array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
-    rows = packed.quantized_rows(on_device(in_panels), np.array([2, 0]))
+    rows = packed.read_quantized_rows(on_device(in_panels), np.array([2, 0]))
     np.testing.assert_allclose(numbers(rows), exact[[2, 0]], rtol=1e-5, atol=tolerance)
 
 
@@ -401,7 +401,7 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions
     rounded = np.round(x[4:] * (1 / largest)).astype(np.int64)
     sums = (rounded @ values.T.astype(np.int64)).astype(np.float32)
     np.testing.assert_array_equal(together[4:], sums * largest * scale)
-    xla_sums, xla_scale = jax.jit(rounded_product)(x, values)
+    xla_sums, xla_scale = jax.jit(multiply_rounded)(x, values)
     np.testing.assert_array_equal(together, np.float32(xla_sums) * xla_scale * scale)
     for count in (1, 2, 5, 7):
         np.testing.assert_array_equal(product(x[8 - count : 8]), together[8 - count : 8])
@@ -554,14 +554,14 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     }.items():
         monkeypatch.setenv("CXX", command)
         with pytest.raises(RuntimeError, match=f"^{reason}$"):
-            library.compiled("avx2", ())
+            library.compile_library("avx2", ())
 
 
 def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path) -> None:
     if (found := library.instruction_set()) is None or library.load().reason is not None:
         pytest.skip("there are no kernels for this machine")
     name, flags = found
-    (tmp_path / f"{name}.so").write_bytes(library.compiled(name, flags).read_bytes())
+    (tmp_path / f"{name}.so").write_bytes(library.compile_library(name, flags).read_bytes())
     program = (
         f"from pathlib import Path; from pallas_kernels.cpu import library; library.PREBUILT = Path({str(tmp_path)!r})\n"
         "print(*library.load()[:2])"
@@ -601,15 +601,19 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
             Path(commands[0][-1]).write_bytes(made.pop(0))
 
     monkeypatch.setattr(build, "_run", built)
-    path = library.compiled("avx2", ())
+    path = library.compile_library("avx2", ())
     # the file system is read-only now, and there is no compiler
     with monkeypatch.context() as later:
         later.setattr(Path, "chmod", lambda *_: 1 / 0)
         later.setenv("CXX", "/bin/false")
-        assert library.compiled("avx2", ()) == path
-    assert library.compiled("avx2", ()) == path and len(made) == 1 and "damaged" not in caplog.text
+        assert library.compile_library("avx2", ()) == path
+    assert (
+        library.compile_library("avx2", ()) == path
+        and len(made) == 1
+        and "damaged" not in caplog.text
+    )
     path.write_bytes(path.read_bytes()[:-1])
-    assert library.compiled("avx2", ()) == path and path.read_bytes()[:2000] == bytes(2000)
+    assert library.compile_library("avx2", ()) == path and path.read_bytes()[:2000] == bytes(2000)
     assert f"{path} is damaged" in caplog.text
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
-from jaxpage.layers.activations import gated
+from jaxpage.layers.activations import gate
 from jaxpage.layers.norms import RMSNorm, add_and_norm
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
@@ -143,15 +143,15 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
         return (
             norm(x),
             *add_and_norm(norm, x, 2 * x),
-            gated(x, "gelu_new"),
-            gated(x, "relu"),
+            gate(x, "gelu_new"),
+            gate(x, "relu"),
             turned,
         )
 
     kernels = LayerKernels(*5 * [None], rows=ROW_KERNELS)  # type: ignore[arg-type]
     x = numbers("float32", 12, 100)
     plain = jax.jit(layers)(x)
-    with TraceScope(kernels).opened():
+    with TraceScope(kernels).open():
         text = str(jax.make_jaxpr(lambda x: layers(x))(x))
         found = jax.jit(lambda x: layers(x))(x)
     for name in ("rms_norm", "add_and_norm", "gate", "rotate", "split_and_rotate"):

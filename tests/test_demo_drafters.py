@@ -28,7 +28,7 @@ from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation.medusa import assumed_accuracies, search
+from jaxpage.speculation.medusa import assume_accuracies, search
 from tests.support.engines import invariants
 from tests.support.medusa import CYCLE, random_heads, write_vllm
 from tools.demo_model import (
@@ -429,7 +429,7 @@ def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) ->
     ordered = open_heads(given, TARGET)
     assert ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
     without = open_heads(heads_with(tmp_path / "b", None), TARGET)
-    assert without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
+    assert without.choices == search(assume_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
 
 
 @pytest.mark.parametrize(

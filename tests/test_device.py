@@ -19,7 +19,7 @@ from jaxpage.assembly.sizing import MemoryPlan, choose_num_blocks, choose_num_ho
 from jaxpage.device import gpu_memory
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.executables import check_graphs, compiler_options, use_compile_cache
-from jaxpage.device.step_inputs import StepInputs, TableShape, packed_size, unpack, views
+from jaxpage.device.step_inputs import StepInputs, TableShape, size_when_packed, unpack, views
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA
@@ -28,7 +28,7 @@ from tests.support.random_checkpoints import random_checkpoint
 
 def test_what_is_packed_on_the_host_is_unpacked_on_the_device():
     bucket, tables = Bucket(6, 3, 6), TableShape(2, 5)
-    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    packed = np.zeros(size_when_packed(bucket, tables), np.int32)
     rng = np.random.default_rng(0)
     want = {}
     for name, view in views(packed, bucket, tables).items():
@@ -82,16 +82,21 @@ PLAN = MemoryPlan(
 
 
 def test_blocks_are_counted_from_what_is_left():
-    assert choose_num_blocks(PLAN, wanted=None, pool_bytes=None, max_num_seqs=8).num_blocks == 50
-    assert choose_num_blocks(PLAN, wanted=None, pool_bytes=2_050, max_num_seqs=8).num_blocks == 20
-    assert choose_num_blocks(PLAN, wanted=7, pool_bytes=None, max_num_seqs=8).num_slots == 6 * 16
+    assert choose_num_blocks(PLAN, requested=None, pool_bytes=None, max_num_seqs=8).num_blocks == 50
+    assert (
+        choose_num_blocks(PLAN, requested=None, pool_bytes=2_050, max_num_seqs=8).num_blocks == 20
+    )
+    assert choose_num_blocks(PLAN, requested=7, pool_bytes=None, max_num_seqs=8).num_slots == 6 * 16
     on_host = MemoryPlan(**{**PLAN.__dict__, "device": "cpu (test)"})
     # 320, halved
     assert (
-        choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 21
+        choose_num_blocks(on_host, requested=None, pool_bytes=None, max_num_seqs=80).num_blocks
+        == 21
     )
     # no use for more
-    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9
+    assert (
+        choose_num_blocks(on_host, requested=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9
+    )
 
 
 def test_a_default_does_not_follow_what_happens_to_be_free():
@@ -99,7 +104,7 @@ def test_a_default_does_not_follow_what_happens_to_be_free():
 
     def num_blocks(device, available, **fields):
         plan = dataclasses.replace(PLAN, device=device, available_bytes=available, **fields)
-        return choose_num_blocks(plan, wanted=None, pool_bytes=None, max_num_seqs=64).num_blocks
+        return choose_num_blocks(plan, requested=None, pool_bytes=None, max_num_seqs=64).num_blocks
 
     assert {num_blocks("cpu (test)", available) for available in range(60_000, 10**7, 99_991)} == {
         64 * 4 + 1
@@ -350,7 +355,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, asked, advi
 )
 def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, want):
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
-    plan = choose_num_host_blocks(plan, wanted=wanted, available=available)
+    plan = choose_num_host_blocks(plan, requested=wanted, available=available)
     assert plan.num_host_blocks == want
     rows = {6: "6, 700 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
     assert dict(plan.rows()).get("host blocks for swapping") == rows.get(want)
@@ -363,11 +368,11 @@ def test_host_blocks_that_do_not_fit_say_so_in_numbers(device, available):
         CapacityError,
         match=r"20 host .* 2\.05 KiB, but .* 2\.05 KiB are free; .* Lower swap_space_blocks to 19 or less",
     ):
-        choose_num_host_blocks(plan, wanted=20, available=available)
+        choose_num_host_blocks(plan, requested=20, available=available)
 
 
 def test_the_table_names_every_part():
-    plan = choose_num_blocks(PLAN, wanted=None, pool_bytes=None, max_num_seqs=8)
+    plan = choose_num_blocks(PLAN, requested=None, pool_bytes=None, max_num_seqs=8)
     rows = dict(plan.rows())
     assert (
         rows["KV tokens"] == "784"

@@ -256,14 +256,14 @@ def counts_places_for_depths(sample, draft, sequence, request):
     return [each._replace(position=sample.position + each.offset) for each in samples]
 
 
-right_samples = opening.drafted_samples
+right_samples = opening.make_draft_samples
 
 
 @pytest.mark.parametrize("mistaken", [forgets_the_branch, counts_places_for_depths])
 def test_the_machines_see_mistakes_in_what_is_drawn(
     mistaken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "drafted_samples", mistaken)
+    monkeypatch.setattr(opening, "make_draft_samples", mistaken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             Speculating,

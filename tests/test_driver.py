@@ -26,7 +26,7 @@ from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import to_device
 from jaxpage.driver import Driver, Handle, turns
 from jaxpage.driver import driver as driver_module
-from jaxpage.driver.encoding import prepared
+from jaxpage.driver.encoding import prepare
 from jaxpage.engine import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
@@ -234,7 +234,7 @@ def test_a_tokenizer_that_panics_refuses_the_prompt(built, monkeypatch):
     for error, seen in ((PanicException(), ValueError), (SystemExit(), SystemExit)):
         raised[:] = [error]
         with pytest.raises(seen):
-            prepared(built.engine, Prompt("text", None), checked)
+            prepare(built.engine, Prompt("text", None), checked)
 
 
 def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):
@@ -489,7 +489,7 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
             loop.submit([order(built)], stream=False),
             loop.stats(),
             whole.whole(),
-            loop.drained(0),
+            loop.wait_until_drained(0),
         ):
             with pytest.raises(EngineFailed):
                 await attempt
@@ -560,14 +560,14 @@ def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
         async with looping(built) as loop:
             [one] = await loop.submit([order(built)], stream=False)
             await gate.reached()
-            draining = asyncio.create_task(loop.drained(600))
+            draining = asyncio.create_task(loop.wait_until_drained(600))
             await asyncio.sleep(0)
             with pytest.raises(ShuttingDown):
                 await loop.submit([order(built)], stream=False)
             assert not loop.ready and loop.healthy
             gate.open()
             assert (await one.whole()).outputs[0].finish_reason == "length"
-            assert await draining and await loop.drained(0)
+            assert await draining and await loop.wait_until_drained(0)
 
     asyncio.run(main())
 
@@ -577,7 +577,7 @@ def test_what_does_not_finish_in_a_drain_ends_with_an_error(built):
         async with looping(built) as loop:
             running = await loop.submit([order(built, max_tokens=240)] * 6, stream=True)
             await running[0].next_delta()
-            assert not await loop.drained(0)
+            assert not await loop.wait_until_drained(0)
             for one in running:
                 with pytest.raises(ShuttingDown, match="time to finish was over"):
                     await one.next_delta()
@@ -911,7 +911,7 @@ def test_a_drain_has_its_time_and_no_more(built, monkeypatch):
             [one] = await loop.submit([order(built)], stream=False)
             await gate.reached()
             assert not await asyncio.wait_for(asyncio.to_thread(loop.drain_for, 0.1), 30)
-            assert not await asyncio.wait_for(loop.drained(0), 30)
+            assert not await asyncio.wait_for(loop.wait_until_drained(0), 30)
             gate.open()
             with pytest.raises(ShuttingDown):
                 await one.whole()
@@ -980,7 +980,7 @@ def test_whatever_happens_every_block_and_every_place_comes_back(built, actions)
                     elif kind == "reset":
                         await loop.snapshot(lambda engine: engine.reset_prefix_cache())
                 armed.clear()
-                await loop.drained(0)
+                await loop.wait_until_drained(0)
                 await loop.snapshot(lambda engine: engine.scheduler.check())
                 assert loop.healthy and not loop.turns.live and not loop.num_open
                 stats = await loop.stats()

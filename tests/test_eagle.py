@@ -112,7 +112,7 @@ def run(drafter: ModelDrafterFiles, target: Target) -> Run:
         if not drafter.aux_layers
         else [target.states[layer] for layer in drafter.aux_layers]
     )
-    graph, none = abstract(drafter.divided("float32"))[0], (None,) * drafter.kv.num_layers
+    graph, none = abstract(drafter.divide("float32"))[0], (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
     def forward(
@@ -391,7 +391,7 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
         model = nnx.merge(graph, parameters["target"])
         context = ForwardContext(positions, growing, aux_layers=drafter.aux_layers)
         _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
-        module = join(abstract(drafter.divided("float32"))[0], parameters)
+        module = join(abstract(drafter.divide("float32"))[0], parameters)
         output, _ = module(
             token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing)
         )
@@ -408,7 +408,7 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
     parameters = both(drafter, target, "bfloat16")
     graph, states = (
-        abstract(drafter.divided("bfloat16"))[0],
+        abstract(drafter.divide("bfloat16"))[0],
         [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS],
     )
 
@@ -623,7 +623,7 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(
     padded = target._replace(files=open_model(tmp_path / "target"))
     drafter = opened(tmp_path / "draft", "draft_model", padded)
     tokens = TOKENS % min(vocab_size, VOCAB)
-    graph, none = abstract(drafter.divided("float32"))[0], (None,) * drafter.kv.num_layers
+    graph, none = abstract(drafter.divide("float32"))[0], (None,) * drafter.kv.num_layers
 
     @jax.jit
     def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogErr
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay import replaying
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
-from jaxpage.replay.incidents import IncidentRing, scrubbed
+from jaxpage.replay.incidents import IncidentRing, scrub
 from jaxpage.replay.log_header import engine_header, read_header, weights_hash
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
@@ -709,7 +709,7 @@ def test_beam_searches_are_replayed(
         SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True),
         BeamSearchParams(2, 20),
     ]
-    real, calls = BeamStrategy._grown, itertools.count()
+    real, calls = BeamStrategy._grow, itertools.count()
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == 40:
@@ -717,7 +717,7 @@ def test_beam_searches_are_replayed(
         return real(*arguments)
 
     with logged(llm, path, tokenizer=Letters()) as engine, monkeypatch.context() as patch:
-        patch.setattr(BeamStrategy, "_grown", failing)
+        patch.setattr(BeamStrategy, "_grow", failing)
         with pytest.raises(CapacityError):
             engine.add("refused", engine.prepare(None, prompts[0], BeamSearchParams(5)))
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -1265,7 +1265,7 @@ def test_the_command_with_another_engine(
 
         def rebuilt(config: Any, hooks: Hooks) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
-            assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
+            assert "gpu_memory_utilization" not in config.explicit_settings(), "nobody had set it"
             return Built(new_engine(strange, **hooks.parts), None, {}, strange.spec, strange._model)
 
         monkeypatch.setattr(replaying, "build_engine", rebuilt)
@@ -1369,14 +1369,14 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(
         assert {one for one, sequence in walk.sequences.items() if not sequence.is_running} == {
             sequence.sequence_id for group in scheduler.waiting for sequence in group.unfinished
         }
-        kept, again = ring.taken("x"), Walk()
+        kept, again = ring.read_ring("x"), Walk()
         for record in kept.records:
             again.follow(as_read(record))
         assert as_read(again.snapshot()) == as_read(walk.snapshot())
         assert kept.num_steps == min(4, len(plans)) and (kept.why_not_replayable is None) == (
             len(plans) <= 4
         )
-        text, less = json.dumps(hidden.taken("x").records), Walk()
+        text, less = json.dumps(hidden.read_ring("x").records), Walk()
         assert not any(
             secret in text for secret in ("prompt_token_ids", "salt", 'logprobs": [', "scores")
         )
@@ -1412,13 +1412,13 @@ def test_scrubbed_records_have_lengths_alone() -> None:
         "params": params,
         "bad_word_token_ids": [[7]],
     }
-    assert scrubbed(arrival) == {
+    assert scrub(arrival) == {
         "event": "arrival",
         "num_prompt_tokens": 2,
         "params": {"temperature": 0.5},
     }
     plan = {"event": "plan", "rows": [[0, 3, 3]], "drafts": [[0, [7, 8], [0, 0], [[7], [1]]]]}
-    assert scrubbed(plan)["drafts"] == [[0, [None, None]]]
+    assert scrub(plan)["drafts"] == [[0, [None, None]]]
     result = {
         "event": "result",
         "tokens": [7, -1],
@@ -1427,7 +1427,7 @@ def test_scrubbed_records_have_lengths_alone() -> None:
     }
     result["edits"] = [["finish", 0, "stop", "secret", 1], ["fork", 0, 1, 1]]
     edits = [["finish", 0, "stop", None, 1], ["fork", 0, 1, 1]]
-    assert scrubbed(result) == {"event": "result", "tokens": [None, -1], "edits": edits}
+    assert scrub(result) == {"event": "result", "tokens": [None, -1], "edits": edits}
 
 
 def test_the_command_looks_into_logs(
@@ -1541,7 +1541,7 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
             found["texts"] == {str(token): text_of([token]) for token in drawn | candidates}
             and "texts" not in head
         )
-    named.write_text("".join(f"{json.dumps(scrubbed(one))}\n" for one in records_of(named)))
+    named.write_text("".join(f"{json.dumps(scrub(one))}\n" for one in records_of(named)))
     assert run("replay", str(named), "--texts", str(tmp_path / "none"), "--until", "3") == 0
     found, *others = records_of(tmp_path / "none")
     assert (

@@ -81,14 +81,14 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: LayerKernels) ->
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
-    with TraceScope(kernels).opened():
+    with TraceScope(kernels).open():
         np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("compared", [0, 100])
 def test_pairs_are_sorted_by_expert(compared: int) -> None:
     expert_P = np.random.default_rng(0).integers(0, 7, 40)
-    order_P, place_P = experts._sorted(jnp.asarray(expert_P), compared)
+    order_P, place_P = experts._sort(jnp.asarray(expert_P), compared)
     np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
     np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
 
@@ -135,8 +135,8 @@ def test_experts_at_once_make_what_they_make_one_after_another(
         def run(
             parameters: Any, expert_TX: jax.Array, kernels: LayerKernels = kernels
         ) -> jax.Array:
-            with TraceScope(kernels).opened():
-                return nnx.merge(graph, parameters).experts.made(x_TD, expert_TX)
+            with TraceScope(kernels).open():
+                return nnx.merge(graph, parameters).experts.run(x_TD, expert_TX)
 
         clipped = (
             np.where((expert_TX < 0) | (expert_TX > 6), 6, expert_TX)

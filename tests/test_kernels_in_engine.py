@@ -26,7 +26,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
-from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
+from jaxpage.device.step_inputs import TableShape, size_when_packed, unpack, views
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
@@ -296,7 +296,7 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
 def attended(backend):
     """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
     bucket, tables = Bucket(num_tokens=4, num_rows=1, max_query_len=4), TableShape(1, 2)
-    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    packed = np.zeros(size_when_packed(bucket, tables), np.int32)
     fields = views(packed, bucket, tables)
     fields["slots_ZT"][0, :2], fields["block_table_ZBM"][0, 0] = (7, 8), (1, 2)
     fields["context_len_B"][0], fields["query_start"][1:] = 5, 2
@@ -364,7 +364,7 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None
 from jaxpage import LLM, SamplingParams
 from jaxpage.errors import UnsupportedError
-from pallas_kernels.compat import described_gpu
+from pallas_kernels.compat import describe_gpu
 from tools.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
 from tools.kernel_lab.specs import find
 settings = {"use_tqdm": False, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 16}
@@ -376,7 +376,7 @@ except UnsupportedError as refusal:
     print(refusal)
 spec = find("llama-3-8b decode 64x2048")
 for case in (attention_case(spec, "mosaic"), write_case(64, backend="mosaic"), copy_case(16, backend="mosaic")):
-    with described_gpu():
+    with describe_gpu():
         text = case.function.trace(*case.arguments).lower(lowering_platforms=("cuda",)).as_text()
     print(text.count("mosaic_gpu"), text.count('"stablehlo.scatter"'))
 """

@@ -155,7 +155,7 @@ def step(
     assert draft is not None and draft == draft.sound(VOCAB, num_drafts)
     drawn = draws_of(model, sequence.token_ids, draft)
     tokens = gained(draft, drawn)
-    proposer.drawn(sequence.sequence_id, len(sequence.token_ids), draft, drawn)
+    proposer.learn_draws(sequence.sequence_id, len(sequence.token_ids), draft, drawn)
     sequence.token_ids += tokens
     return draft, len(tokens)
 
@@ -285,7 +285,7 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(
             for place, each in enumerate(drawn)
         ]
         if data.draw(st.integers(0, 9)):
-            proposer.drawn(sequence.sequence_id, len(text), draft, heard)
+            proposer.learn_draws(sequence.sequence_id, len(text), draft, heard)
         text += tokens[: data.draw(st.integers(1, len(tokens)))]
         window = proposer._drafted[sequence.sequence_id].window
         assert 1 <= len(window.rows) < sizes.ngram and {len(row) for row in window.rows} == {
@@ -294,7 +294,7 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(
         assert all(0 <= token_id < VOCAB for row in window.rows for token_id in row)
     for group in groups:
         proposer.forget(group)
-        proposer.drawn(group.sequences[0].sequence_id, 3, Draft((), ()), [1])
+        proposer.learn_draws(group.sequences[0].sequence_id, 3, Draft((), ()), [1])
     assert not proposer._drafted and not proposer._pools
 
 
@@ -323,7 +323,7 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
     ngrams = [(8,), (8, 9), (6,), (6, 7)]  # the latest first
     assert drafted(9) == [*ngrams, (5,), (5, 6)]
     assert drafted(3) == ngrams[:3]
-    proposer.drawn(0, 7, Draft((5,), (-1,)), [8, 1])
+    proposer.learn_draws(0, 7, Draft((5,), (-1,)), [8, 1])
     window = proposer._drafted[0].window
     assert window.rows == [[5, 6, 5], [1, 7, 8]], (
         "the first column is gone, and behind the third nothing was drawn"
@@ -553,7 +553,7 @@ def told(right: int, dear: float = 1.0) -> Controller:
         controller.costs.at_start(shape, 1.0 + dear * (shape[1] > shape[0]))
     for sequence_id in (1, 2, 3):
         for _ in range(100):
-            controller.verified(sequence_id, PARENTS, range(right))
+            controller.learn_verified(sequence_id, PARENTS, range(right))
     return controller
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.assembly import Built  # noqa: E402
-from jaxpage.device.packing import unpacked_weights  # noqa: E402
+from jaxpage.device.packing import unpack_weights  # noqa: E402
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
 from jaxpage.models.lora_layers import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
@@ -166,7 +166,7 @@ def test_no_bit_depends_on_the_adapters_of_others(model, llm):
 def test_adapters_are_in_the_plan_of_the_memory(llm):
     runner = llm._engine.runner
     sizes = {path[1:]: size for path, size in runner.packed.items()}
-    arrays = jax.tree.leaves(unpacked_weights(runner.parameters["target"], sizes))
+    arrays = jax.tree.leaves(unpack_weights(runner.parameters["target"], sizes))
     assert llm.memory.weights_bytes == sum(array.nbytes for array in arrays)
 
 
@@ -195,7 +195,7 @@ def test_more_adapters_than_slots(model, llm):
     names = [*CONFIGS, None, *CONFIGS]
     seen = set()
 
-    def placed(plan, place=llm._engine.adapters.placed):
+    def placed(plan, place=llm._engine.adapters.load_for):
         slots = place(plan)
         rows = {row.lora for row in plan.rows} - {None}
         assert len({slots[digest] for digest in rows}) == len(rows) <= 2
@@ -203,7 +203,7 @@ def test_more_adapters_than_slots(model, llm):
         return slots
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm._engine.adapters, "placed", placed)
+        patch.setattr(llm._engine.adapters, "load_for", placed)
         outputs = llm.generate(
             [prompt_of(20)] * 7, GREEDY, False, lora_request=[lora(model, name) for name in names]
         )
@@ -629,7 +629,7 @@ def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_mode
     engine = EngineConfig(model=str(model[1] / "model"), **LORA)
     # with nothing that tells of phases no engine can be opened
     with pytest.raises(ConfigError) as refusal:
-        startup._opened(engine, ServerConfig(lora_modules=(*modules, f"good={model[1]}")), None)
+        startup._open(engine, ServerConfig(lora_modules=(*modules, f"good={model[1]}")), None)
     said = str(refusal.value)
     for text in (
         "'good' is given twice",

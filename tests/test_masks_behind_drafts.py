@@ -21,7 +21,7 @@ from jaxpage.decoding import grammars as rules
 from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import NoText
-from jaxpage.scheduling.plan_builder import drafted_samples, sample_of
+from jaxpage.scheduling.plan_builder import make_draft_samples, sample_of
 from jaxpage.speculation import Proposer
 from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Draft, chain
@@ -48,7 +48,7 @@ def grammar_of(directory: Path) -> Iterator[Callable[..., Grammar]]:
     def grammar(regex: str) -> Grammar:
         if regex not in made:
             asked = SamplingParams(structured_outputs={"regex": regex}).structured_outputs
-            made[regex] = compiler.compiled(asked)
+            made[regex] = compiler.compile(asked)
         return made[regex]
 
     yield grammar
@@ -145,7 +145,7 @@ def test_looking_ahead_twice_costs_once(
     grammar_of: Callable[..., Grammar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a token that was a draft costs nothing more."""
-    constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admitted
+    constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admit
     monkeypatch.setattr(
         Grammar, "admitted", lambda self, matcher: computed.append(1) or real(self, matcher)
     )
@@ -176,7 +176,7 @@ def test_what_drafts_find_does_not_count(
     tokenizer = rules.tokenizer_of(load_tokenizer(directory).backend_tokenizer.to_str())
     source = rules.source_of("regex", json.dumps(f"[ab]*a[ab]{{{size}}}c"))
     if mistaken:  # the states that drafts find are counted as the sequence's own
-        real = Constraint._followed_by
+        real = Constraint._follow
 
         def keeping(self: Constraint, token_id: int) -> Constraint | None:
             was_alone = self._is_alone
@@ -184,7 +184,7 @@ def test_what_drafts_find_does_not_count(
             self._is_alone = was_alone
             return ahead
 
-        monkeypatch.setattr(Constraint, "_followed_by", keeping)
+        monkeypatch.setattr(Constraint, "_follow", keeping)
 
     def outcome(seed: int, *, drafted: bool) -> Any:
         rng, constraint = (
@@ -230,7 +230,7 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
 
     draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
     root = sample_of(0, 1, sequence(), asked)
-    got = (root, *drafted_samples(root, draft, sequence(), asked))
+    got = (root, *make_draft_samples(root, draft, sequence(), asked))
     paths = [(), *(draft.path(place) for place in range(5))]
     want = tuple(sample_of(0, 1, sequence(*path), asked) for path in paths)
     assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
@@ -353,7 +353,7 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(
     first_id = llm._engine._num_sequences
     texts = {first_id + 1: [5, 6, 7, *alone.outputs[0].token_ids]}
     draft_with(llm._engine, Scripted(texts, lambda *_: (3, 1)))
-    monkeypatch.setattr(Constraint, "_followed_by", lambda *_: 1 / 0)
+    monkeypatch.setattr(Constraint, "_follow", lambda *_: 1 / 0)
     broken, beside = llm.generate([[1], [5, 6, 7]], [asked, neighbour], use_tqdm=False)
     assert beside.outputs == alone.outputs and beside.metrics.num_accepted_tokens > 0
     assert (

@@ -32,7 +32,7 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import ProposingSpeculator
 from jaxpage.speculation.medusa import (
     MedusaProposer,
-    assumed_accuracies,
+    assume_accuracies,
     best_only,
     likeliest_first,
     search,
@@ -265,7 +265,7 @@ def test_the_greedy_tree_is_the_best_of_all_trees(
 
 
 def test_trees_without_measurements() -> None:
-    rows = assumed_accuracies(3)
+    rows = assume_accuracies(3)
     assert [row[0] for row in rows] == pytest.approx([0.6, 0.48, 0.384])
     assert all(list(row) == sorted(row, reverse=True) and sum(row) < 1 for row in rows)
     assert search(rows, 4) == ((0,), (0, 0), (1,), (0, 1))  # 0.6, 0.29, 0.24, 0.15
@@ -602,8 +602,8 @@ def test_more_than_the_heads_guess_is_refused(
     [
         ({}, (1, 3, 7), best_only(3, 3), 1),
         ({"num_speculative_tokens": 2}, (2,), best_only(3, 2), 1),
-        ({"tree": True}, (1, 3, 7), search(assumed_accuracies(3), 7), 3),
-        ({"tree": True, "num_speculative_tokens": 40}, (40,), search(assumed_accuracies(3), 40), 6),
+        ({"tree": True}, (1, 3, 7), search(assume_accuracies(3), 7), 3),
+        ({"tree": True, "num_speculative_tokens": 40}, (40,), search(assume_accuracies(3), 40), 6),
         (
             {"tree": True, "medusa_choices": [[1], [0, 0], [0], [0, 8]]},
             (1, 3, 4),

@@ -292,7 +292,7 @@ ALWAYS_USABLE = property(lambda slot: slot.model is not None and not slot.is_asl
 @pytest.mark.parametrize(
     ("where", "name", "mistake", "says"),
     [
-        (table, "_closed", contextlib.nullcontext, "a lease of . during (sleep|close) of ."),
+        (table, "_close", contextlib.nullcontext, "a lease of . during (sleep|close) of ."),
         (table.Slot, "is_usable", ALWAYS_USABLE, "a lease of . during"),
         (table.ModelTable, "_refuse", lambda *_: None, "wait"),
     ],

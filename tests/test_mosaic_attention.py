@@ -160,7 +160,7 @@ def test_a_planted_mistake_is_seen(mutation, monkeypatch):
     case = small_case(2, [18, 40], queries, heads=(2, 1))
     want = oracle(case, scale=0.2)
     if mutation == "no masks":
-        monkeypatch.setattr(mosaic_kernel, "_masked", lambda plan, scores, *_: scores)
+        monkeypatch.setattr(mosaic_kernel, "_mask", lambda plan, scores, *_: scores)
     elif mutation == "values not cleaned":
         monkeypatch.setattr(mosaic_kernel, "_clean", lambda *_: None)
         case = hidden(case, queries)
@@ -234,7 +234,7 @@ LOWERED = [
 @pytest.mark.parametrize("options", LOWERED, ids=str)
 def test_lowers_for_a_gpu_that_is_not_there(options):
     call, arrays = described(**options)
-    with compat.described_gpu():
+    with compat.describe_gpu():
         text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 1
 

@@ -292,7 +292,7 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
     write_tensors(tmp_path, tensors)
-    with TraceScope(make_layer_kernels(Backend("reference"))).opened():
+    with TraceScope(make_layer_kernels(Backend("reference"))).open():
         found = run_on(model._replace(directory=tmp_path))
     plain = tmp_path / "plain"
     plain.mkdir()

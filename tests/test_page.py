@@ -94,7 +94,7 @@ def crowd_of(engine: Engine, spec: Any) -> tuple[str, list[Any], str]:
     def after_step() -> None:
         snapshots.append(json.loads(json.dumps(inspector.inspect(engine))))
         if len(snapshots) == INCIDENT_STEP:
-            incident.extend(ring.taken("asked for").records)
+            incident.extend(ring.read_ring("asked for").records)
 
     run_crowd(engine, 8, after_step)
     engine.events = silent
@@ -171,7 +171,7 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
     page.fill("#n", "2")
     page.fill("#max_tokens", "90")
     page.fill("#seed", "1")
-    with pace_of(loop).held(0.02):  # so that the text comes in parts on a busy machine too
+    with pace_of(loop).hold(0.02):  # so that the text comes in parts on a busy machine too
         page.click("#send")
         expect(page.locator(".state").first).to_have_text("running")
         expect(page.locator(".column")).to_have_count(2)
@@ -203,7 +203,7 @@ def test_the_status_is_never_lost_over_a_whole_request(
         lambda request: streams.append(request.url) if "/debug/events" in request.url else None,
     )
     page.fill("#max_tokens", "120")
-    with pace_of(loop).held(0.01):
+    with pace_of(loop).hold(0.01):
         page.click("#send")
         expect(page.locator(".note")).to_contain_text("120 tokens")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
@@ -248,7 +248,7 @@ def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: Async
     first = page.locator(".requests button").first
     before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
-    with pace_of(loop).held(0.25):  # nearly a minute, if nobody stops it
+    with pace_of(loop).hold(0.25):  # nearly a minute, if nobody stops it
         page.click("#send")
         expect(page.locator(".token").nth(3)).to_be_visible()
         expect(page.locator("#send")).to_be_disabled()

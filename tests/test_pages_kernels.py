@@ -23,7 +23,7 @@ from pallas_kernels import (
     scatter_blocks,
     write_kv,
 )
-from pallas_kernels.compat import described_gpu
+from pallas_kernels.compat import describe_gpu
 from pallas_kernels.triton import move as triton_move
 from pallas_kernels.triton import write as triton_write
 
@@ -412,7 +412,7 @@ def test_mosaic_leaves_pages_to_plain_xla_which_takes_no_interpreter():
 
 @pytest.mark.parametrize("width", [80, 128])
 def test_kernels_lower_for_cuda_in_few_launches(width):
-    with described_gpu():
+    with describe_gpu():
         for name, function, arguments, launches in operations(("bfloat16", "int8", "uint8"), width):
             traced = jax.jit(functools.partial(function, backend="triton")).trace(*arguments)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -434,7 +434,7 @@ def test_auto_is_the_kernel_on_a_gpu():
     )
     larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
     assert kernels(small) == 0
-    with described_gpu():
+    with describe_gpu():
         assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
         assert kernels(large) == 0 == kernels(large, backend="mosaic")
         with pytest.raises(

@@ -173,7 +173,7 @@ def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(
     rest = sum(value.size for value in stored.values()) - weights - scales
     assert (
         plan.num_bytes("bfloat16") == weights + 4 * scales + 2 * rest
-        and plan.stored_dtype() == "float32"
+        and plan.most_common_dtype() == "float32"
     )
     wanted = logits_of(
         FAMILY, SPEC, loaded(open_model(write(tmp_path / "exact", exact)).plan), TOKENS
@@ -328,7 +328,7 @@ def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path: Path) -> No
             np.sort(RNG.choice(size + 1, 2, replace=False)).tolist() for size in STACKED.shape
         ]
         index = tuple(slice(*pair) for pair in bounds)
-        part = loading._assembled(filled, arrays, np.dtype(np.float32), index)
+        part = loading._assemble(filled, arrays, np.dtype(np.float32), index)
         np.testing.assert_array_equal(part, STACKED[index])
 
 

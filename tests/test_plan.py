@@ -24,7 +24,7 @@ from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.models.base import abstract_model
-from jaxpage.models.dividing import Divisions, sharded_weights, with_sharding
+from jaxpage.models.dividing import Divisions, shard_weights, with_sharding
 from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup
@@ -850,7 +850,7 @@ def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path
     def divide(sharding: Sharding) -> None:
         rule = with_sharding(sharding, described.rule)
         _, shapes = abstract_model(*model, "float32", rule)
-        sharded_weights(divisions.weights, shapes, sharding)
+        shard_weights(divisions.weights, shapes, sharding)
 
     def refusal(check: Callable[[Sharding], None], sharding: Sharding) -> str | None:
         try:

@@ -393,7 +393,7 @@ class TakesAnyBlockBeside(CachedBlocks):
     def _has_attached(self, number, found):
         return found[-1] in self._attached[number]
 
-    def _attached_blocks(self, number, found):
+    def _find_attached_blocks(self, number, found):
         attached = self._attached[number]
         passed = self._num_passed(number, found)
         return [0] * passed + [attached.get(block, attached[found[-1]]) for block in found[passed:]]

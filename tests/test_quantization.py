@@ -33,7 +33,7 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
-from jaxpage.models.dividing import Place, ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models.dividing import Place, ShardedWeight, shard_weights, with_sharding
 from jaxpage.models.quantization import gguf
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme_choice import METHODS, quantization_of
@@ -407,7 +407,7 @@ class Loaded:
             module, arrays = getattr(module, name), arrays[name]
         for name, value in arrays.items():
             getattr(module, name).set_value(value)
-        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("auto"))).open():
             return np.asarray(product(jnp.asarray(x), module.weight))
 
 
@@ -452,7 +452,7 @@ def numbers_of_shards(
     sharding = Sharding(2, num_devices, 2, invariant=True)
     rule = with_sharding(sharding, files.rule)
     _, shapes = abstract_model(files.family, files.spec, "float32", rule)
-    weights = sharded_weights([filled.weight for filled in files.plan.parameters], shapes, sharding)
+    weights = shard_weights([filled.weight for filled in files.plan.parameters], shapes, sharding)
     arrays = load_shards(
         files.plan,
         "float32",
@@ -473,7 +473,7 @@ def numbers_of_shards(
             for name, value in branch.items():
                 own = value[device] if isinstance(value, list) else value
                 getattr(module, name).set_value(jnp.asarray(own))
-            with TraceScope(make_layer_kernels(Backend("reference"))).opened():
+            with TraceScope(make_layer_kernels(Backend("reference"))).open():
                 found.append(np.asarray(weight_numbers(module.weight)))
         return found
 
@@ -751,7 +751,7 @@ def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) ->
         [weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     )
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
-    with TraceScope(make_layer_kernels(Backend("auto"))).opened():
+    with TraceScope(make_layer_kernels(Backend("auto"))).open():
         found = np.asarray(module(jnp.asarray(x)))
     np.testing.assert_allclose(
         found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max()
@@ -1062,7 +1062,7 @@ def test_modules_of_modelopt_may_have_different_algorithms(place: str, tmp_path:
         x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
         module = getattr(getattr(model, path[0]), path[1])
         nnx.update(module, _filled(module, arrays[path[0]][path[1]]))
-        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("auto"))).open():
             found = np.asarray(module(jnp.asarray(x)))
         np.testing.assert_allclose(found, x @ weight.T, atol=1e-5 * np.abs(found).max())
 

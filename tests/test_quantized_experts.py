@@ -232,7 +232,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
 
     @jax.jit
     def run(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with TraceScope(make_layer_kernels(Backend("reference" if on_gpu else "auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("reference" if on_gpu else "auto"))).open():
             return nnx.merge(graph, parameters)(x_TD)
 
     arguments = shapes, jax.ShapeDtypeStruct((16, 64), "float32")

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import Draws, draw, log_probabilities, perturbed
+from jaxpage.device.sampler import Draws, draw, log_probabilities, perturb_logits
 from jaxpage.device.step_inputs import (
     NUM_FLAGS,
     Flags,
     TableShape,
-    packed_size,
     processor_shapes,
+    size_when_packed,
     unpack,
     views,
 )
@@ -112,7 +112,7 @@ def test_a_token_that_has_the_mass_exactly_is_enough(top_k, by_row):
 
 
 def inputs_for(**fields):
-    packed = np.zeros(packed_size(BUCKET, TABLES), np.int32)
+    packed = np.zeros(size_when_packed(BUCKET, TABLES), np.int32)
     held = views(packed, BUCKET, TABLES)
     held["top_p_R"][:] = 1.0
     held["repetition_penalty_R"][:] = 1.0
@@ -227,7 +227,7 @@ def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
             index_R,
             index_R,
         )
-        return perturbed(jnp.asarray(logits), draws, jnp.array(True), by_row=False)
+        return perturb_logits(jnp.asarray(logits), draws, jnp.array(True), by_row=False)
 
     def bits(others, temperature):
         rows = [*own, *[{**plain, **others}] * 4]

@@ -26,7 +26,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.admitting import beginnings
-from jaxpage.scheduling.plan_builder import drafted_samples
+from jaxpage.scheduling.plan_builder import make_draft_samples
 from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.settings.sampling_params import BeamSearchParams
 from jaxpage.step.draft import chain
@@ -999,7 +999,7 @@ def test_stop_ids_end_drafts_from_min_tokens_on(min_tokens: int, early: list[boo
     driver.scheduler.add(group)
     driver.step(lambda _, sequence, token_id: [Append(sequence.sequence_id, token_id)])
     (sample,) = driver.plans[0].samples
-    samples = drafted_samples(sample, chain((7, 8)), group.sequences[0], group.request)
+    samples = make_draft_samples(sample, chain((7, 8)), group.sequences[0], group.request)
     assert [sample.is_early for sample in samples] == early
 
 

@@ -345,11 +345,11 @@ def test_templates_of_a_model_cannot_leave_their_sandbox(
 
     def rendered(request: dict[str, Any], seconds: float, num_bytes: int) -> str:
         try:
-            return template_worker.rendered(request)
+            return template_worker.render_template(request)
         except Exception as error:
             raise ValueError(str(error) or type(error).__name__) from None
 
-    monkeypatch.setattr(RENDERERS, "rendered", rendered)
+    monkeypatch.setattr(RENDERERS, "render", rendered)
     monkeypatch.chdir(tmp_path)
     own = context(tokenizer=with_template(template))
     with witness.watching() as seen:
@@ -554,7 +554,7 @@ def works(*arguments):
         pass
 
 for grammar_worker._try in (waits, works):
-    print(grammar_worker._tried(None, "regex", "", 1.0, 1 << 20))
+    print(grammar_worker._try_grammar(None, "regex", "", 1.0, 1 << 20))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -21,7 +21,7 @@ from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.listening import address_of, bound_socket
+from jaxpage.serving.listening import address_of, bind_socket
 from jaxpage.serving.startup import how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings.checked_settings import nearest_name
@@ -399,7 +399,7 @@ def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
-    with bound_socket(ServerConfig(port=0)) as listener:
+    with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         assert address_of(listener) == f"http://127.0.0.1:{port}"
         with (
@@ -410,7 +410,7 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
         with (
             # by one that is starting as well
             pytest.raises(ConfigError, match="Address already in use"),
-            bound_socket(ServerConfig(port=port)),
+            bind_socket(ServerConfig(port=port)),
         ):
             pass
         listener.listen()
@@ -430,21 +430,21 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
     )
     with (
         pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 0: "),
-        bound_socket(ServerConfig(host="192.0.2.1", port=0)),
+        bind_socket(ServerConfig(host="192.0.2.1", port=0)),
     ):
         pass
 
 
 def test_an_address_can_be_had_again_at_once() -> None:
     """Of a server that closed its connections itself, which the system remembers for a while."""
-    with bound_socket(ServerConfig(port=0)) as listener:
+    with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_server` does
         listener.listen()
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()
             assert client.recv(1) == b""
-    with bound_socket(ServerConfig(port=port)):
+    with bind_socket(ServerConfig(port=port)):
         pass
 
 
@@ -452,7 +452,7 @@ def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path: P
     path = tmp_path / "socket"
 
     def refusal(path: Path) -> str:
-        with pytest.raises(ConfigError) as refused, bound_socket(ServerConfig(uds=str(path))):
+        with pytest.raises(ConfigError) as refused, bind_socket(ServerConfig(uds=str(path))):
             pass
         return str(refused.value).removeprefix(f"cannot listen on the Unix socket {path}: ")
 
@@ -460,7 +460,7 @@ def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path: P
         other.bind(str(path))
         other.listen()
         assert refusal(path) == "another program listens there"
-    with bound_socket(ServerConfig(uds=str(path))) as listener:
+    with bind_socket(ServerConfig(uds=str(path))) as listener:
         assert address_of(listener) == f"unix:{path}"
         assert refusal(path) == "another server uses it", "one that is starting"
     assert not path.exists()
@@ -486,13 +486,13 @@ def test_a_prefix_that_no_path_has_is_refused(prefix: str) -> None:
 def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
     with (
         pytest.raises(ConfigError, match="the host name cannot be resolved"),
-        bound_socket(ServerConfig(host=host)),
+        bind_socket(ServerConfig(host=host)),
     ):
         pass
 
 
 def test_every_address_is_told_as_one_that_can_be_asked() -> None:
-    with bound_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
+    with bind_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
         assert address_of(listener).startswith("http://127.0.0.1:")
 
 

@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxpage import SamplingParams
 from jaxpage.cli import main
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.serving.app import guarded
+from jaxpage.serving.app import guard
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.listening import address_of, bound_socket
+from jaxpage.serving.listening import address_of, bind_socket
 from jaxpage.serving.server import Serving
 from jaxpage.serving.several.all_models import Models
-from jaxpage.serving.several.models_file import checked_sizes, read_models_file
+from jaxpage.serving.several.models_file import check_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
 from jaxpage.serving.tracing import open_tracing
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
@@ -65,7 +65,7 @@ class Running:
         self.status: int | None = None
         self._signalled = False
         self._ready = threading.Event()
-        app = guarded(board, board.routes, config, (), open_tracing(config))
+        app = guard(board, board.routes, config, (), open_tracing(config))
         self._serving = Serving(app, self.driver, config, listener, self._ready.set)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
@@ -92,7 +92,7 @@ class Running:
 def serving(path: Path, models: list[dict[str, Any]], **settings: Any) -> Iterator[Running]:
     path.write_text(yaml.safe_dump({"memory": ROOM_FOR_ONE, "models": models}))
     config = ServerConfig(port=0, models_file=str(path), **settings)
-    with when_used(), bound_socket(config) as listener:
+    with when_used(), bind_socket(config) as listener:
         server = Running(path, config, listener)
         try:
             yield server
@@ -437,7 +437,7 @@ def test_a_shutdown_during_a_load_answers_those_that_wait(directory: Path, tmp_p
             assert go_on.wait(WAIT_SECONDS)
             raise RuntimeError("nobody waits for it any more")
 
-        running.opener._opened = slow  # type: ignore[method-assign]
+        running.opener._open = slow  # type: ignore[method-assign]
 
         def ask() -> None:
             with httpx.Client(base_url=running.address, timeout=300) as client:
@@ -507,7 +507,7 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
         ]
         path.write_text(yaml.safe_dump({"models": models}))
         entries, _ = read_models_file(path, ServerConfig())
-        return checked_sizes(entries, 100 * 2**20, "the memory of the file")
+        return check_sizes(entries, 100 * 2**20, "the memory of the file")
 
     assert sizes(a="60MiB", b="40MiB", c="40MiB") == {"a": 60 << 20, "b": 40 << 20, "c": 40 << 20}
     with pytest.raises(ConfigError, match="'b' takes 101 MiB, and the memory of the file is 100"):

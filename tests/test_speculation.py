@@ -552,7 +552,7 @@ def accepts_one_more(plan, result):
 
 
 right_samples, right_mask, right_draws = (
-    plan_builder.drafted_samples,
+    plan_builder.make_draft_samples,
     batch_builder._fill_tree_mask,
     advancing._that_count,
 )
@@ -561,8 +561,8 @@ right_samples, right_mask, right_draws = (
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
-        (plan_builder, "drafted_samples", forgets_the_position),
-        (plan_builder, "drafted_samples", forgets_the_branch),
+        (plan_builder, "make_draft_samples", forgets_the_position),
+        (plan_builder, "make_draft_samples", forgets_the_branch),
         (batch_builder, "_fill_tree_mask", transposes_the_mask),
         (batch_builder, "_fill_tree_mask", sees_no_branch),
         (advancing, "_that_count", accepts_one_more),

@@ -405,12 +405,12 @@ def drive(
             asked = controller.ask(4, range(4))
             counts = controller.cut(4, {key: chain((5,) * count) for key, count in asked.items()})
         for key, count in counts.items():
-            controller.verified(key, range(-1, count - 1), range(min(accepted, count)))
+            controller.learn_verified(key, range(-1, count - 1), range(min(accepted, count)))
         num_drafts, right = (
             sum(counts.values()),
             sum(min(accepted, count) for count in counts.values()),
         )
-        controller.measured(
+        controller.learn_time(
             4, num_drafts, 4 + right, seconds[LIMITS.shape(4, num_drafts)], 0.0, None
         )
         history.append(num_drafts)

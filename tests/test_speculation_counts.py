@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.cli.generate import _drafted
+from jaxpage.cli.generate import _describe_drafts
 from jaxpage.outputs import RequestMetrics
-from jaxpage.speculation.counts import SpeculationCounts, Verified, verified_drafts
+from jaxpage.speculation.counts import SpeculationCounts, Verified, count_verified_drafts
 from jaxpage.step.edits import Append, Finish
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, SequenceGroup
@@ -201,7 +201,7 @@ def test_of_a_tree_a_position_is_a_depth() -> None:
         Append(4, 8),
         Finish(4, "stop"),
     ]
-    assert verified_drafts(plan, edits) == [Verified(4, 3, 2)]
+    assert count_verified_drafts(plan, edits) == [Verified(4, 3, 2)]
     counts = SpeculationCounts()
     counts.add(plan, edits, group_of(4, num_prompt_tokens=5))
     assert counts.num_accepted_per_position == {0: 1, 1: 1}
@@ -240,6 +240,6 @@ def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
 
 def test_the_line_behind_a_text_says_what_was_accepted() -> None:
     metrics = RequestMetrics(arrival_time=0.0)
-    assert _drafted(None) == _drafted(metrics) == ""
+    assert _describe_drafts(None) == _describe_drafts(metrics) == ""
     metrics = replace(metrics, num_drafts=3, num_draft_tokens=8, num_accepted_tokens=7)
-    assert _drafted(metrics) == "7 of 8 drafts accepted, "
+    assert _describe_drafts(metrics) == "7 of 8 drafts accepted, "

@@ -218,7 +218,7 @@ def plant(monkeypatch, mistake):
         monkeypatch.setattr(Constraint, "__init__", first)
     if mistake == "one state for all":
         monkeypatch.setattr(Grammar, "at_start", lambda self: (self._start, self._first))
-        monkeypatch.setattr(Constraint, "copied", lambda self: self)
+        monkeypatch.setattr(Constraint, "copy", lambda self: self)
     if mistake == "ends anywhere":
         look = Constraint._look
 
@@ -379,7 +379,7 @@ def language():
 @pytest.fixture(scope="module")
 def grammar_of(directory):
     compiler = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
-    yield lambda **asked: compiler.compiled(
+    yield lambda **asked: compiler.compile(
         SamplingParams(structured_outputs=asked).structured_outputs
     )
     compiler.close()
@@ -593,9 +593,9 @@ def test_a_dead_end_ends_that_request_only(llm):
 
 
 def test_the_first_mask_of_a_grammar_is_computed_once(grammar_of, monkeypatch):
-    grammar, computed, admitted = grammar_of(regex="[ab]{2}"), [], Grammar.admitted
+    grammar, computed, admitted = grammar_of(regex="[ab]{2}"), [], Grammar.admit
     monkeypatch.setattr(
-        Grammar, "admitted", lambda self, matcher: computed.append(1) or admitted(self, matcher)
+        Grammar, "admit", lambda self, matcher: computed.append(1) or admitted(self, matcher)
     )
     first, second = (Constraint(grammar, request()) for _ in range(2))
     assert not computed and not np.shares_memory(first.mask, second.mask)
@@ -617,7 +617,7 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
     """What multiplies by n is bounded by the processor's time, whatever makes it slow; nobody else notices."""
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
-    admitted = Grammar.admitted
+    admitted = Grammar.admit
 
     def slowly(self, matcher):
         end = time.thread_time() + 0.06
@@ -626,7 +626,7 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
         return admitted(self, matcher)
 
     monkeypatch.setattr(budgets, "SEQUENCE_SECONDS", 0.0)
-    monkeypatch.setattr(Grammar, "admitted", slowly)
+    monkeypatch.setattr(Grammar, "admit", slowly)
     monkeypatch.setattr(llm._engine._mask_budget, "_request_seconds", limit)
     calls = []
     monkeypatch.setattr(
@@ -805,10 +805,10 @@ def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
             with pytest.raises(
                 UnsupportedError, match="^structured_outputs={'regex': 'ab'} cannot be .*decoder"
             ):
-                compiler.compiled(("regex", '"ab"'))
+                compiler.compile(("regex", '"ab"'))
             assert compiler._worker is None
         with pytest.raises(UnsupportedError, match="'cd'"):
-            compiler.compiled(("regex", '"cd"'))
+            compiler.compile(("regex", '"cd"'))
     command = [sys.executable, "-m", "jaxpage.decoding.grammar_worker"]
     worker = subprocess.run(
         command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True
@@ -823,10 +823,10 @@ def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
     ids = {piece: i + shift * (i >= first) for piece, i in description["model"]["vocab"].items()}
     description["model"]["vocab"] = ids
     with contextlib.closing(compiler_of(description)) as compiler:
-        grammar = compiler.compiled(("regex", '"[^x]{2}"'))
+        grammar = compiler.compile(("regex", '"[^x]{2}"'))
     old = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
     with contextlib.closing(old) as compiler:
-        want = admitted(Constraint(compiler.compiled(("regex", '"[^x]{2}"')), request()))
+        want = admitted(Constraint(compiler.compile(("regex", '"[^x]{2}"')), request()))
     moved = {i + shift * (i >= first) for i in want}
     constraint = Constraint(grammar, request())
     assert admitted(constraint) == moved and max(moved) < 257
@@ -861,7 +861,7 @@ SLOW = {"json": {"type": "integer", "multipleOf": 1234567}}
 def test_others_go_on_while_a_grammar_compiles(mistaken, llm, monkeypatch):
     """It is compiled on the thread that asks, without the engine; what takes too long is refused."""
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1.0)
-    compiled, steps = llm._engine.compiled, []
+    compiled, steps = llm._engine.compile_grammar, []
 
     def note_steps():
         steps.append(llm._engine.stats()["engine_steps_total"])
@@ -878,7 +878,7 @@ def test_others_go_on_while_a_grammar_compiles(mistaken, llm, monkeypatch):
         note_steps()
 
     stream = llm.stream("a", params(None, max_tokens=200, ignore_eos=True))
-    monkeypatch.setattr(llm._engine, "compiled", holding)
+    monkeypatch.setattr(llm._engine, "compile_grammar", holding)
     asking = threading.Thread(target=ask)
     asking.start()
     asking.join()
@@ -939,7 +939,7 @@ def busy(directory, monkeypatch):
 
     def ask():
         try:
-            compiler.compiled(SamplingParams(structured_outputs=ENDLESS).structured_outputs)
+            compiler.compile(SamplingParams(structured_outputs=ENDLESS).structured_outputs)
         except BaseException as error:
             outcome.append(error)
 
@@ -999,14 +999,14 @@ def test_the_process_that_tries_grammars_may_die(llm, monkeypatch):
     only(llm, {"regex": "alive"})
     llm._engine.grammars._worker._process.kill()
     assert only(llm, {"regex": "alive again"}).text == "alive again"
-    tried, num_tried = compiling._Worker.tried, []
+    tried, num_tried = compiling._Worker.try_grammar, []
 
     def killed(self, *asked):
         num_tried.append(1)
         self._process.kill()
         return tried(self, *asked)
 
-    monkeypatch.setattr(compiling._Worker, "tried", killed)
+    monkeypatch.setattr(compiling._Worker, "try_grammar", killed)
     with pytest.raises(JaxpageError, match="the process that tries grammars has ended"):
         only(llm, {"regex": "dead"})
     assert len(num_tried) == 2
@@ -1033,7 +1033,7 @@ def test_no_worker_outlives_a_shutdown(mistaken, busy, monkeypatch):
 
     def ask():
         try:
-            outcome.append(busy.compiler.compiled(("regex", '"behind"')))
+            outcome.append(busy.compiler.compile(("regex", '"behind"')))
         except BaseException as error:
             outcome.append(error)
 
@@ -1065,7 +1065,7 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 3)
     compiler = llm._engine.grammars
     tried = []
-    real = compiling._Worker.tried
+    real = compiling._Worker.try_grammar
     monkeypatch.setattr(
         compiling._Worker,
         "tried",
@@ -1079,7 +1079,7 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
 
 
 def test_refusals_are_kept_for_a_while(llm, monkeypatch):
-    compiler, real, tried = llm._engine.grammars, compiling._Worker.tried, []
+    compiler, real, tried = llm._engine.grammars, compiling._Worker.try_grammar, []
     monkeypatch.setattr(
         compiling._Worker,
         "tried",

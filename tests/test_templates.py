@@ -114,7 +114,7 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
     def text(template: str) -> str:
-        return renderers.rendered(asked(template), 2.0, RENDER_BYTES)
+        return renderers.render(asked(template), 2.0, RENDER_BYTES)
 
     def processes() -> list[int]:
         process = started[-1]._process.pid
@@ -137,9 +137,9 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
         self.kill()
         return asked_worker(self, *given)
 
-    asked_worker = WorkerProcess.asked
+    asked_worker = WorkerProcess.ask
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerProcess, "asked", killed)
+        patch.setattr(WorkerProcess, "ask", killed)
         with pytest.raises(ValueError, match="256 MiB of memory, or crashes"):
             text("{{ 1 + 1 }}")
     assert text("{{ 1 + 1 }}") == "2"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
-from jaxpage.serving.wire.closed_objects import closed_schema
+from jaxpage.serving.wire.closed_objects import close_schema
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.ollama import open_ollama_chat
@@ -355,7 +355,7 @@ def test_objects_are_closed_as_by_unevaluated_properties(
 ) -> None:
     schema = {**schema, "$defs": {"d": definition}}
     before = copy.deepcopy(schema)
-    closed = jsonschema.Draft202012Validator(closed_schema(schema))
+    closed = jsonschema.Draft202012Validator(close_schema(schema))
     oracle = jsonschema.Draft202012Validator(strictly(schema))
     assert schema == before
     assert closed.is_valid(value) == oracle.is_valid(value)

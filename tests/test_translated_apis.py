@@ -20,7 +20,7 @@ from safetensors import safe_open
 import jaxpage
 from jaxpage.checkpoints import resolve_model
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.wire.derived_forms import chosen, derived_form
+from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.ollama import open_ollama_chat
@@ -281,7 +281,9 @@ def reads_reasoning(field: str, *, refuses: bool = False) -> Any:
     said = PARTS if field == "parts" else READS
     said = CALLS.replace("SAID", said) if refuses else said
     loaded = with_template(EACH.replace("SAID", said).replace("FIELD", field))
-    return context(tokenizer=loaded, chat_format=chosen(derived_form(loaded).form, "none", "none"))
+    return context(
+        tokenizer=loaded, chat_format=choose_form(derive_form(loaded).form, "none", "none")
+    )
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionOptions, Tiles, paged_attention
-from pallas_kernels.compat import described_gpu
+from pallas_kernels.compat import describe_gpu
 from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
@@ -308,7 +308,11 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         "reduce_splits",
         lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k),
     ),
-    "window off by one": (triton_kernel, "_seen", lambda right: switched(right, sliding_window=10)),
+    "window off by one": (
+        triton_kernel,
+        "_find_visible",
+        lambda right: switched(right, sliding_window=10),
+    ),
     "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
         triton_kernel,
@@ -433,7 +437,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
             for _ in range(3)
         ]
 
-    with described_gpu():
+    with describe_gpu():
         text = jax.jit(layers).trace(arrays, keywords).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == num_kernels
     assert text.count("call @_attend") == 3

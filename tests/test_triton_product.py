@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QuantizedWeight, grouped_product, quantized_product
-from pallas_kernels.compat import described_gpu
+from pallas_kernels.compat import describe_gpu
 from pallas_kernels.quantized_weight import FP4
 from pallas_kernels.triton import product
 
@@ -231,7 +231,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
     def layers(x, counts):
         return [grouped_product(x, weight, counts, backend="triton") for _ in range(3)]
 
-    with described_gpu():
+    with describe_gpu():
         arguments = (
             jax.ShapeDtypeStruct((num_rows, shape[2]), jnp.bfloat16),
             jax.ShapeDtypeStruct((8,), jnp.int32),
@@ -307,12 +307,12 @@ MISTAKES = {  # name: the call that shows it, where it is, and what makes it
     "halves exchanged": (
         "int4 groups",
         "_decoded",
-        lambda right=product._decoded: lambda codes, config, high: right(codes, config, not high),
+        lambda right=product._decode: lambda codes, config, high: right(codes, config, not high),
     ),
     "fp4 read as int4": (
         "fp4 groups",
         "_decoded",
-        lambda right=product._decoded: (
+        lambda right=product._decode: (
             lambda codes, config, high: right(codes, dataclasses.replace(config, code="int4"), high)
         ),
     ),

@@ -25,7 +25,7 @@ from jaxpage.assembly import Built
 from jaxpage.checkpoints import (
     load_weights,
     loading,
-    named_parameters,
+    name_parameters,
     open_parameters,
     with_parameters,
 )
@@ -136,7 +136,7 @@ def test_a_module_does_not_come_to_the_host(
         found = load_weights(given.plan, "float32", lambda array: array)
         with pytest.raises(AssertionError, match="it comes to the host"):
             load_weights(given.plan, "bfloat16", lambda array: array)
-    named = named_parameters(given.plan, found)
+    named = name_parameters(given.plan, found)
     for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))):
         array.delete()  # as a trainer that donates them does
     jax.tree.map(np.testing.assert_array_equal, found, want)

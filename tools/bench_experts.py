@@ -69,7 +69,7 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
     x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.model_width)), arguments.dtype)
 
     def routed(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with TraceScope(make_layer_kernels(choose_backend("auto", jax.devices()[0]))).opened():
+        with TraceScope(make_layer_kernels(choose_backend("auto", jax.devices()[0]))).open():
             found: jax.Array = nnx.merge(graph, parameters)(x_TD)
         return found
 

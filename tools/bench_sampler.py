@@ -28,7 +28,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.step.plan import Row, Sample, StepPlan
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 VOCABULARIES = (8192, 50257, 128256)
 CUTS: dict[str, tuple[int, float]] = {  # (top_k, top_p)
@@ -210,7 +210,7 @@ def main(words: Sequence[str] | None = None) -> None:
         [name, f"{1e3 * value:.2f}", f"{value / steps['greedy']:.2f}"]
         for name, value in steps.items()
     ]
-    print("\n".join(aligned(rows, num_words=1)))
+    print("\n".join(align(rows, num_words=1)))
     results = {"cuts": cuts, "steps": steps}
     print(json.dumps({**vars(arguments), **results, "environment": environment()}, allow_nan=False))
 
@@ -220,7 +220,7 @@ def _cut_lines(cuts: Sequence[dict[str, Any]]) -> list[str]:
     for cut in cuts:
         times = [f"{1e6 * seconds:.0f}" for seconds in cut["seconds"].values()]
         rows.append([cut["cut"], str(cut["vocab_size"]), f"{cut['scale']:g}", *times])
-    return aligned(rows, num_words=1)
+    return align(rows, num_words=1)
 
 
 if __name__ == "__main__":

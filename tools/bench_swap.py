@@ -22,7 +22,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.step.plan import Row, Sample, StepPlan
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -129,7 +129,7 @@ def table_of(costs: Sequence[SwapCost]) -> str:
         rows.append(
             [f"{cost.block_size}", f"{cost.num_blocks}", *milliseconds, f"{cost.ratio:.3f}"]
         )
-    return "\n".join(aligned(rows))
+    return "\n".join(align(rows))
 
 
 def main(words: Sequence[str] | None = None) -> None:

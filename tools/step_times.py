@@ -21,7 +21,7 @@ from flax import nnx
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.executables import compiled, compiler_options
+from jaxpage.device.executables import compile_ahead, compiler_options
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import TableShape, unpack
@@ -161,7 +161,7 @@ def time_step(
     parameters, packed = drawn(shapes.arguments[0]), parts.packed
     neutral = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[3])
     state = [jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[1])]
-    step = compiled(shapes.step, *shapes.arguments)
+    step = compile_ahead(shapes.step, *shapes.arguments)
     called = []
 
     def run() -> Any:
@@ -174,7 +174,7 @@ def time_step(
     called.clear()  # a call waits where too many are queued
     read = _seconds(lambda: np.asarray(run()), round_s)
     target, hidden = parameters["target"], parts.q_TNH()
-    attend = compiled(jax.jit(parts.attention, donate_argnums=0), state[0], packed, hidden)
+    attend = compile_ahead(jax.jit(parts.attention, donate_argnums=0), state[0], packed, hidden)
 
     def run_attention() -> Any:
         out, state[0] = attend(state[0], packed, hidden)
@@ -182,8 +182,8 @@ def time_step(
 
     logits = jnp.zeros((case.bucket.num_draws, case.config["vocab_size"]), jnp.float32)
     logits = logits.at[:, ::7].set(1.0)
-    products = compiled(jax.jit(parts.products), target, packed)
-    sampler = compiled(jax.jit(parts.sampler), logits, packed, neutral)
+    products = compile_ahead(jax.jit(parts.products), target, packed)
+    sampler = compile_ahead(jax.jit(parts.sampler), logits, packed, neutral)
     return StepTimes(
         step=queued,
         read=read,

@@ -12,12 +12,12 @@ No step needs anything of this room, and the engine never imports it. Other room
     ModelLayout        the types of a model's numbers, and the number of its devices
     EngineSpec, engine_spec_of  everything that is decided before anything is compiled
     choose_dtype, choose_kv_cache_dtype  decide what "auto" means
-    notices, refused_settings  warn about settings; name those that cannot be honoured
+    notices, find_refused_settings  warn about settings; name those that cannot be honoured
     refuse_recurrent   refuses recurrent layers
     lora_spec          says which adapters an engine takes
     Drafting, open_drafting, drafter_directory  find a model's drafter, and describe it
     shards_of_weights  says which part of a weight each device has
-    Mode, given_weights, check_replaceable, weights_on_device  take other weights
+    Mode, load_given_weights, check_replaceable, weights_on_device  take other weights
     weights_for_waking  gives a model that sleeps its weights again
     chat_defaults      gives the sampling parameters of a chat that a model's files do not set
 """
@@ -25,7 +25,7 @@ No step needs anything of this room, and the engine never imports it. Other room
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.build import NO_HOOKS, build_engine
 from jaxpage.assembly.built_model import BuiltModel
-from jaxpage.assembly.capacity import notices, refused_settings
+from jaxpage.assembly.capacity import find_refused_settings, notices
 from jaxpage.assembly.compiling import shards_of_weights
 from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.describing import choose_dtype, choose_kv_cache_dtype, lora_spec
@@ -37,7 +37,7 @@ from jaxpage.assembly.layer_kinds import refuse_recurrent
 from jaxpage.assembly.model_weights import (
     Mode,
     check_replaceable,
-    given_weights,
+    load_given_weights,
     weights_for_waking,
     weights_on_device,
 )
@@ -63,12 +63,12 @@ __all__ = [
     "choose_kv_cache_dtype",
     "drafter_directory",
     "engine_spec_of",
-    "given_weights",
+    "find_refused_settings",
+    "load_given_weights",
     "lora_spec",
     "notices",
     "open_drafting",
     "refuse_recurrent",
-    "refused_settings",
     "shards_of_weights",
     "weights_for_waking",
     "weights_on_device",

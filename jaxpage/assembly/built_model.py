@@ -9,8 +9,8 @@ import jax
 
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
-from jaxpage.checkpoints import named_parameters
-from jaxpage.engine import chat_prompt, checked_token_ids
+from jaxpage.checkpoints import name_parameters
+from jaxpage.engine import chat_prompt, check_token_ids
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 
@@ -75,7 +75,7 @@ class BuiltModel:
         """
         if self.tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer")
-        checked = checked_token_ids(token_ids, self.spec.vocab_size)
+        checked = check_token_ids(token_ids, self.spec.vocab_size)
         return str(self.tokenizer.decode(checked, skip_special_tokens=skip_special_tokens))
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
@@ -86,7 +86,7 @@ class BuiltModel:
         """
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
-    def _named(self, parameters: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def _by_checkpoint_name(self, parameters: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Returns the weights of a checkpoint by their names in it.
 
         Args:
@@ -96,7 +96,7 @@ class BuiltModel:
         return {
             name: array
             for plan, weights in checkpoint_parts(self._model, self.spec, self._packed, parameters)
-            for name, array in named_parameters(plan, weights).items()
+            for name, array in name_parameters(plan, weights).items()
         }
 
     def __repr__(self) -> str:

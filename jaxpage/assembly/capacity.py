@@ -58,7 +58,7 @@ def plan_memory(
     device = described.device
     plan = choose_num_blocks(
         _without_blocks(described, weights_bytes, groups, menu, longest_row),
-        wanted=config.num_blocks,
+        requested=config.num_blocks,
         pool_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
         narrower_dtype="bfloat16" if described.layout.dtype == "float32" else None,
@@ -79,7 +79,7 @@ def plan_memory(
         return plan
     plan = choose_num_host_blocks(
         plan,
-        wanted=config.swap_space_blocks,
+        requested=config.swap_space_blocks,
         available=available_host_bytes(),
         on_disk=_bytes_on_disk(config.prefix_cache_directory, config.prefix_cache_disk_bytes),
     )
@@ -166,31 +166,31 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
     config = described.config
     device = described.device
     longest = described.model.max_position_embeddings
-    found = [device.notice] if device.notice else []
+    notices_list = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
-        found.append(
+        notices_list.append(
             f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
             "size the pool here"
         )
     if config.max_model_len is None and plan.max_model_len < longest:
-        found.append(
+        notices_list.append(
             f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
             f"{longest}: num_blocks or kv_cache_memory_bytes give it more memory"
         )
     if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
-        found.append(
+        notices_list.append(
             f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of {gib(plan.free_bytes)} that are free: with more, the "
             "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
         )
     counts = plan.blocks_of_groups(plan.num_blocks)[1:]
     for states, count in zip(plan.windows, counts, strict=True):
         if states.is_state and count <= states.most_blocks:
-            found.append(
+            notices_list.append(
                 f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
                 f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower "
                 "max_num_batched_tokens or max_num_seqs, or a larger block_size, leaves room for more"
             )
-    return found
+    return notices_list
 
 
 def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
@@ -202,7 +202,7 @@ def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
     return min(most, shutil.disk_usage(there).free)
 
 
-def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
+def find_refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
     """Returns the settings that this version refuses together with that layout.
 
     Raises:

@@ -29,7 +29,7 @@ from jaxpage.models import (
     abstract_model,
     adapter_weights,
     make_model,
-    sharded_weights,
+    shard_weights,
     with_sharding,
 )
 
@@ -146,7 +146,7 @@ def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packin
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
-    parts = {"target": spec.packed(model), "drafter": spec.described.drafting.packed(spec)}
+    parts = {"target": spec.pack(model), "drafter": spec.described.drafting.find_packings(spec)}
     packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
     return model, packed
 
@@ -155,9 +155,7 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
     """Returns how each weight of the checkpoint is divided over the parameters of the model."""
     rule = with_sharding(spec.sharding, files.rule)
     _, shapes = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
-    return sharded_weights(
-        [filled.weight for filled in files.plan.parameters], shapes, spec.sharding
-    )
+    return shard_weights([filled.weight for filled in files.plan.parameters], shapes, spec.sharding)
 
 
 def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepOptions:

@@ -14,7 +14,7 @@ from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import (
     ModelFiles,
-    listed,
+    list_names,
     load_tokenizer,
     open_model,
     resolve_model,
@@ -63,7 +63,7 @@ def describe(
     open_devices(config.gpu_memory_utilization)  # before JAX opens them for anything else
     hooks.phase(PHASES[0])
     _use_compile_cache()
-    files = opened_files(config) if files is None else files
+    files = open_files(config) if files is None else files
     tokenizer = _tokenizer(config.tokenizer, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     lora = lora_spec(config, files.family, files.spec)
@@ -73,7 +73,7 @@ def describe(
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     drafting = open_drafting(config.speculative_config, files)
     device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
-    stored = files.plan.stored_dtype()
+    stored = files.plan.most_common_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
     described = Described(
         config,
@@ -89,7 +89,7 @@ def describe(
     return Opened(described, files, tokenizer, sampling_defaults, mesh)
 
 
-def opened_files(config: EngineConfig) -> ModelFiles:
+def open_files(config: EngineConfig) -> ModelFiles:
     """Returns the model's files, after refusing what can be refused without reading weights.
 
     Raises:
@@ -209,7 +209,7 @@ def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
         # uses one is refused.
         logger.warning(
             "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d",
-            listed(added),
+            list_names(added),
             last,
         )
     return tokenizer

@@ -61,7 +61,7 @@ from jaxpage.models import Path as LayerPath
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import METHODS, DrafterKind
 from jaxpage.shapes import MOST_DRAFTS
-from jaxpage.speculation import NUM_RECYCLED, Choices, assumed_accuracies, choices_of
+from jaxpage.speculation import NUM_RECYCLED, Choices, assume_accuracies, choices_of
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec
@@ -102,7 +102,7 @@ class DrafterFiles(Protocol):
         """Returns its own parameters, each one `put(array)`."""
         ...
 
-    def packed(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
         ...
 
@@ -137,14 +137,14 @@ class HeadFiles:
         """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
-    def packed(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
-        return spec.packed(self._module(spec))
+        return spec.pack(self._module(spec))
 
     def make(self, spec: EngineSpec) -> HeadDrafter:
         """Returns the drafter for the engine of this specification."""
         module = self._module(spec)
-        spec.packed(module)
+        spec.pack(module)
         return HeadDrafter(abstract(module)[0], self.num_candidates)
 
     def _module(self, spec: EngineSpec) -> nnx.Module:
@@ -170,7 +170,7 @@ class NoFiles:
         """Returns None, since there are no weights."""
         return None
 
-    def packed(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, spec: EngineSpec) -> Packings:
         """Returns nothing, since there are no weights."""
         return {}
 
@@ -208,7 +208,7 @@ class ModelDrafterFiles:
         """Returns how many places ahead it can draft."""
         return range(1, 1 + tree_shape(menu).num_levels)
 
-    def divided(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
+    def divide(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
         """Returns the module whose graph `models.drafter.join` takes.
 
         Args:
@@ -217,18 +217,18 @@ class ModelDrafterFiles:
         """
         module = self.module(dtype)
 
-        def divided(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
+        def divide(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
             if isinstance(each, Embedding) and each.name is None:  # it is the target's embedding
                 return ShardedEmbedding(each, sharding)
             return None
 
         if sharding.is_divided:
-            replace_modules(module, divided)
+            replace_modules(module, divide)
         return module
 
-    def packed(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
-        return spec.packed(self.divided(spec.layout.dtype, spec.sharding))
+        return spec.pack(self.divide(spec.layout.dtype, spec.sharding))
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
         """Returns the drafter for the engine of this specification."""
@@ -238,8 +238,8 @@ class ModelDrafterFiles:
         if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
         own_groups = spec.layer_groups[-self.kv.num_layers :]
-        module = self.divided(spec.layout.dtype, spec.sharding)
-        spec.packed(module)
+        module = self.divide(spec.layout.dtype, spec.sharding)
+        spec.pack(module)
         return ModelDrafter(
             abstract(module)[0], self.aux_layers, own_groups, shape, spec.num_blocks, choice
         )
@@ -271,19 +271,19 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     spec = target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads = files.spec.num_heads
-    wanted = config.num_speculative_tokens
+    num_drafts = config.num_speculative_tokens
     accuracies = [
-        row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)
+        row[: files.num_tokens] for row in files.accuracies or assume_accuracies(num_heads)
     ]
     choices = choices_of(
         config.medusa_choices, accuracies, max(config.draft_lengths), tree=config.tree
     )
     deepest = max(map(len, choices))
-    if deepest > num_heads or (wanted != "auto" and len(choices) < wanted):
+    if deepest > num_heads or (num_drafts != "auto" and len(choices) < num_drafts):
         asked = (
             f"medusa_choices goes {deepest} deep"
             if deepest > num_heads
-            else f"num_speculative_tokens is {wanted}"
+            else f"num_speculative_tokens is {num_drafts}"
         )
         raise ConfigError(
             f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each predicts one place, which gives "

@@ -106,9 +106,9 @@ class Drafting:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def packed(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, spec: EngineSpec) -> Packings:
         """Returns which of the drafter's weights the engine has in panels."""
-        return self.drafter.packed(spec) if self.drafter else {}
+        return self.drafter.find_packings(spec) if self.drafter else {}
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike

@@ -33,7 +33,7 @@ from jaxpage.device import (
     TableShape,
     attention_sets,
     check_graphs,
-    divided_shapes,
+    divide_shapes,
     make_menu,
     page_dtype,
     page_shapes,
@@ -45,7 +45,7 @@ from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class EngineSpec:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
 
-    def packed(self, module: nnx.Module) -> Packings:
+    def pack(self, module: nnx.Module) -> Packings:
         """Puts layers with weights in panels into a module, where the kernels multiply by such.
 
         Returns:
@@ -146,15 +146,17 @@ class EngineSpec:
         A model that is divided has the pages of each layer once for each shard of a device. Each
         device has all pages of a drafter.
         """
-        pages = divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        pages = divide_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
         if not (drafting := self.described.drafting).kvs:
             return pages
         num_blocks = [
             self.num_blocks[group]
             for group in self.layer_groups[self.described.model.kv.num_layers :]
         ]
-        own = drafting.pages(self.menu, num_blocks, self.memory.block_size, self.page_dtype)
-        drafters: KVPages = mesh.whole(own)
+        drafter_pages = drafting.pages(
+            self.menu, num_blocks, self.memory.block_size, self.page_dtype
+        )
+        drafters: KVPages = mesh.whole(drafter_pages)
         return pages + drafters
 
     @property
@@ -251,7 +253,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
         logger.warning(warning)
     if hooks.prints:
-        print_lines(aligned([*spec.rows()], num_words=2))
+        print_lines(align([*spec.rows()], num_words=2))
     return spec
 
 

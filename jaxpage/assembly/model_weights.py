@@ -14,10 +14,10 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device import Packings, to_device, unpacked_weights
+from jaxpage.device import Packings, to_device, unpack_weights
 from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import joined
+from jaxpage.models import join_weights
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
@@ -36,10 +36,10 @@ def checkpoint_parts(
         packed: Which of the weights are in panels.
         parameters: The parameters of the steps: those of the model, and those of the drafter.
     """
-    unpacked = unpacked_weights(parameters, packed)
+    unpacked = unpack_weights(parameters, packed)
     target = unpacked["target"]
     if spec.sharding.is_divided:
-        target = joined(shards_of_weights(files, spec), target)
+        target = join_weights(shards_of_weights(files, spec), target)
     yield files.plan, target
     if plan := spec.described.drafting.plan_in_model:
         yield plan, unpacked["drafter"]
@@ -99,14 +99,14 @@ def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> d
         CheckpointError: The checkpoint cannot be read again.
     """
     if runner.kept is not None:
-        kept: dict[str, Any] = to_device(runner.kept)
-        return kept
+        parameters: dict[str, Any] = to_device(runner.kept)
+        return parameters
     adapters = adapters_of(files, spec)
     drafting = spec.described.drafting
     return load_parameters(files, spec, runner.packed, adapters, drafting=drafting)
 
 
-def given_weights(
+def load_given_weights(
     model: ModelFiles,
     spec: EngineSpec,
     packed: Packings,

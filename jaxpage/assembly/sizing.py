@@ -162,7 +162,7 @@ class MemoryPlan:
 def choose_num_blocks(
     plan: MemoryPlan,
     *,
-    wanted: int | None,
+    requested: int | None,
     pool_bytes: int | None,
     max_num_seqs: int,
     narrower_dtype: str | None = None,
@@ -172,7 +172,7 @@ def choose_num_blocks(
 
     Args:
         plan: The plan without the number of blocks.
-        wanted: The caller's number of blocks, or None.
+        requested: The caller's number of blocks, or None.
         pool_bytes: The caller's bytes for the pools, or None.
         max_num_seqs: The most sequences that run at once.
         narrower_dtype: A type of half the width that the weights have, if there is one, for the
@@ -191,36 +191,36 @@ def choose_num_blocks(
         raise CapacityError(
             _does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice)
         )
-    setting = "num_blocks" if wanted is not None else "kv_cache_memory_bytes"
-    if wanted is None:
+    setting = "num_blocks" if requested is not None else "kv_cache_memory_bytes"
+    if requested is None:
         if pool_bytes is not None:
-            wanted = plan.most_blocks(pool_bytes)
+            requested = plan.most_blocks(pool_bytes)
         elif plan.device.startswith("cpu"):
-            wanted = 1 + _halved(
+            requested = 1 + _halve(
                 _useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1
             )
         else:
-            wanted = 1 + _rounded(plan.most_blocks(free) - 1)
-            if wanted in range(*plan.unaddressable):
-                wanted = plan.unaddressable[0] - 1
-    plan = replace(plan, num_blocks=wanted)
+            requested = 1 + _round_down(plan.most_blocks(free) - 1)
+            if requested in range(*plan.unaddressable):
+                requested = plan.unaddressable[0] - 1
+    plan = replace(plan, num_blocks=requested)
     if plan.pool_bytes > free:
         most = plan.most_blocks(free) if setting == "num_blocks" else free
         advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
         raise CapacityError(
-            _does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice)
+            _does_not_fit(plan, f"{requested} KV blocks take {gib(plan.pool_bytes)}", advice)
         )
-    if wanted in range(*plan.unaddressable):
+    if requested in range(*plan.unaddressable):
         first, beyond = plan.unaddressable
         sizes = [f"{count} ({gib(plan.bytes_of(count))})" for count in (first - 1, beyond)]
         raise CapacityError(
-            f"{setting} gives {wanted} KV blocks, with which the one-byte keys of a layer have 2^31 elements or more: the attention "
+            f"{setting} gives {requested} KV blocks, with which the one-byte keys of a layer have 2^31 elements or more: the attention "
             f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or more, or attention_backend 'scan'."
         )
-    if wanted < least:
+    if requested < least:
         enough = least if setting == "num_blocks" else least * plan.block_bytes
         advice = f"Set {setting} to {enough} or more; {gib(free)} are free for the pool."
-        reason = f"A pool of {wanted} blocks (one is the null block) holds no sequence"
+        reason = f"A pool of {requested} blocks (one is the null block) holds no sequence"
         raise CapacityError(_does_not_fit(plan, reason, advice))
     return plan
 
@@ -240,20 +240,20 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
     )
 
 
-def _halved(number: int, most: int) -> int:
+def _halve(number: int, most: int) -> int:
     """Returns the number, halved as often as needed to be at most `most`."""
     while number > most:
         number //= 2
     return number
 
 
-def _rounded(number: int) -> int:
+def _round_down(number: int) -> int:
     """Returns the number rounded down to a few significant bits."""
     return number >> (shift := max(0, number.bit_length() - _SIGNIFICANT_BITS)) << shift
 
 
 def choose_num_host_blocks(
-    plan: MemoryPlan, *, wanted: int | None, available: int, on_disk: int = 0
+    plan: MemoryPlan, *, requested: int | None, available: int, on_disk: int = 0
 ) -> MemoryPlan:
     """Returns the plan with `num_host_blocks` filled in: the caller's number, else a default.
 
@@ -262,7 +262,7 @@ def choose_num_host_blocks(
 
     Args:
         plan: The plan with the number of blocks on the device.
-        wanted: The caller's number of host blocks, or None.
+        requested: The caller's number of host blocks, or None.
         available: The unused bytes of the host. On CPU the weights, the workspace and the KV pool
             will take their part of them.
         on_disk: The bytes that a file may take, for the caller's number where memory does not hold
@@ -277,10 +277,10 @@ def choose_num_host_blocks(
         else 0
     )
     free = max(0, available - plan.num_devices * taken)
-    if wanted is None:
+    if requested is None:
         fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
-        return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
-    plan = replace(plan, num_host_blocks=wanted)
+        return replace(plan, num_host_blocks=_halve(plan.num_blocks - 1, fitting))
+    plan = replace(plan, num_host_blocks=requested)
     if plan.host_pool_bytes <= free:
         return plan
     if plan.host_pool_bytes <= on_disk:
@@ -288,7 +288,7 @@ def choose_num_host_blocks(
     fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
     disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
     raise CapacityError(
-        f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
+        f"{requested} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
         f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
         f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free memory."
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.bench.http_client import Answer
+from jaxpage.bench.http_client import TimedAnswer
 from jaxpage.errors import UsageError
 
 HELD = 0.95  # if a smaller share of the drawn rate was sent, the report says so
@@ -18,7 +18,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def summary(
-    answers: Sequence[Answer], duration: float, goals: Mapping[str, float] | None = None
+    answers: Sequence[TimedAnswer], duration: float, goals: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Returns counts, throughput and latencies of the answers.
 
@@ -43,7 +43,7 @@ def summary(
         "e2el": [_of(answer)["e2el"] for answer in done],
         "normalized_latency": [_of(answer)["e2el"] / answer.num_output_tokens for answer in done],
     }
-    kept = [
+    measured = [
         answer
         for answer in done
         if all(1000 * _of(answer)[name] <= most for name, most in (goals or {}).items())
@@ -56,14 +56,14 @@ def summary(
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
-        **({"request_goodput": len(kept) / duration} if goals else {}),
+        **({"request_goodput": len(measured) / duration} if goals else {}),
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         **{key: value for name, values in seconds.items() for key, value in _spread(name, values)},
     }
 
 
-def _of(answer: Answer) -> dict[str, float]:
+def _of(answer: TimedAnswer) -> dict[str, float]:
     first = answer.outputs[0]
     last = answer.outputs[-1]
     return {
@@ -83,7 +83,7 @@ def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float | None
     return [(f"{label}_{name}_ms", value) for label, value in spread.items()]
 
 
-def rate_held(answers: Sequence[Answer], start: float) -> dict[str, Any]:
+def rate_held(answers: Sequence[TimedAnswer], start: float) -> dict[str, Any]:
     """Returns the rate that was drawn, the rate at which requests were sent, and a verdict.
 
     The mapping is empty if all requests were due at once.

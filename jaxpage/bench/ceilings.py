@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device import packed_product
+from jaxpage.device import make_packed_product
 from jaxpage.layers.product import product
 
 WIDTH = 4096  # the width of the arrays that are read
@@ -30,15 +30,15 @@ def bandwidth(num_bytes: int) -> float:
     """
     rows = max(1, num_bytes // (4 * WIDTH))
     array = jnp.ones((rows, WIDTH), jnp.float32)
-    runs = [_compiled(lambda x: jnp.sum(x, axis=1), array)]
-    runs += [_compiled(product, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
+    runs = [_compile(lambda x: jnp.sum(x, axis=1), array)]
+    runs += [_compile(product, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
     if jax.default_backend() != "cpu":
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
     num_cores = os.cpu_count() or 1
     parts = np.array_split(np.asarray(array), num_cores)
-    one = np.ones(WIDTH, np.float32)
+    vector = np.ones(WIDTH, np.float32)
     with ThreadPoolExecutor(num_cores) as pool:
-        runs.append(lambda: list(pool.map(lambda part: part @ one, parts)))
+        runs.append(lambda: list(pool.map(lambda part: part @ vector, parts)))
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
 
 
@@ -53,10 +53,10 @@ def product_rate(dtype: str) -> float:
 def _rate_at(width: int, dtype: str) -> float:
     x = jnp.ones((PRODUCT_ROWS, width), dtype)
     weight = jnp.ones((width, width), dtype)
-    if (multiply := packed_product(weight)) is None:
-        run = _compiled(product, x, weight)
+    if (multiply := make_packed_product(weight)) is None:
+        run = _compile(product, x, weight)
     else:
-        run = _compiled(multiply, x)
+        run = _compile(multiply, x)
     return 2.0 * PRODUCT_ROWS * width * width / fastest(run, REPEATS)
 
 
@@ -66,13 +66,13 @@ def fastest(run: Callable[[], Any], repeats: int) -> float:
     One call before them does not count, because the first call may have more to do.
     """
     jax.block_until_ready(run())  # type: ignore[no-untyped-call]
-    found = []
+    rates = []
     for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(run())  # type: ignore[no-untyped-call]
-        found.append(time.perf_counter() - started)
-    return min(found)
+        rates.append(time.perf_counter() - started)
+    return min(rates)
 
 
-def _compiled(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
+def _compile(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
     return functools.partial(jax.jit(function).lower(*arrays).compile(), *arrays)

@@ -15,27 +15,27 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpage.errors import UsageError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 _Count = Annotated[int, Field(ge=1, lt=10**12)]
 _Seconds = Annotated[float, Field(gt=0, lt=10**9)]
 
 
-class Fields(BaseModel):
+class ComparedFields(BaseModel):
     """Holds the fields of a result that a comparison reads; a result may have others."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class _Config(Fields):
+class _Config(ComparedFields):
     model: str
 
 
-class _Environment(Fields):
+class _Environment(ComparedFields):
     commit: str | None = None
 
 
-class _Throughput(Fields):
+class _Throughput(ComparedFields):
     duration: _Seconds
     durations: list[_Seconds] = Field([])
     dataset: str
@@ -49,7 +49,7 @@ class _Throughput(Fields):
     environment: _Environment
 
 
-class _Latency(Fields):
+class _Latency(ComparedFields):
     latencies: list[_Seconds] = Field(min_length=1)
     batch_size: _Count
     input_len: _Count
@@ -59,7 +59,7 @@ class _Latency(Fields):
     environment: _Environment
 
 
-_RESULTS: dict[str, type[Fields]] = {"throughput": _Throughput, "latency": _Latency}
+_RESULTS: dict[str, type[ComparedFields]] = {"throughput": _Throughput, "latency": _Latency}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Comparison:
     highest: float
     notes: tuple[str, ...]
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Returns the comparison as text."""
         shown = f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
         return "\n".join([shown, *self.notes])
@@ -106,7 +106,7 @@ def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
     return read_result(path, kind, _RESULTS[kind])
 
 
-def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
+def read_result(path: str, kind: str, fields: type[ComparedFields]) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
@@ -125,7 +125,7 @@ def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         must = first["msg"].partition(" should ")[2].partition(" or instance of ")[0]
-        wrong = f"{name} must {must}, got {shown(first['input'])}"
+        wrong = f"{name} must {must}, got {show(first['input'])}"
         said = f"the file has no {name!r}" if first["type"] == "missing" else wrong
         raise UsageError(f"--compare {path}: {said}, {no_result}") from None
     return dict(result)

@@ -95,7 +95,7 @@ def workload_of(
     return make_workload(kind, count, **sizes)
 
 
-def asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
+def workload_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a result that describe its workload, without the caps."""
     of_kind = {
         name: getattr(arguments, name)
@@ -106,7 +106,7 @@ def asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"dataset": arguments.dataset, **path, **of_kind, "seed": arguments.seed}
 
 
-def capped(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
+def longest_lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
     """Returns the longest prompt and output that fit the model together.
 
     A line on stderr says so if they are less than asked for.

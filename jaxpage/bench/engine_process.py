@@ -24,7 +24,7 @@ from jaxpage.settings.sampling_params import SamplingParams
 Prompts = list[list[int]]
 
 
-class Run(NamedTuple):
+class EngineRun(NamedTuple):
     """Holds the result of computing all prompts once.
 
     Attributes:
@@ -48,7 +48,7 @@ class EngineInTurns:
         """Starts the engine."""
         threading.Thread(target=_end_with_parent, daemon=True).start()
         # With start=False the engine steps only when a stream is read.
-        self._llm = LLM(**config.given(), use_tqdm=False, start=False)
+        self._llm = LLM(**config.explicit_settings(), use_tqdm=False, start=False)
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
         """Adds the prompts; nothing is computed before `go_on`."""
@@ -72,21 +72,23 @@ class EngineInTurns:
             output += chunk.outputs[0].token_ids if chunk else ()
         return self._seconds, any(chunk is not None for chunk in chunks)
 
-    def end(self) -> Run:
+    def end(self) -> EngineRun:
         """Returns the result after the last token."""
         now = self._llm.stats()
         num_tokens, num_rows = (
             now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total")
         )
         per_step = num_tokens / num_rows if num_rows else 1.0
-        return Run(self._seconds, per_step, self._outputs, _accepted(self._before, now))
+        return EngineRun(
+            self._seconds, per_step, self._outputs, _subtract_counts(self._before, now)
+        )
 
     def shutdown(self) -> None:
         """Shuts the engine down."""
         self._llm.shutdown()
 
 
-def _accepted(before: dict[str, Any], now: dict[str, Any]) -> tuple[float, ...]:
+def _subtract_counts(before: dict[str, Any], now: dict[str, Any]) -> tuple[float, ...]:
     drafted = now["spec_decode_num_drafts_total"] - before["spec_decode_num_drafts_total"]
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     added = [count - before[name].get(place, 0) for place, count in now[name].items()]

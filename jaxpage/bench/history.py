@@ -34,8 +34,8 @@ def check_record(path: str) -> None:
 def record(path: str, result: Mapping[str, Any], *, day: datetime.date | None = None) -> None:
     """Adds a row with the commit and the results of a run below the others."""
     text = Path(path).read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    rows, _, after = rest.partition(END)
+    before, _, table_and_after = text.partition(BEGIN)
+    rows, _, after = table_and_after.partition(END)
     rows = rows.strip() + "\n" if rows.strip() else _HEAD
     line = f"| {' | '.join(_cells(result, day or datetime.datetime.now(datetime.UTC).date()))} |\n"
     Path(path).write_text(f"{before}{BEGIN}\n\n{rows}{line}\n{END}{after}", encoding="utf-8")

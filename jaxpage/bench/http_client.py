@@ -21,7 +21,7 @@ CONNECT_SECONDS = 10.0
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """Holds the answer to a request, with the times of its parts.
 
     All times are seconds of `time.perf_counter`.
@@ -102,9 +102,9 @@ class Client:
     async def _read(self, path: str) -> bytes:
         return b"".join([part async for part in self._exchange("GET", path, b"")])
 
-    async def complete(self, body: dict[str, Any], due: float) -> Answer:
+    async def complete(self, body: dict[str, Any], due: float) -> TimedAnswer:
         """Streams one completion; an error is a field of the answer."""
-        answer = Answer(due, time.perf_counter())
+        answer = TimedAnswer(due, time.perf_counter())
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with aclosing(

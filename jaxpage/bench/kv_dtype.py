@@ -29,7 +29,7 @@ from jaxpage.device import (
 from jaxpage.errors import UsageError
 from jaxpage.models import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 Logits = npt.NDArray[np.float32]  # [T, V]
@@ -57,7 +57,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.most_common_dtype(), files.family)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
     columns: dict[str, dict[str, float]] = {}
@@ -194,4 +194,4 @@ def table(measures: Sequence[tuple[str, str, str]], columns: dict[str, dict[str,
     rows = [["", *columns]]
     for label, key, form in measures:
         rows.append([label, *(format(column[key], form) for column in columns.values())])
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))

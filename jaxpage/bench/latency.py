@@ -18,19 +18,25 @@ from tqdm import tqdm
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes, parameters
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
+from jaxpage.bench.throughput import (
+    baseline,
+    changes_of,
+    check_baseline,
+    check_writable,
+    start_engine,
+)
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True)
-class Latencies:
+class EngineLatencies:
     """Holds the seconds of every iteration of one engine.
 
     A baseline knows only the sum of its iterations; it has one entry, their mean.
@@ -89,10 +95,10 @@ def run_latency(arguments: argparse.Namespace, config: EngineConfig) -> None:
     )
     prompts = draw.integers(0, read_config(directory)["vocab_size"], shape).tolist()
     measured = []
-    for name, one in settings:
-        with started(one) as (llm, _):
+    for name, engine_config in settings:
+        with start_engine(engine_config) as (llm, _):
             _check_length(arguments, llm)
-            measured.append(_measured(llm, name, arguments, prompts))
+            measured.append(_measure(llm, name, arguments, prompts))
     if arguments.baseline:
         items = [
             WorkItem(tuple(prompt), arguments.output_len) for batch in prompts for prompt in batch
@@ -101,20 +107,20 @@ def run_latency(arguments: argparse.Namespace, config: EngineConfig) -> None:
         beside = baseline(
             arguments, config, directory, items[-arguments.num_iters * arguments.batch_size :]
         )
-        measured.append(Latencies(beside.engine, (beside.duration / arguments.num_iters,)))
+        measured.append(EngineLatencies(beside.engine, (beside.duration / arguments.num_iters,)))
     print(_table(measured), "\n")
     names = ("batch_size", "input_len", "output_len", "num_iters", "seed")
     result = {
         **measured[0].as_dict(),
         **{name: getattr(arguments, name) for name in names},
-        "baselines": [one.as_dict() for one in measured[1:]],
+        "baselines": [engine_config.as_dict() for engine_config in measured[1:]],
         "config": config.model_dump(),
         "environment": environment(),
     }
     if earlier is not None:
         comparison = compare(arguments.compare, earlier, result)
         result["compared"] = comparison.as_dict()
-        print(comparison.described())
+        print(comparison.describe())
     print_result(result, arguments)
 
 
@@ -144,9 +150,9 @@ def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
         )
 
 
-def _measured(
+def _measure(
     llm: LLM, name: str, arguments: argparse.Namespace, prompts: Sequence[list[list[int]]]
-) -> Latencies:
+) -> EngineLatencies:
     """Returns the latencies of one engine; the first iterations warm up.
 
     No iteration finds what another computed: every prompt is new, and the prefix cache is reset.
@@ -159,17 +165,17 @@ def _measured(
         seconds.append(perf_counter() - start)
         if any(len(output.outputs[0].token_ids) != arguments.output_len for output in outputs):
             raise RuntimeError(f"{name} gave fewer tokens than were asked for")
-    return Latencies(name, tuple(seconds[arguments.num_iters_warmup :]), dtypes(llm))
+    return EngineLatencies(name, tuple(seconds[arguments.num_iters_warmup :]), dtypes(llm))
 
 
-def _table(measured: Sequence[Latencies]) -> str:
+def _table(measured: Sequence[EngineLatencies]) -> str:
     rows = [
-        ["", *(one.engine for one in measured)],
-        ["mean (s)", *(f"{one.mean:.4f}" for one in measured)],
+        ["", *(latency.engine for latency in measured)],
+        ["mean (s)", *(f"{latency.mean:.4f}" for latency in measured)],
     ]
-    results = [one.as_dict()["percentiles"] for one in measured]
+    results = [latency.as_dict()["percentiles"] for latency in measured]
     for percent in map(str, PERCENTILES):
         rows.append(
             [f"p{percent} (s)", *(f"{r[percent]:.4f}" if percent in r else "-" for r in results)]
         )
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))

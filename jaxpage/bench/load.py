@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxpage.bench.http_client import Answer, Client
+from jaxpage.bench.http_client import Client, TimedAnswer
 from jaxpage.bench.workloads import WorkItem
 
 
@@ -72,10 +72,10 @@ class Load:
         self._title = "Static batches" if whole else "Requests"
         self._sent: list[tuple[int, ...]] = [()] * len(work)  # the prompts as they were sent
 
-    async def run(self) -> tuple[list[Answer], float]:
+    async def run(self) -> tuple[list[TimedAnswer], float]:
         """Sends all requests; returns the answers and the time of the beginning."""
         start = perf_counter()
-        tasks: list[asyncio.Task[Answer]] = []
+        tasks: list[asyncio.Task[TimedAnswer]] = []
         with tqdm(total=len(self._work), desc=self._title, unit="request", disable=None) as bar:
             for index in range(len(self._work)):
                 tasks.append(asyncio.ensure_future(self._one(index, start, tasks)))
@@ -83,7 +83,9 @@ class Load:
             answers = await asyncio.gather(*tasks)
         return answers, start
 
-    async def _one(self, index: int, start: float, tasks: Sequence[asyncio.Task[Answer]]) -> Answer:
+    async def _one(
+        self, index: int, start: float, tasks: Sequence[asyncio.Task[TimedAnswer]]
+    ) -> TimedAnswer:
         item = self._work[index]
         prompt = item.prompt_token_ids
         due = start + self._arrivals[index]
@@ -105,7 +107,7 @@ class Load:
         finally:
             self._places.give_back()
 
-    def _next_prompt(self, item: WorkItem, before: Answer) -> tuple[int, ...]:
+    def _next_prompt(self, item: WorkItem, before: TimedAnswer) -> tuple[int, ...]:
         """Returns the prompt of a chat's next round: the last prompt, its answer and a new message.
 
         The prompt of the workload is returned if the server does not say which tokens it answered.

@@ -61,8 +61,8 @@ def run_workload(
 
 def median(runs: Sequence[Measurement]) -> Measurement:
     """Returns the run of the median duration, with the durations of all."""
-    found = sorted(runs, key=lambda run: run.duration)[len(runs) // 2]
-    return replace(found, durations=tuple(run.duration for run in runs))
+    middle = sorted(runs, key=lambda run: run.duration)[len(runs) // 2]
+    return replace(middle, durations=tuple(run.duration for run in runs))
 
 
 def _run(

@@ -55,7 +55,7 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
             f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
         )
     place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.most_common_dtype(), files.family)
     token_ids = text_tokens(arguments, config, files)
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}
@@ -66,10 +66,10 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
             asked, files, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
         )
         exact_TV = logits_TV if exact_TV is None else exact_TV
-        found = differences(exact_TV, logits_TV, token_ids)
+        figures = differences(exact_TV, logits_TV, token_ids)
         columns[quantization or dtype] = {
-            **found,
-            "perplexity": math.exp(found["loss"]),
+            **figures,
+            "perplexity": math.exp(figures["loss"]),
             "weights_mib": files.plan.num_bytes(dtype) / 2**20,
             **_decoding_rates(asked, arguments.batches),
         }
@@ -107,11 +107,11 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
 
 
 def _quantizations(directory: Path) -> list[str | None]:
-    found: list[str | None] = [*QUANTIZATIONS]
+    names: list[str | None] = [*QUANTIZATIONS]
     with contextlib.suppress(CheckpointError):
         open_model(directory, OF_GGUF)
-        found.append(OF_GGUF)
-    return found
+        names.append(OF_GGUF)
+    return names
 
 
 def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.device import processor
 from jaxpage.memory import MemoryReport
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 COMPARABLE_SECONDS = 2.0  # equal runs of this length mostly differ by less than a tenth
 
@@ -67,7 +67,7 @@ class Measurement:
         engine: str,
         workload: Sequence[WorkItem],
         outputs: Sequence[Sequence[int]],
-        **rest: Any,
+        **fields: Any,
     ) -> Measurement:
         """Returns a measurement, if the work was done as asked: a shorter output would look faster.
 
@@ -85,7 +85,7 @@ class Measurement:
             total_input_tokens=sum(len(item.prompt_token_ids) for item in workload),
             total_output_tokens=sum(len(output) for output in outputs),
             outputs=outputs,
-            **rest,
+            **fields,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def table(measurements: Sequence[Measurement]) -> str:
         rows.append(
             [label, *(format(column[key], form) if key in column else "-" for column in columns)]
         )
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))
 
 
 def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, Any]:
@@ -191,8 +191,10 @@ def fingerprint(values: Mapping[str, Any]) -> str:
     The commit and the event log do not count, so that a reader sees at a glance what can be
     compared.
     """
-    kept = {name: value for name, value in values.items() if name not in ("commit", "event_log")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    compared = {
+        name: value for name, value in values.items() if name not in ("commit", "event_log")
+    }
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:

@@ -24,7 +24,7 @@ from jaxpage.assembly import Hooks, refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
+from jaxpage.bench.step_profile import OTHER, SCOPES, profile
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
 from jaxpage.device import bytes_per_layer
@@ -33,7 +33,7 @@ from jaxpage.errors import UsageError
 from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 STEPS = 24  # measured steps; as many are profiled
 PARTS = ("planning", "batch", "commit", *SCOPES, OTHER, "dispatch and transfer")
@@ -167,15 +167,18 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     for num_rows in tqdm(arguments.batches, desc="Measuring", unit="batch"):
         seen = arguments.context + 3 * STEPS // 2  # the mean context of the measured steps
         start_decoding(engine, num_rows, arguments.context)
-        one = work(num_rows=num_rows, num_tokens=1, context=seen)
-        measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
+        decode_work = work(num_rows=num_rows, num_tokens=1, context=seen)
+        measured.append(_measure(engine, f"{num_rows} rows", decode_work, lambda: None))
     chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
-    one = work(num_rows=1, num_tokens=chunk, context=0)
+    decode_work = work(num_rows=1, num_tokens=chunk, context=0)
     measured.append(
-        _measured(engine, f"chunk of {chunk}", one, lambda: start_request(engine, chunk, 1))
+        _measure(engine, f"chunk of {chunk}", decode_work, lambda: start_request(engine, chunk, 1))
     )
     rate = product_rate(built.spec.layout.dtype)
-    rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
+    rows = [
+        _as_dict(decode_work, bandwidth(int(decode_work.work.num_bytes)), rate)
+        for decode_work in measured
+    ]
     print(f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s\n\n{_table(rows)}\n")
     result = {
         "steps": rows,
@@ -218,7 +221,7 @@ def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int
     return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))
 
 
-def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object]) -> Measured:
+def _measure(engine: Engine, name: str, work: Work, before: Callable[[], object]) -> Measured:
     """Measures STEPS steps, and then profiles as many.
 
     Args:
@@ -227,7 +230,7 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
         work: The work of a step.
         before: Called before each step, to give it something to do.
     """
-    with _timed_parts(engine) as (seconds, batches):
+    with _time_parts(engine) as (seconds, batches):
 
         def steps() -> None:
             for _ in range(STEPS):
@@ -245,7 +248,7 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
         executable = engine.runner.executables.step(
             batches[-1].bucket, batches[-1].draft_depth
         ).executable
-        scopes = profiled(steps, executable.as_text())
+        scopes = profile(steps, executable.as_text())
     engine.abort_all()
     scale = plain["run"] / sum(seconds["run"])  # because the profiler slows a run down
     device = {scope: spent * scale for scope, spent in scopes.items()}
@@ -256,12 +259,12 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
 
 
 @contextlib.contextmanager
-def _timed_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[Batch]]]:
+def _time_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[Batch]]]:
     """Yields the seconds of each call of the parts of `Engine.step`, and the batches."""
     seconds: dict[str, list[float]] = defaultdict(list)
     batches: list[Batch] = []
 
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def time_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             started = time.perf_counter()
             result = call(*arguments)
@@ -279,7 +282,7 @@ def _timed_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[
             ("run", engine.runner, "run"),
         ):
             stack.enter_context(
-                mock.patch.object(owner, method, timed(name, getattr(owner, method)))
+                mock.patch.object(owner, method, time_call(name, getattr(owner, method)))
             )
         yield seconds, batches
 
@@ -316,4 +319,4 @@ def _table(steps: Sequence[Mapping[str, Any]]) -> str:
     ]
     rows = [["", *(step["name"] for step in steps)]]
     rows += [[label, *(show(step) for step in steps)] for label, show in shown]
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench.answer_latencies import goals_of, rate_held, summary
-from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
+from jaxpage.bench.datasets import check_workload, longest_lengths, workload_fields, workload_of
 from jaxpage.bench.http_client import Client
 from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.results import environment, print_result
@@ -23,7 +23,7 @@ from jaxpage.bench.serve_comparison import (
     COMPARED,
     check_same_work,
     compare,
-    described,
+    describe,
     read_baseline,
 )
 from jaxpage.bench.serve_report import rate_notes, table
@@ -50,7 +50,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     draw = _plotter(arguments.plot) if arguments.plot else None
     path = arguments.compare
     earlier = read_baseline(path) if path else None
-    measured, context = asyncio.run(_measured(arguments, goals, earlier))
+    measured, context = asyncio.run(_measure(arguments, goals, earlier))
     print(table(measured), "\n")
     results = [result for _, result in measured if "request_rate" in result]
     print("".join(f"{note}\n" for result in results for note in rate_notes(result)), end="")
@@ -67,7 +67,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         result["sweep"] = results
     if earlier:
         result["compared"] = compare(earlier, result)
-        print(described(path, result["compared"]), "\n")
+        print(describe(path, result["compared"]), "\n")
     if draw:
         title = f"{context['model_id']}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(results, title=title).savefig(arguments.plot)
@@ -104,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
     return goals_of(arguments.goodput)
 
 
-async def _measured(
+async def _measure(
     arguments: argparse.Namespace, goals: dict[str, float], earlier: dict[str, Any] | None
 ) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
     """Returns the results by name, and the fields that they have in common.
@@ -120,7 +120,7 @@ async def _measured(
     context = {
         "base_url": arguments.base_url,
         "model_id": card["id"],
-        **asked_for(arguments),
+        **workload_fields(arguments),
         **sizes,
     }
     context |= {
@@ -131,7 +131,7 @@ async def _measured(
         rate = None if math.isinf(rates[0]) else rates[0]
         check_same_work(arguments.compare, earlier, {**context, "request_rate": rate})
     begin = perf_counter()
-    endpoint = await _warmed_up(client, card["id"], work[0])
+    endpoint = await _warm_up(client, card["id"], work[0])
     context["warmup_seconds"] = perf_counter() - begin
     measured = []
     for rate in rates:
@@ -173,10 +173,10 @@ def _median(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 async def _card(client: Client, model: str | None) -> dict[str, Any]:
     cards: list[dict[str, Any]] = (await client.get("/v1/models"))["data"]
-    found = [card for card in cards if model in (None, card["id"])]
-    if not found:
+    matching = [card for card in cards if model in (None, card["id"])]
+    if not matching:
         raise UsageError(f"--model {model}: the server has no such model")
-    return found[0]
+    return matching[0]
 
 
 async def _capabilities(client: Client) -> dict[str, Any]:
@@ -185,10 +185,10 @@ async def _capabilities(client: Client) -> dict[str, Any]:
     Other servers say nothing.
     """
     try:
-        found = await client.get("/v1/capabilities")
+        capabilities = await client.get("/v1/capabilities")
     except UsageError:
         return {}
-    return {name: value for name, value in found.items() if name != "parameters"}
+    return {name: value for name, value in capabilities.items() if name != "parameters"}
 
 
 def _workload(
@@ -206,14 +206,14 @@ def _workload(
         raise UsageError(
             "the server does not tell the size of its vocabulary: give --vocab-size N or --tokenizer MODEL"
         )
-    max_input, max_output = capped(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
+    max_input, max_output = longest_lengths(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
     work = workload_of(
         arguments, vocab_size=size, max_input=max_input, max_output=max_output, tokenizer=tokenizer
     )
     return work, {"max_input": max_input, "max_output": max_output}
 
 
-async def _warmed_up(client: Client, model: str, item: WorkItem) -> Endpoint:
+async def _warm_up(client: Client, model: str, item: WorkItem) -> Endpoint:
     """Sends one request, and returns the endpoint with the fields that the server takes."""
     for endpoint in (Endpoint(client, model, _EXTENSIONS), Endpoint(client, model)):
         warm_up = await client.complete(endpoint.body(item, item.prompt_token_ids), perf_counter())

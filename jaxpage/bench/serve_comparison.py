@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import Field
 
-from jaxpage.bench.comparison import Fields, read_result
+from jaxpage.bench.comparison import ComparedFields, read_result
 from jaxpage.errors import UsageError
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 
-class _Numbers(Fields):
+class _Numbers(ComparedFields):
     request_throughput: float
     output_throughput: float
     mean_normalized_latency_ms: float
@@ -80,7 +80,7 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     """
     ratios = {}
     for name in COMPARED:
-        theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
+        theirs, ours = ([run[name] for run in report["runs"]] for report in (baseline, result))
         if None in (*theirs, *ours, baseline[name], result[name]):
             continue
         if min(*theirs, baseline[name]) > 0:
@@ -94,10 +94,10 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     return ratios
 
 
-def described(path: str, ratios: Mapping[str, Mapping[str, float]]) -> str:
+def describe(path: str, ratios: Mapping[str, Mapping[str, float]]) -> str:
     """Returns the ratios as a table."""
     rows = [[f"compared with {path}", "ratio", "lowest", "highest"]]
     rows += [
         [name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()
     ]
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))

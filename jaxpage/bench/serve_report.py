@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 _ROWS = (
     ("Successful requests", "completed", "d"),
@@ -53,7 +53,7 @@ def table(measured: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
             rows.append(
                 [label, *("-" if value is None else format(value, form) for value in values)]
             )
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))
 
 
 def rate_notes(result: Mapping[str, Any]) -> list[str]:

@@ -60,25 +60,25 @@ class MetricsPoller:
         _, last = self._samples[-1]
         # Nothing runs at the first and the last sample, so a run shorter than a poll has no means.
         during = self._samples[1:-1]
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         series: dict[str, list[float]] = {"seconds": [seconds for seconds, _ in during]}
         for name in _GAUGES:
             if name in last and during:
                 series[name] = [sample.get(name, 0.0) for _, sample in during]
-                found |= {
+                figures |= {
                     f"mean_{name}": sum(series[name]) / len(series[name]),
                     f"max_{name}": max(series[name]),
                 }
         for name, counter in _COUNTERS.items():
             if counter in last:
-                found[name] = int(last[counter] - first.get(counter, 0.0))
+                figures[name] = int(last[counter] - first.get(counter, 0.0))
         for name, pair in _RATIOS.items():
             of, among = (last.get(counter, 0.0) - first.get(counter, 0.0) for counter in pair)
             if among:
-                found[name] = of / among
-        if during and found:
-            found["server_series"] = series
-        return found
+                figures[name] = of / among
+        if during and figures:
+            figures["server_series"] = series
+        return figures
 
     async def _poll(self) -> None:
         while self._samples:  # empty if the first look found no metrics
@@ -88,14 +88,14 @@ class MetricsPoller:
     async def _look(self) -> None:
         text = await self._client.text("/metrics")
         try:
-            values = parsed(text or "")
+            values = parse(text or "")
         except ValueError:
             return
         if values:
             self._samples.append((perf_counter() - self._start, values))
 
 
-def parsed(text: str) -> dict[str, float]:
+def parse(text: str) -> dict[str, float]:
     """Returns the values in Prometheus' text format by name without prefix, summed over labels.
 
     A name with several prefixes has the value of one of them: jaxpage's server also gives some of

@@ -57,7 +57,7 @@ def measure_shapes(built: Built) -> ShapeTimes:
 
 def _decoding(engine: Engine, num_rows: int, context: int) -> float:
     start_decoding(engine, num_rows, context)
-    seconds = _timed(engine.step, 2 * STEPS)[STEPS:]
+    seconds = _time_calls(engine.step, 2 * STEPS)[STEPS:]
     engine.abort_all()
     return statistics.median(seconds)
 
@@ -68,10 +68,10 @@ def _computing(engine: Engine, num_tokens: int) -> float:
         while not reporter.num_output_tokens:
             engine.step()
 
-    return statistics.median(_timed(prompt, 1 + CHUNKS)[1:])
+    return statistics.median(_time_calls(prompt, 1 + CHUNKS)[1:])
 
 
-def _timed(call: Callable[[], Any], count: int) -> list[float]:
+def _time_calls(call: Callable[[], Any], count: int) -> list[float]:
     seconds = []
     for _ in range(count):
         started = time.perf_counter()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
+from jaxpage.bench.engine_process import EngineInTurns, EngineRun, Prompts, engine_process
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
@@ -28,7 +28,7 @@ from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.speculative_methods import METHODS, Method
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 NONE = "none"
 ALONE = NONE, ""
@@ -40,7 +40,7 @@ NUM_INPUT_TOKENS = 64  # the length of a prompt
 TOKENS_OF_A_TURN = 512
 Way = tuple[str, str]  # a method, and a number of drafts or "auto"
 # Pairs (a run without drafts that has the mean time of both such engines, a run at the same time).
-Pairs = list[tuple[Run, Run]]
+Pairs = list[tuple[EngineRun, EngineRun]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     ways = _ways(arguments)
     prompts = _prompts(arguments, config)
     longest = max(len(prompt) for each in prompts.values() for prompt in each)
-    config = _sized(config, max(arguments.batches), longest + arguments.max_output)
+    config = _size_config(config, max(arguments.batches), longest + arguments.max_output)
     configs = {way: _config(config, way) for way in ways}
     params = [
         SamplingParams(
@@ -103,8 +103,8 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     pairs: dict[tuple[str, int, Way], Pairs] = {(*case, way): [] for case in cases for way in ways}
 
     def cell(task: str, batch: int, way: Way) -> Cell:
-        wanted = batch * arguments.max_output
-        return _cell(batch, way, wanted, pairs[task, batch, way], task)
+        num_tokens = batch * arguments.max_output
+        return _cell(batch, way, num_tokens, pairs[task, batch, way], task)
 
     each_start = [
         (start, way)
@@ -130,8 +130,8 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                     bar.update()
             if start == arguments.starts:
                 # A long measurement that is interrupted has shown what it found.
-                found = [cell(task, batch, way) for task, batch in cases]
-                tqdm.write(table(found), file=sys.stderr)
+                cells = [cell(task, batch, way) for task, batch in cases]
+                tqdm.write(table(cells), file=sys.stderr)
     _report([cell(*key) for key in pairs], arguments, config)
 
 
@@ -201,7 +201,7 @@ def measure(
 
 def _run_together(
     engines: Sequence[EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams]
-) -> list[Run]:
+) -> list[EngineRun]:
     """Runs engines in turns of a few milliseconds.
 
     A turn is a token of each sequence of the engine that has had the least time so far. So anything
@@ -219,13 +219,13 @@ def _run_together(
     return [engine.end() for engine in engines]
 
 
-def _cell(batch: int, way: Way, wanted: int, pairs: Pairs, task: str = "") -> Cell:
+def _cell(batch: int, way: Way, num_tokens: int, pairs: Pairs, task: str = "") -> Cell:
     """Returns the medians of some pairs.
 
     Args:
         batch: The number of sequences.
         way: The way to draft.
-        wanted: The tokens of all sequences in a run.
+        num_tokens: The tokens of all sequences in a run.
         pairs: The runs.
         task: The task of the prompts.
     """
@@ -237,7 +237,7 @@ def _cell(batch: int, way: Way, wanted: int, pairs: Pairs, task: str = "") -> Ce
         _method_and_model(method)[0] + ("+tree" if method.endswith("+tree") else ""),
         number,
         tokens_per_step=median(run.tokens_per_step for _, run in pairs),
-        tokens_per_second=median(wanted / run.seconds for _, run in pairs),
+        tokens_per_second=median(num_tokens / run.seconds for _, run in pairs),
         ratio=median(ratios),
         identical=all(none.outputs == run.outputs for none, run in pairs),
         task=task,
@@ -271,7 +271,7 @@ def table(cells: Sequence[Cell]) -> str:
                 "yes" if cell.identical else "no",
             ]
         )
-    return "\n".join(aligned(rows, num_words=1 + has_tasks))
+    return "\n".join(align(rows, num_words=1 + has_tasks))
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
@@ -279,9 +279,9 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     if NONE in methods:
         raise UsageError("--methods none: engines without drafts run with each method in any case")
     if config.speculative_config is not None and config.speculative_config.method not in methods:
-        given = config.speculative_config.method
+        method = config.speculative_config.method
         raise UsageError(
-            f"--methods {' '.join(methods)}: speculative_config is for {given}, name it in --methods, too"
+            f"--methods {' '.join(methods)}: speculative_config is for {method}, name it in --methods, too"
         )
     if unknown := [task for task in arguments.tasks if task not in TASKS]:
         raise UsageError(f"--tasks {unknown[0]}: it is not one of {', '.join(TASKS)}")
@@ -321,7 +321,7 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
     return [ALONE, *ways, CONTROL]
 
 
-def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
+def _size_config(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
     """Returns a configuration that is just large enough: three engines are in memory at once."""
     length = config.max_model_len or num_tokens
     num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
@@ -347,11 +347,11 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         drafts |= {"tree": True} if asked.endswith("+tree") else {}
         drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
-            given = config.speculative_config.model_dump(exclude_unset=True)
+            fields = config.speculative_config.model_dump(exclude_unset=True)
             # The settings of acceptance hold for all methods, all others for their own method.
-            if given["method"] != method:
-                given = {name: value for name, value in given.items() if "acceptance" in name}
-            drafts = {**given, **drafts}
+            if fields["method"] != method:
+                fields = {name: value for name, value in fields.items() if "acceptance" in name}
+            drafts = {**fields, **drafts}
     try:
         return config.replace(speculative_config=drafts)
     except (ValueError, UnsupportedError) as error:

@@ -26,7 +26,7 @@ from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 Phases = dict[str, float]  # seconds by phase, in the order of a start
 
@@ -45,12 +45,12 @@ def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
         tempfile.TemporaryDirectory(prefix="jaxpage-startup-") as cache,
         tqdm(total=1 + arguments.starts, desc="Starting", unit="start") as bar,
     ):
-        found = []
+        starts = []
         for _ in range(1 + arguments.starts):
-            found.append(_start(config, Path(cache)))
+            starts.append(_start(config, Path(cache)))
             bar.update()
-    cold, *warm = [phases for phases, _ in found]
-    waking = {name: median(each[name] for _, each in found) for name in found[0][1]}
+    cold, *warm = [phases for phases, _ in starts]
+    waking = {name: median(each[name] for _, each in starts) for name in starts[0][1]}
     shown = {name: median(start[name] for start in warm) for name in cold}
     total = median(sum(start.values()) for start in warm)
     print(table(cold, shown, total, waking))
@@ -81,7 +81,7 @@ def table(cold: Phases, warm: Phases, warm_total: float, waking: Phases) -> str:
     ]
     rows.append(["total", f"{sum(cold.values()):.2f}", f"{warm_total:.2f}"])
     rows += [[name, "", f"{seconds:.2f}"] for name, seconds in waking.items()]
-    return "\n".join(aligned(rows, num_words=1))
+    return "\n".join(align(rows, num_words=1))
 
 
 def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
@@ -95,7 +95,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
     model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
-    settings = json.dumps(config.replace(event_log=None, model=model).given())
+    settings = json.dumps(config.replace(event_log=None, model=model).explicit_settings())
     done = subprocess.run(
         command, input=settings, env=variables, capture_output=True, text=True, check=False
     )

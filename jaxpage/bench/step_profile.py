@@ -25,7 +25,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONTAINERS = frozenset({"call", "conditional", "while"})
 
 
-def profiled(run: Callable[[], None], code: str) -> dict[str, float]:
+def profile(run: Callable[[], None], code: str) -> dict[str, float]:
     """Returns the seconds of the operations of each scope while `run` runs.
 
     On a CPU operations may run in parallel, so the sum can be more than the time that passed.
@@ -51,15 +51,15 @@ def seconds_by_scope(profile: ProfileData, scopes: Mapping[str, str]) -> dict[st
         profile: The profile.
         scopes: The scope of each instruction, by name.
     """
-    found: Counter[str] = Counter(dict.fromkeys((*SCOPES, OTHER), 0.0))
+    seconds: Counter[str] = Counter(dict.fromkeys((*SCOPES, OTHER), 0.0))
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 # On a GPU an event has the name of its kernel.
                 name = event.name if event.name in scopes else str(dict(event.stats).get("hlo_op"))
                 if name in scopes:
-                    found[scopes[name]] += event.duration_ns * 1e-9
-    return dict(found)
+                    seconds[scopes[name]] += event.duration_ns * 1e-9
+    return dict(seconds)
 
 
 def scopes_of(code: str) -> dict[str, str]:

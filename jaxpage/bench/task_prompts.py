@@ -33,7 +33,7 @@ def prompts_of_tasks(tasks: Sequence[str], config: EngineConfig) -> dict[str, li
     if tokenizer is None:
         raise UsageError(f"--tasks: the model {config.model!r} has no tokenizer")
 
-    def encoded(text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         if tokenizer.chat_template is None:
             token_ids: list[int] = tokenizer(text)["input_ids"]
             return token_ids
@@ -41,4 +41,4 @@ def prompts_of_tasks(tasks: Sequence[str], config: EngineConfig) -> dict[str, li
         prompt: list[int] = chat_prompt(tokenizer, [message], None, {})["prompt_token_ids"]
         return prompt
 
-    return {task: [encoded(text) for text in task_texts(task)] for task in tasks}
+    return {task: [encode(text) for text in task_texts(task)] for task in tasks}

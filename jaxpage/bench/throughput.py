@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpage.bench.batched import AnswerBatch, run_batched
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
-from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
+from jaxpage.bench.datasets import check_workload, longest_lengths, workload_fields, workload_of
 from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
 from jaxpage.bench.results import (
@@ -61,13 +61,13 @@ def run_throughput(
     path = arguments.compare
     earlier = read_baseline(path) if path else None
     if earlier:
-        check_same_work(path, earlier, _known_work(arguments, config))
+        check_same_work(path, earlier, _read_work(arguments, config))
     unlogged = config.replace(event_log=None)
     others = [(text, unlogged.replace(**changes_of(text))) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
-    with started(config) as (llm, load_seconds):
-        max_input, max_output = capped(arguments, llm.memory.max_model_len)
+    with start_engine(config) as (llm, load_seconds):
+        max_input, max_output = longest_lengths(arguments, llm.memory.max_model_len)
         workload = workload_of(
             arguments,
             vocab_size=read_config(directory)["vocab_size"],
@@ -86,7 +86,7 @@ def run_throughput(
         measure = functools.partial(run_workload, workload=workload, repeats=arguments.repeats)
         measurements = [measure(llm, load_seconds=load_seconds)]
     for text, other in others:
-        with started(other) as (llm, load_seconds):
+        with start_engine(other) as (llm, load_seconds):
             measurements.append(measure(llm, load_seconds=load_seconds, name=text))
     if arguments.run_batch:
         measurements.append(
@@ -96,7 +96,7 @@ def run_throughput(
         measurements.append(baseline(arguments, config, directory, workload))
     result = as_result(
         measurements,
-        **asked_for(arguments),
+        **workload_fields(arguments),
         max_input=max_input,
         max_output=max_output,
         config=config.model_dump(),
@@ -113,14 +113,14 @@ def run_throughput(
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)
     if comparison:
-        print(comparison.described())
+        print(comparison.describe())
     if arguments.record:
         record(arguments.record, result)
     print_result(result, arguments)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
 
 
-def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+def _read_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     model = Path(config.model).name  # because its directory may be another one
     return {
         "dataset": arguments.dataset,
@@ -131,10 +131,10 @@ def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str
 
 
 @contextlib.contextmanager
-def started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
+def start_engine(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
     """Yields an engine, and the seconds that it took to start."""
     start = time.perf_counter()
-    with LLM(**config.given()) as llm:
+    with LLM(**config.explicit_settings()) as llm:
         yield llm, time.perf_counter() - start
 
 

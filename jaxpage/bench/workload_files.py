@@ -55,15 +55,15 @@ def read_workload(
         find = {"sharegpt": _sharegpt, "alpaca": _alpaca, "custom": _custom}
         work: list[WorkItem] = []
         for entry in entries:
-            found = (
-                _traced(entry, vocab_size, seed)
+            items = (
+                _from_trace(entry, vocab_size, seed)
                 if dataset == "trace"
                 else find[dataset](entry, encode, max_output)
             )
-            if found and found.prompt_token_ids and found.num_output_tokens > 0:
-                prompt = found.prompt_token_ids[:max_input]
+            if items and items.prompt_token_ids and items.num_output_tokens > 0:
+                prompt = items.prompt_token_ids[:max_input]
                 work.append(
-                    WorkItem(prompt, min(found.num_output_tokens, max_output), found.seconds)
+                    WorkItem(prompt, min(items.num_output_tokens, max_output), items.seconds)
                 )
             if len(work) == count:
                 return _from_zero(work)
@@ -107,7 +107,7 @@ def _custom(entry: Any, encode: Encode, max_output: int) -> WorkItem:
     return WorkItem(tuple(token_ids), int(entry.get("output_tokens", max_output)))
 
 
-def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
+def _from_trace(entry: Any, vocab_size: int, seed: int) -> WorkItem:
     """Returns a request with the lengths of an entry.
 
     The same hash id gives the same random tokens, so that prompts share the prefixes that they

@@ -23,17 +23,17 @@ from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
 from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
 from jaxpage.chat_forms.grammar import grammar_of
-from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
+from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
 from jaxpage.chat_forms.probes import Render
 
 __all__ = [
     "CONTENT_FORMS",
     "REASONING_FORMS",
     "TOOL_FORMS",
+    "AnswerPiece",
     "ChatFormat",
     "Derived",
     "MessageReader",
-    "Piece",
     "PieceParser",
     "Plain",
     "Render",

@@ -7,7 +7,7 @@ import functools
 from jaxpage.chat_forms.calls import CallReader, Tools
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
 from jaxpage.chat_forms.markers import first_chunk, leading_space
-from jaxpage.chat_forms.pieces import Piece, TextKind
+from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import BufferedReader, MismatchError, Parser, attempt, fits
 
 _SEPARATORS = (";", ",")  # models write them between calls in JSON, whatever the template has
@@ -103,7 +103,7 @@ class AnswerReader(BufferedReader):
                 self._emit("reasoning", buffer.text[begin : buffer.position])
         self._emit_space("reasoning", space)
 
-    def _last_calls(self, close: str) -> Parser[list[Piece]]:
+    def _last_calls(self, close: str) -> Parser[list[AnswerPiece]]:
         """Reads calls in the reasoning, which a model forgot to end, and returns those that are.
 
         They are calls if the answer ends with them. Otherwise the model thinks of calling, and none
@@ -213,7 +213,7 @@ class AnswerReader(BufferedReader):
             yield from attempt(self._buffer, self._buffer.last_literal(form.end))
         self._buffer.forget()
 
-    def _next_call(self, form: ToolForm) -> Parser[Piece | None]:
+    def _next_call(self, form: ToolForm) -> Parser[AnswerPiece | None]:
         """Returns the call that follows another, or None."""
         assert self._calls is not None
         betweens = [form.between]
@@ -229,7 +229,7 @@ class AnswerReader(BufferedReader):
             return None
         return (yield from self._attempt_call(self._bare_call(form, after_call=True)))
 
-    def _bare_call(self, form: ToolForm, *, after_call: bool) -> Parser[Piece]:
+    def _bare_call(self, form: ToolForm, *, after_call: bool) -> Parser[AnswerPiece]:
         """Reads a call whose outer tag is missing.
 
         Its closing tag follows, or the call stands on a line of its own or after another one, and
@@ -257,7 +257,7 @@ class AnswerReader(BufferedReader):
                 return call
         raise MismatchError
 
-    def _add(self, *calls: Piece) -> None:
+    def _add(self, *calls: AnswerPiece) -> None:
         """Gives out calls. White space before them is no text."""
         self._space.clear()
         self._has_called = True
@@ -275,7 +275,7 @@ class AnswerReader(BufferedReader):
         """Gives out text, and keeps the white space at its end until more text follows."""
         stripped = text.rstrip()
         if stripped:
-            self._pieces.append(Piece(kind, "".join(self._space) + stripped))
+            self._pieces.append(AnswerPiece(kind, "".join(self._space) + stripped))
             self._space.clear()
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
@@ -283,5 +283,5 @@ class AnswerReader(BufferedReader):
     def _emit_space(self, kind: TextKind, of_marker: str) -> None:
         """Gives out the white space that was kept, without that of the marker after it."""
         if space := "".join(self._space).removesuffix(of_marker):
-            self._pieces.append(Piece(kind, space))
+            self._pieces.append(AnswerPiece(kind, space))
         self._space.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.chat_forms.forms import ListForm, ToolForm, ValueForm
-from jaxpage.chat_forms.literals import as_json, literal, nested_literal, read_literal
+from jaxpage.chat_forms.literals import as_json, literal, read_literal, read_nested_literal
 from jaxpage.chat_forms.markers import (
     KEY,
     before_placeholder,
@@ -15,7 +15,7 @@ from jaxpage.chat_forms.markers import (
     first_chunk,
     leading_space,
 )
-from jaxpage.chat_forms.pieces import Piece
+from jaxpage.chat_forms.pieces import AnswerPiece
 from jaxpage.chat_forms.text_buffer import (
     EndedError,
     MismatchError,
@@ -50,7 +50,7 @@ class Tools:
         """Returns the schema of the arguments of a tool, or None."""
         return None if self.schemas is None else self.schemas.get(name)
 
-    def call(self, name: Any, arguments: Any) -> Piece:
+    def call(self, name: Any, arguments: Any) -> AnswerPiece:
         """Returns the call that a name and arguments are.
 
         Args:
@@ -67,7 +67,7 @@ class Tools:
             arguments = read_literal(arguments)
         if not isinstance(arguments, dict):
             raise MismatchError
-        return Piece("call", as_json(arguments), name)
+        return AnswerPiece("call", as_json(arguments), name)
 
 
 class CallReader:
@@ -80,7 +80,7 @@ class CallReader:
         self._schema: Any = None  # of the arguments of the call, which references lead into
         self._depth = 0  # of lists that are not written as JSON
 
-    def call(self, opened: str, close: str | None = None) -> Parser[Piece]:
+    def call(self, opened: str, close: str | None = None) -> Parser[AnswerPiece]:
         """Reads a call with the markers around it.
 
         A text that ends within the closing marker is complete if nothing else could follow.
@@ -116,7 +116,7 @@ class CallReader:
             buffer.position = len(buffer.text)
         return piece
 
-    def json_call(self, name: str) -> Parser[Piece]:
+    def json_call(self, name: str) -> Parser[AnswerPiece]:
         """Reads the JSON arguments of a call whose name was read.
 
         Raises:
@@ -127,14 +127,16 @@ class CallReader:
 
     def _json(self) -> Parser[Any]:
         yield from self._buffer.skip_space()
-        return read_literal((yield from nested_literal(self._buffer, is_python=self._form.is_code)))
+        return read_literal(
+            (yield from read_nested_literal(self._buffer, is_python=self._form.is_code))
+        )
 
-    def _is_past_items(self, rest: str, close: str) -> bool:
+    def _is_past_items(self, following: str, close: str) -> bool:
         """Returns whether a part of the closing marker shows that no further item comes."""
         items = self._form.arguments
         assert items is not None
         item = _without_space(items.between + items.open)
-        return not close.strip() or not item.startswith(_without_space(rest))
+        return not close.strip() or not item.startswith(_without_space(following))
 
     def _name(self) -> Parser[str]:
         """Reads the name of a tool, which ends where the next marker begins."""
@@ -153,7 +155,7 @@ class CallReader:
         buffer.position = end
         return name
 
-    def _object(self, value: Any) -> Piece:
+    def _object(self, value: Any) -> AnswerPiece:
         """Returns the call that a JSON object is.
 
         Raises:
@@ -173,8 +175,11 @@ class CallReader:
         arguments = _at(value, form.arguments_path)
         if arguments is None:
             *outer, _ = form.arguments_path
-            found = (_at(value, (*outer, key)) for key in form.other_keys)
-            arguments = next((one for one in found if one is not None), None)
+            values = (_at(value, (*outer, key)) for key in form.other_keys)
+            arguments = next(
+                (key_of_arguments for key_of_arguments in values if key_of_arguments is not None),
+                None,
+            )
             is_usual = False
         if not is_usual and _is_schema(arguments):
             raise MismatchError  # the definition of a tool, which a model may quote
@@ -182,29 +187,29 @@ class CallReader:
 
     def _members(self, form: ListForm, end: str, schema: Any) -> Parser[dict[str, Any]]:
         """Reads the items of an object; the marker `end` after them comes next then."""
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         if form.begin.strip() or not (yield from self._ends(form, end)):
             yield from self._begin(form, end)
         while not (yield from self._ends(form, end)):
-            if found:
+            if members:
                 yield from self._buffer.literal(form.between)
             yield from self._buffer.literal(form.open)
             key = yield from self._key(form)
             item = property_of(schema, key, self._schema)
-            found[key] = yield from self._value(form, end, key, item)
-        return found
+            members[key] = yield from self._value(form, end, key, item)
+        return members
 
     def _elements(self, form: ListForm, end: str, schema: Any) -> Parser[list[Any]]:
         """Reads the elements of an array; the marker `end` after them comes next then."""
-        found: list[Any] = []
+        elements: list[Any] = []
         item = schema.get("items") if isinstance(schema, dict) else None
         yield from self._begin(form, end)
         while not (yield from self._ends(form, end)):
-            if found:
+            if elements:
                 yield from self._buffer.literal(form.between)
             yield from self._buffer.literal(form.open, before_value=True)
-            found.append((yield from self._value(form, end, "", item)))
-        return found
+            elements.append((yield from self._value(form, end, "", item)))
+        return elements
 
     def _begin(self, form: ListForm, end: str) -> Parser[None]:
         """Reads the marker before the items, which may be missing where there are none."""
@@ -260,9 +265,9 @@ class CallReader:
                 # A literal of a type that the schema does not allow is one if nothing else fits.
                 ways += [(value, None) for value in values if value.is_literal]
             for value, types in ways:
-                read = _boxed(self._value_as(value, key, follow, types, schema))
-                if (found := (yield from attempt(buffer, read))) is not None:
-                    return found[0]
+                read = _box(self._value_as(value, key, follow, types, schema))
+                if (result := (yield from attempt(buffer, read))) is not None:
+                    return result[0]
             buffer.position = begin
         raise MismatchError
 
@@ -287,11 +292,11 @@ class CallReader:
         if form.encoding == "list":
             return (yield from self._list(form, key, schema))
         if form.is_literal:
-            found = read_literal((yield from literal(buffer)))
-            if type_of(found) not in (form.types if allowed is None else form.types & allowed):
+            value = read_literal((yield from literal(buffer)))
+            if type_of(value) not in (form.types if allowed is None else form.types & allowed):
                 raise MismatchError
             yield from buffer.literal(form.close, key=key)
-            return found
+            return value
         if form.close.strip():
             text = yield from self._until(form.close, key, follow)
         else:
@@ -309,13 +314,13 @@ class CallReader:
         self._depth += 1
         try:
             if value.types == {"object"}:
-                found: Any = yield from self._members(form, end, schema)
+                members: Any = yield from self._members(form, end, schema)
             else:
-                found = yield from self._elements(form, end, schema)
+                members = yield from self._elements(form, end, schema)
         finally:
             self._depth -= 1
         yield from self._buffer.literal(end, key=key)
-        return found
+        return members
 
     def _until(self, close: str, key: str, follow: tuple[str, str]) -> Parser[str]:
         """Reads a bare text up to its closing marker, and the marker.
@@ -339,7 +344,7 @@ def _is_schema(arguments: Any) -> bool:
     return isinstance(arguments, dict) and {"type", "properties"} <= arguments.keys()
 
 
-def _boxed(parser: Parser[Any]) -> Parser[tuple[Any]]:
+def _box(parser: Parser[Any]) -> Parser[tuple[Any]]:
     """Returns a parser of a value that may be None."""
     return ((yield from parser),)
 

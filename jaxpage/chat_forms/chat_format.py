@@ -18,7 +18,7 @@ from jaxpage.chat_forms.forms import (
 )
 from jaxpage.chat_forms.headed import HeadedReader
 from jaxpage.chat_forms.markers import trailing_space
-from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
+from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class ChatFormat:
         schemas = None
         if tools is not None:
             functions = [tool.get("function", tool) for tool in tools]
-            schemas = {str(one.get("name")): one.get("parameters") for one in functions}
+            schemas = {
+                str(function.get("name")): function.get("parameters") for function in functions
+            }
         return MessageReader(self.parser(Tools(schemas), prompt))
 
     def parser(self, tools: Tools | None, prompt: str) -> PieceParser:
@@ -154,7 +156,7 @@ class MessageReader:
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         return {**texts, "tool_calls": [dict(call) for call in self._calls]}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: AnswerPiece) -> dict[str, Any]:
         if piece.kind == "call":
             call = {"name": piece.name, "arguments": piece.text}
             self._calls.append(call)

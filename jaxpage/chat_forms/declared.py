@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.forms import REASONING_FIELDS
-from jaxpage.chat_forms.pieces import Piece, TextKind
+from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import MismatchError
 
 # (tools, prompt) -> transformers' `ResponseParser`.
@@ -41,53 +41,55 @@ class DeclaredReader:
         self._region: list[str] = []  # the text of the open region whose value comes at its end
         self._is_broken = False
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""
         yield from self._read(lambda: self._parser.feed(text), text)
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[AnswerPiece]:
         """Yields the remaining pieces."""
         yield from self._read(lambda: self._parser.finalize()[1], "")
 
-    def _read(self, read_events: Callable[[], list[dict[str, Any]]], text: str) -> Iterator[Piece]:
+    def _read(
+        self, read_events: Callable[[], list[dict[str, Any]]], text: str
+    ) -> Iterator[AnswerPiece]:
         if self._is_broken:
             if text:
-                yield Piece("content", text)
+                yield AnswerPiece("content", text)
             return
         try:
             events = read_events()
         except (ValueError, KeyError):
             self._is_broken = True
-            yield Piece("content", "".join(self._region) + text)
+            yield AnswerPiece("content", "".join(self._region) + text)
             return
         for event in events:
             yield from self._pieces(event)
 
-    def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
+    def _pieces(self, event: dict[str, Any]) -> Iterator[AnswerPiece]:
         is_call = event["field"] == "tool_calls"
         kind: TextKind = "reasoning" if event["field"] in REASONING_FIELDS else "content"
         if event["type"] == "region_chunk":
             if is_call or event["dirty"]:
                 self._region.append(event["text"])
             else:
-                yield Piece(kind, event["text"])
+                yield AnswerPiece(kind, event["text"])
         elif event["type"] == "region_close":
             text = "".join(self._region)
             self._region.clear()
             if is_call:
                 yield from self._calls(event["value"], text)
             elif text:
-                yield Piece(kind, text)
+                yield AnswerPiece(kind, text)
 
-    def _calls(self, value: Any, text: str) -> list[Piece]:
+    def _calls(self, value: Any, text: str) -> list[AnswerPiece]:
         """Returns the calls that the value of a region is, or its text as content."""
         calls = []
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict):
-                return [Piece("content", text)]
+                return [AnswerPiece("content", text)]
             try:
                 calls.append(self._tools.call(function.get("name"), function.get("arguments")))
             except MismatchError:
-                return [Piece("content", text)]
+                return [AnswerPiece("content", text)]
         return calls

@@ -62,30 +62,30 @@ def derive(render: Render, source: str) -> Derived:
         if text is None:
             continue
         has_tools = True
-        found = derive_calls(way, text)
-        if found is None:
+        calls = derive_calls(way, text)
+        if calls is None:
             problem = (
                 problem or "the markers around the name and the arguments of a call are unclear"
             )
             continue
-        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True, sent=sent)
+        form = ChatFormat(calls[0], text.reasoning, calls[1], has_tools=True, sent=sent)
         form = replace(form, headers=_headers(form))
         if form.headers is None:
-            form = replace(form, content=_with_stray(way, replace(text, content=found[1])))
+            form = replace(form, content=_with_stray(way, replace(text, content=calls[1])))
         other_tools = replace(way, tools=ROUND_TRIP_TOOLS)
         # Some templates cannot show a tool that has an array.
         failure = problem_of(form, way if other_tools.prompt() is None else other_tools)
         if failure is None:
             return Derived(form, None)
         problem = problem or failure
-    hinted = None if ways else _hinted(prober, source)
+    hinted = None if ways else _find_by_hint(prober, source)
     form = ChatFormat(hinted, has_tools=has_tools or hinted is not None, sent=sent)
     if (text := derive_text(plain, source)) is not None:
         form = replace(form, reasoning=text.reasoning, content=_with_stray(plain, text))
     return Derived(form, problem)
 
 
-def _hinted(prober: Prober, source: str) -> ToolForm | None:
+def _find_by_hint(prober: Prober, source: str) -> ToolForm | None:
     """Returns the form that a template tells by a marker, where it shows tools and no calls."""
     shown = prober.question() or ""
     if NAMES[0] not in shown:
@@ -107,7 +107,7 @@ def _with_stray(prober: Prober, text: TextForms) -> ContentForm:
         prober.answer(content=CONTENT + close, is_last=is_last) for is_last in (True, False)
     ]
     clean = [prober.answer(content=CONTENT, is_last=is_last) for is_last in (True, False)]
-    if rendered != clean or None in clean or not all(CONTENT in (one or "") for one in clean):
+    if rendered != clean or None in clean or not all(CONTENT in (answer or "") for answer in clean):
         return content
     return replace(content, closes=tuple(dict.fromkeys((*content.closes, close))))
 
@@ -133,7 +133,7 @@ def _headers(form: ChatFormat) -> HeaderForm | None:
     if opened is None or not end or not reasoning.header.strip() or not recipients:
         return None
     channel, word, body = opened.groups()
-    if not any(one and (one[1], one[3]) == (channel, body) for one in answers):
+    if not any(header and (header[1], header[3]) == (channel, body) for header in answers):
         return None
     called = re.search(re.escape(channel) + r"\s*(\w+)", tools.open + tools.mid)
     if called is None or not tools.mid.rstrip().endswith(body):

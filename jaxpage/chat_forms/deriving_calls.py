@@ -25,17 +25,17 @@ from jaxpage.chat_forms.probes import CONTENT, RESULT, Prober, with_placeholders
 
 def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm] | None:
     """Returns the form of calls and the markers around content, or None; neither is tried yet."""
-    one = render_calls(prober, CALLS[:1])
-    if one is None:
+    single = render_calls(prober, CALLS[:1])
+    if single is None:
         return None
-    answer = render_calls(prober, CALLS) or one
+    answer = render_calls(prober, CALLS) or single
     payload = _payload(prober, answer)
     if payload is None:
         return None
     form, item_close = payload
-    alone = one.before.removeprefix(text.header)
+    alone = single.before.removeprefix(text.header)
     opening, content = _opening(prober, text, alone)
-    content, after = _ended(content, answer.after)
+    content, after = _split_end(content, answer.after)
     form = replace(form, first=_first(prober, text, alone, opening))
     opening = with_placeholders(opening)
     after = without_prefix(with_placeholders(after), item_close)
@@ -81,7 +81,7 @@ def _payload(prober: Prober, answer: RenderedAnswer) -> tuple[ToolForm, str] | N
     return replace(form, shape=shape_of(text)), ""
 
 
-def _ended(content: ContentForm, after: str) -> tuple[ContentForm, str]:
+def _split_end(content: ContentForm, after: str) -> tuple[ContentForm, str]:
     """Returns the markers around the content, and what comes after the last call without them.
 
     Args:
@@ -128,14 +128,16 @@ def _responses(
         content: The markers around the content, one of which ends an answer otherwise.
     """
     answer = render_calls(prober, CALLS[:1], result=RESULT)
-    follows, is_there, rest = ("", "", "") if answer is None else answer.after.partition(RESULT)
+    follows, is_there, after_result = (
+        ("", "", "") if answer is None else answer.after.partition(RESULT)
+    )
     if not is_there or any(marker.strip() in follows for marker in content.tails):
         return ()
     follows = without_prefix(without_prefix(with_placeholders(follows), item_close), form.close)
     opened = TAG.search(follows)
     if opened is None:
         return ()
-    closes = [marker[0] for marker in TAG.finditer(rest) if is_pair(opened[0], marker[0])]
+    closes = [marker[0] for marker in TAG.finditer(after_result) if is_pair(opened[0], marker[0])]
     return (opened[0], *closes[:1])
 
 
@@ -176,9 +178,9 @@ def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentF
 
 def _without_reasoning(alone: str, text: TextForms) -> str:
     """Returns what comes before a call without the markers of reasoning that is empty."""
-    rest = alone.removeprefix(text.before)
+    answer = alone.removeprefix(text.before)
     if text.reasoning is None:
-        return rest
+        return answer
     opened, close = text.reasoning.open.strip(), text.reasoning.close.strip()
-    before, there, after = rest.partition(close)
-    return after if there and before.strip() == opened else rest
+    before, there, after = answer.partition(close)
+    return after if there and before.strip() == opened else answer

@@ -37,7 +37,7 @@ def derive_sent_reasoning(prober: Prober) -> SentReasoning:
     return usual
 
 
-def _rendered(prober: Prober, way: SentReasoning | None, content: str, *, calls: bool) -> str:
+def _render(prober: Prober, way: SentReasoning | None, content: str, *, calls: bool) -> str:
     """Returns an answer, without reasoning if there is no way; it is empty if refused."""
     message = {"content": content} if way is None else way.fields(REASONING, content)
     return prober.body(_CALLS if calls else (), message=message) or ""
@@ -45,7 +45,7 @@ def _rendered(prober: Prober, way: SentReasoning | None, content: str, *, calls:
 
 def _num_rendered(prober: Prober, way: SentReasoning) -> int:
     """Returns in how many of two answers a template renders reasoning: with content, with calls."""
-    texts = [_rendered(prober, way, CONTENT, calls=False), _rendered(prober, way, "", calls=True)]
+    texts = [_render(prober, way, CONTENT, calls=False), _render(prober, way, "", calls=True)]
     return sum(
         text.count(REASONING) == 1 and text[text.index(REASONING) - 1 :][:1] not in ("'", '"')
         for text in texts
@@ -57,9 +57,9 @@ def _takes_content(prober: Prober, way: SentReasoning) -> bool:
 
     It does not if it refuses both together, or drops one of them, and renders each alone.
     """
-    if REASONING not in _rendered(prober, way, "", calls=True):
+    if REASONING not in _render(prober, way, "", calls=True):
         return True
-    if CONTENT not in _rendered(prober, None, CONTENT, calls=True):
+    if CONTENT not in _render(prober, None, CONTENT, calls=True):
         return True
-    text = _rendered(prober, way, CONTENT, calls=True)
+    text = _render(prober, way, CONTENT, calls=True)
     return REASONING in text and CONTENT in text

@@ -38,8 +38,8 @@ def prober_of_instructions(prober: Prober) -> Prober | None:
     without_tools = replace(prober, tools=()).question() or ""
     if NAMES[0] not in shown:
         return None
-    found = [each.groups() for each in _EXAMPLE.finditer(shown)]
-    examples = [_call_of(*parts) for parts in found if "".join(parts) not in without_tools]
+    matches = [each.groups() for each in _EXAMPLE.finditer(shown)]
+    examples = [_call_of(*parts) for parts in matches if "".join(parts) not in without_tools]
     calls = {"".join(call.split()): call for call in examples if call is not None}
     if len(calls) != 1:
         return None

@@ -60,7 +60,7 @@ def derive_items(prober: Prober) -> ItemForms | None:
         return None
     scalars = []
     for kind, scalar, spellings in _SCALARS:
-        if (value := _spelled(arguments.region(scalar), spellings, kind)) is not None:
+        if (value := _find_spelling(arguments.region(scalar), spellings, kind)) is not None:
             scalars.append(value)
     number = next((value for value in scalars if "number" in value.types), None)
     if number is None:
@@ -69,7 +69,7 @@ def derive_items(prober: Prober) -> ItemForms | None:
     forms: dict[str, ListForm] = {}
     for kind, sample in _LISTS.items():
         region = arguments.region(sample)
-        if (value := _spelled(region, _spellings(sample), kind)) is not None:
+        if (value := _find_spelling(region, _spellings(sample), kind)) is not None:
             values.append(value)
         elif (form := _list(arguments, region, number, kind)) is not None:
             values.append(ValueForm(frozenset({kind}), number.open, number.close, "list"))
@@ -78,9 +78,9 @@ def derive_items(prober: Prober) -> ItemForms | None:
     for kind, form in forms.items():
         *_, others = form.values
         inner = [replace(value, open=others.open, close=others.close) for value in lists]
-        forms[kind] = replace(form, values=_merged([*form.values, *inner]))
+        forms[kind] = replace(form, values=_merge([*form.values, *inner]))
     split = arguments.split
-    items = ListForm(split.begin, split.open, split.between, "", _merged(values))
+    items = ListForm(split.begin, split.open, split.between, "", _merge(values))
     is_code = "True" in (arguments.region(True) or "")
     return ItemForms(items, forms.get("array"), forms.get("object"), split.close, is_code)
 
@@ -104,12 +104,12 @@ class _Arguments:
     @classmethod
     def of(cls, prober: Prober) -> _Arguments | None:
         (key, other), (text, second) = KEYS, TEXTS
-        one = _cut(prober.body([Call(NAMES[0], {key: text})]), [NAMES[0], key, text])
+        pieces = _cut(prober.body([Call(NAMES[0], {key: text})]), [NAMES[0], key, text])
         two = _cut(
             prober.body([Call(NAMES[0], {key: text, other: second})]),
             [NAMES[0], key, text, other, second],
         )
-        if one is None or two is None:
+        if pieces is None or two is None:
             return None
         _, begin, mid, between, other_mid, after = two
         if mid != other_mid:
@@ -120,7 +120,7 @@ class _Arguments:
         if parts is not None:
             begin, _ = with_call_index(begin, parts[4])
         split = split_list(begin, between, after)
-        return cls(prober, mid, split, without_prefix(one[-1], split.close))
+        return cls(prober, mid, split, without_prefix(pieces[-1], split.close))
 
     def region(self, value: Any) -> str | None:
         """Returns what is written between a key and the next item for a value, or None."""
@@ -132,13 +132,13 @@ class _Arguments:
 
 def _cut(text: str | None, parts: Sequence[str]) -> list[str] | None:
     """Returns the markers before, between and after parts that follow each other, or None."""
-    found = []
+    pieces = []
     for part in parts:
         before, is_there, text = (text or "").partition(part)
         if not is_there:
             return None
-        found.append(with_placeholders(before))
-    return [*found, with_placeholders(text or "")]
+        pieces.append(with_placeholders(before))
+    return [*pieces, with_placeholders(text or "")]
 
 
 def _strings(arguments: _Arguments) -> list[ValueForm]:
@@ -180,7 +180,7 @@ def _encoding(written: str, quote: str) -> Encoding:
     return "xml" if html.unescape(written) == _ESCAPED else "raw"
 
 
-def _spelled(region: str | None, spellings: Sequence[str], kind: str) -> ValueForm | None:
+def _find_spelling(region: str | None, spellings: Sequence[str], kind: str) -> ValueForm | None:
     """Returns the form of values of a type that are written in one of some ways, or None."""
     for spelling in spellings:
         # The last one, because a marker before the value may name its type.
@@ -241,14 +241,14 @@ def _list(
     return ListForm(begin, opened, split.between, end, values)
 
 
-def _merged(values: Sequence[ValueForm]) -> tuple[ValueForm, ...]:
+def _merge(values: Sequence[ValueForm]) -> tuple[ValueForm, ...]:
     """Returns the forms with one for all types that are written alike."""
-    found: list[ValueForm] = []
+    merged: list[ValueForm] = []
     for value in values:
-        for position, other in enumerate(found):
+        for position, other in enumerate(merged):
             if value.encoding != "list" and replace(other, types=value.types) == value:
-                found[position] = replace(other, types=other.types | value.types)
+                merged[position] = replace(other, types=other.types | value.types)
                 break
         else:
-            found.append(value)
-    return tuple(dict.fromkeys(found))
+            merged.append(value)
+    return tuple(dict.fromkeys(merged))

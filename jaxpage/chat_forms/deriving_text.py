@@ -51,22 +51,24 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         return None
     begin = prober.begin()
     before, _, after = plain[begin:].partition(CONTENT)
-    reasoning, header = _rendered_reasoning(prober, _header(prober, begin, before, prompt))
+    reasoning, header = _derive_rendered_reasoning(prober, _header(prober, begin, before, prompt))
     reasoning = (
-        reasoning or _before_calls(prober, header) or _dropped_reasoning(prober, source, header)
+        reasoning
+        or _before_calls(prober, header)
+        or _derive_dropped_reasoning(prober, source, header)
     )
-    if reasoning is None and (told := _told(prober, header)) is not None:
+    if reasoning is None and (told := _derive_from_words(prober, header)) is not None:
         reasoning, content = told
         return TextForms(header, "", reasoning, replace(content, tails=(after,)))
     if reasoning is not None:
         opened = header.rstrip()
         if opened.endswith(reasoning.open.strip()) and opened != reasoning.open.strip():
             header = header[: opened.rindex(reasoning.open.strip())]
-    rest = before.removeprefix(header)
-    if reasoning is not None and reasoning.open.strip() in rest:
+    following = before.removeprefix(header)
+    if reasoning is not None and reasoning.open.strip() in following:
         opened_content = _after_closing(reasoning)
     else:
-        opened_content = rest
+        opened_content = following
     prompted = prompt[begin + len(header) :]
     if prompted.strip() and opened_content.startswith(prompted):
         opened_content = opened_content[len(prompted) :]
@@ -77,7 +79,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
             close = reasoning.close
         reasoning = replace(reasoning, close=close, header=header)
     opens = (opened_content,) if opened_content else ()
-    return TextForms(header, rest, reasoning, ContentForm(opens, (), (after,)))
+    return TextForms(header, following, reasoning, ContentForm(opens, (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:
@@ -99,17 +101,17 @@ def _as_role(prompt: str, begin: int) -> str | None:
     if QUESTION not in prompt[:begin]:
         return None
     before = prompt[: prompt.rindex(QUESTION, 0, begin)]
-    found = re.search(r"user(\W(?:.|\n){0,15})$", before, re.IGNORECASE)
-    if found is None:
+    match = re.search(r"user(\W(?:.|\n){0,15})$", before, re.IGNORECASE)
+    if match is None:
         return None
-    role = re.compile(r"\w+" + re.escape(found[1]))
+    role = re.compile(r"\w+" + re.escape(match[1]))
     for matched in reversed(list(role.finditer(prompt, begin, begin + _MAX_HEADER))):
-        if before[: found.start()].endswith(prompt[begin : matched.start()]):
+        if before[: match.start()].endswith(prompt[begin : matched.start()]):
             return prompt[begin : matched.end()]
     return None
 
 
-def _rendered_reasoning(prober: Prober, header: str) -> tuple[ReasoningForm | None, str]:
+def _derive_rendered_reasoning(prober: Prober, header: str) -> tuple[ReasoningForm | None, str]:
     """Returns the markers of reasoning that a template renders, and the header without them."""
     for variables in VARIABLES[:2]:
         for in_parts in (False, True):
@@ -122,8 +124,8 @@ def _rendered_reasoning(prober: Prober, header: str) -> tuple[ReasoningForm | No
 
 def _around_reasoning(prober: Prober, text: str, header: str) -> tuple[ReasoningForm | None, str]:
     """Returns the markers around the reasoning of an answer, and the header without them."""
-    opened, _, rest = text.partition(REASONING)
-    close = rest.partition(CONTENT)[0]
+    opened, _, following = text.partition(REASONING)
+    close = following.partition(CONTENT)[0]
     if not close.strip():
         return None, header
     marker = opened.removeprefix(header)
@@ -153,8 +155,8 @@ def _after_closing(form: ReasoningForm) -> str:
     """Returns the marker before the content, if the marker after reasoning ends with it."""
     for tag in TAG.finditer(form.close):
         if is_pair(form.open, tag[0]):
-            rest = form.close[tag.end() :]
-            return rest if rest.strip() else ""
+            following = form.close[tag.end() :]
+            return following if following.strip() else ""
     return ""
 
 
@@ -163,13 +165,13 @@ def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:
     text = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]})], reasoning=REASONING)
     if text is None or not _has_reasoning(text, NAMES[0]):
         return None
-    opened, _, rest = text.partition(REASONING)
-    close = next((marker for marker in tokens(rest) if marker.strip()), "")
+    opened, _, following = text.partition(REASONING)
+    close = next((marker for marker in tokens(following) if marker.strip()), "")
     opened = opened.removeprefix(header)
     return ReasoningForm(opened, close) if opened.strip() and TAG.fullmatch(close) else None
 
 
-def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningForm | None:
+def _derive_dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningForm | None:
     """Returns the markers of reasoning that a template does not render, or None.
 
     A prompt has them, which opens or skips the reasoning; or the template removes from a content
@@ -181,7 +183,10 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
     for opened, close in (*in_prompts, *_in_source(prompts[0], source, header)):
         text = f"{opened}{REASONING}{close}\n\n{CONTENT}"
         rendered = [prober.answer(content=text), prober.answer(content=text, is_last=False)]
-        if any(one is not None and REASONING not in one and CONTENT in one for one in rendered):
+        if any(
+            answer is not None and REASONING not in answer and CONTENT in answer
+            for answer in rendered
+        ):
             return ReasoningForm(opened, close)
     for opened, close in in_prompts:
         is_written = close in source or any(close in prompt for prompt in prompts)
@@ -191,7 +196,7 @@ def _dropped_reasoning(prober: Prober, source: str, header: str) -> ReasoningFor
     return None
 
 
-def _told(prober: Prober, header: str) -> tuple[ReasoningForm, ContentForm] | None:
+def _derive_from_words(prober: Prober, header: str) -> tuple[ReasoningForm, ContentForm] | None:
     """Returns the markers of reasoning and content that a prompt tells the model to write.
 
     It does so if it is asked for reasoning: "Think within <think></think>, and answer within

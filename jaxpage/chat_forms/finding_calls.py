@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from jaxpage.chat_forms.literals import nested_literal, read_json, read_python
+from jaxpage.chat_forms.literals import read_json, read_nested_literal, read_python
 from jaxpage.chat_forms.markers import ARGUMENTS, CALL_INDEX
 from jaxpage.chat_forms.probes import KEYS, NAMES, TEXTS, Call, Prober, with_placeholders
 from jaxpage.chat_forms.text_buffer import MismatchError, Parser, TextBuffer
@@ -85,13 +85,13 @@ def render_calls(prober: Prober, calls: Sequence[Call], **fields: str) -> Render
     text = prober.body(calls, **fields)
     if text is None:
         return None
-    found: list[RenderedCall] = []
+    rendered_calls: list[RenderedCall] = []
     for call, other in zip(calls, reversed(NAMES), strict=False):
-        one = _find(text, call, other, found[-1].end if found else 0)
-        if one is None:
+        rendered = _find(text, call, other, rendered_calls[-1].end if rendered_calls else 0)
+        if rendered is None:
             return None
-        found.append(one)
-    return RenderedAnswer(text, tuple(found))
+        rendered_calls.append(rendered)
+    return RenderedAnswer(text, tuple(rendered_calls))
 
 
 def _find(text: str, call: Call, other: str, begin: int) -> RenderedCall | None:
@@ -130,7 +130,7 @@ def _objects(text: str, begin: int, end: int) -> Iterator[tuple[int, str, Any, b
         for read in (read_json, read_python):
             buffer, is_python = TextBuffer(text[begin:], has_ended=True), read is read_python
             try:
-                written = result_of(nested_literal(buffer, is_python=is_python))
+                written = result_of(read_nested_literal(buffer, is_python=is_python))
                 yield begin, written, read(written), is_python
                 break
             except MismatchError:
@@ -163,15 +163,15 @@ def _paths(value: Any, call: Call) -> tuple[tuple[str, ...], tuple[str, ...], bo
     return None
 
 
-def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
+def _path(value: Any, target: Any) -> tuple[str, ...] | None:
     """Returns the keys that lead to a value, or None."""
     if not isinstance(value, dict):
         return None
-    for key, one in value.items():
-        if one == wanted:
+    for key, item in value.items():
+        if item == target:
             return (key,)
-        if (rest := _path(one, wanted)) is not None:
-            return (key, *rest)
+        if (path := _path(item, target)) is not None:
+            return (key, *path)
     return None
 
 

@@ -168,15 +168,15 @@ class ToolForm:
         What is left must begin with a tag of its own, because a bracket says too little.
         """
         outer = self.trigger
-        rest = self.opening.lstrip()[len(outer) :].lstrip()
-        if not outer or not rest.startswith("<") or not first_chunk(rest):
+        inner = self.opening.lstrip()[len(outer) :].lstrip()
+        if not outer or not inner.startswith("<") or not first_chunk(inner):
             return None
         if self.begin.strip():
-            return BareCall(rest, self.close, self.end.strip())
+            return BareCall(inner, self.close, self.end.strip())
         last = (chunks(self.close) or [""])[-1]
         if is_pair(outer, last):
-            return BareCall(rest, self.close.rstrip().removesuffix(last), last)
-        return BareCall(rest, self.close, "")
+            return BareCall(inner, self.close.rstrip().removesuffix(last), last)
+        return BareCall(inner, self.close, "")
 
     @property
     def example(self) -> str:
@@ -195,13 +195,13 @@ class ToolForm:
     @property
     def markers(self) -> tuple[str, ...]:
         """Returns every marker of the form that has text."""
-        found = [self.begin, self.open, self.mid, self.close, self.between, self.end]
+        markers = [self.begin, self.open, self.mid, self.close, self.between, self.end]
         for items in (self.arguments, self.array, self.object):
             if items is not None:
-                found += [items.begin, items.open, items.between, items.end]
+                markers += [items.begin, items.open, items.between, items.end]
                 for value in items.values:
-                    found += [value.open, value.close]
-        return tuple(marker for marker in found if marker.strip())
+                    markers += [value.open, value.close]
+        return tuple(marker for marker in markers if marker.strip())
 
     def list_of(self, value: ValueForm) -> ListForm:
         """Returns the form of arrays or of objects, for a value that is one of them."""
@@ -308,12 +308,12 @@ class HeaderForm:
         word, is_key, _ = self.recipient.partition("=")
         return word + is_key
 
-    def begun(self, prompt: str) -> str:
+    def find_begun_header(self, prompt: str) -> str:
         """Returns what a prompt has of the answer's header, without any text after it."""
-        _, is_there, rest = prompt.rpartition(self.start)
-        if not is_there or any(end in rest for end in self.ends):
+        _, is_there, after_start = prompt.rpartition(self.start)
+        if not is_there or any(end in after_start for end in self.ends):
             return ""
-        header, marker, _ = rest.partition(self.body)
+        header, marker, _ = after_start.partition(self.body)
         return header + marker
 
 

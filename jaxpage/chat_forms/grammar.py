@@ -69,7 +69,7 @@ def grammar_of(
             # The model begins its reasoning itself, and it may go on with more of it.
             opened = writer.literal(form.reasoning.open)
             reasoning += f"({opened} {writer.until(form.reasoning.close)})* "
-        return writer.headed(form.headers, schemas, before=reasoning)
+        return writer.write_headed(form.headers, schemas, before=reasoning)
     return writer.grammar(schemas, several=several, before=reasoning)
 
 
@@ -100,7 +100,7 @@ class _Writer:
         start += f" {self.literal(form.end)}"
         return "\n".join([start, *self._rules]) + "\n"
 
-    def headed(
+    def write_headed(
         self, form: HeaderForm, schemas: Mapping[str, dict[str, Any]], *, before: str
     ) -> str:
         """Returns the whole grammar where a call is a message with a header, of which one comes.
@@ -114,7 +114,10 @@ class _Writer:
         types = ["", *(f" {marker}{word}" for word in kind for marker in ("", _CONSTRAINT))]
         for name, schema in schemas.items():
             opened = f"{form.channel}{form.commentary} {form.recipient}{name}"
-            headers = [tools.open + name + tools.mid, *(opened + one + form.body for one in types)]
+            headers = [
+                tools.open + name + tools.mid,
+                *(opened + type_text + form.body for type_text in types),
+            ]
             header = " | ".join(dict.fromkeys(map(self.literal, headers)))
             # The marker after a call may end the text, and then no grammar can demand it.
             close = f"({self.literal(tools.close)})?"
@@ -139,13 +142,13 @@ class _Writer:
         """Returns an expression for any text up to a marker, and the marker."""
         head = self._special_text.split(close)[0]
         if head.strip():
-            rest = close[len(head) :]
+            tail = close[len(head) :]
             name = self._rule(_ANY_TEXT, f"[suffix={json.dumps(head)}]")
         else:
             # A special token is no text, so no text runs into it.
-            rest = close.lstrip()
+            tail = close.lstrip()
             name = self._rule(_ANY_TEXT)
-        return f"{name} {self.literal(rest)}" if rest else name
+        return f"{name} {self.literal(tail)}" if tail else name
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -203,7 +206,7 @@ class _Writer:
     def _values(self, values: Sequence[ValueForm], key: str, schema: Any) -> str:
         """Returns an expression for a value with its markers."""
         allowed = types_of(schema, self._schema) or JSON_TYPES
-        found = []
+        alternatives = []
         bare = [value.open for value in values if value.is_bare and "string" in value.types]
         for value in values:
             shorter = (other for other in bare if other.strip() and other != value.open)
@@ -211,10 +214,10 @@ class _Writer:
                 continue  # what it writes, such as CDATA, is a text of the other form, too
             if types := value.types & allowed:
                 opened = self.literal(value.open, key=key)
-                found.append(f"{opened} {self._value(value, key, types, schema)}")
-        if not found:
+                alternatives.append(f"{opened} {self._value(value, key, types, schema)}")
+        if not alternatives:
             raise ValueError(f"the model's form has no values of the type of {key!r}")
-        return self._rule(" | ".join(found))
+        return self._rule(" | ".join(alternatives))
 
     def _value(self, form: ValueForm, key: str, types: frozenset[str], schema: Any) -> str:
         """Returns an expression for a value of one form, with the marker after it."""
@@ -253,8 +256,8 @@ class _Writer:
             if inner is None:
                 values = [value for value in values if value.encoding != "list"]
             element = self._values(values, "", inner)
-            one = self._rule(f"{self.literal(form.open)} {element}")
-            items = f"({one} ({self.literal(form.between)} {one})*)?"
+            single = self._rule(f"{self.literal(form.open)} {element}")
+            items = f"({single} ({self.literal(form.between)} {single})*)?"
         return f"{self.literal(form.begin)} {items} {self.literal(form.end)}"
 
     def _standalone(self, schema: Any, types: frozenset[str]) -> dict[str, Any]:

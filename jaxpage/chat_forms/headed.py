@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxpage.chat_forms.calls import CallReader, Tools
 from jaxpage.chat_forms.forms import HeaderForm, ToolForm
 from jaxpage.chat_forms.markers import first_chunk
-from jaxpage.chat_forms.pieces import Piece, TextKind
+from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import (
     BufferedReader,
     EndedError,
@@ -82,7 +82,7 @@ class HeadedReader(BufferedReader):
         self._markers = tuple({first_chunk(marker) for marker in (form.start, *form.ends)})
         self._emitted: set[str] = set()  # kinds of text that were given out
         self._is_new = True  # if no text of this message was given out
-        self._begun = form.begun(prompt)
+        self._begun = form.find_begun_header(prompt)
         self._buffer.push(self._begun)
 
     def _answer(self) -> Parser[None]:
@@ -134,7 +134,7 @@ class HeadedReader(BufferedReader):
             self._pieces.append(piece)
         return piece is not None
 
-    def _call(self, calls: CallReader, name: str) -> Parser[Piece]:
+    def _call(self, calls: CallReader, name: str) -> Parser[AnswerPiece]:
         piece = yield from calls.json_call(name)
         yield from self._buffer.skip_space()
         is_last = (yield from self._buffer.next_character()) == ""
@@ -175,11 +175,11 @@ class HeadedReader(BufferedReader):
             yield from buffer.literal(start)
             return (yield from self._header())
         except EndedError:
-            rest = buffer.text[begin:]
-            if not rest.startswith(first_chunk(start or self._form.channel)):
+            header = buffer.text[begin:]
+            if not header.startswith(first_chunk(start or self._form.channel)):
                 raise
             buffer.position = len(buffer.text)
-            return _Message(rest, recipient="") if self._form.key in rest else None
+            return _Message(header, recipient="") if self._form.key in header else None
 
     def _read_text(self, message: _Message) -> Parser[_Message | None]:
         """Gives out the text of a message, and returns the next message, or None at the end."""
@@ -202,6 +202,6 @@ class HeadedReader(BufferedReader):
         if self._is_new and kind in self._emitted and text:
             text = "\n" + text
         if text:
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(AnswerPiece(kind, text))
             self._emitted.add(kind)
             self._is_new = False

@@ -34,11 +34,11 @@ def literal(buffer: TextBuffer) -> Parser[str]:
     if character in ("'", '"'):
         return (yield from _string(buffer))
     if character in _CLOSES:
-        return (yield from nested_literal(buffer, is_python=True))
+        return (yield from read_nested_literal(buffer, is_python=True))
     return (yield from _bare(buffer))
 
 
-def nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parser[str]:
+def read_nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parser[str]:
     """Reads an object, an array or a tuple, and returns it as it is written.
 
     Raises:
@@ -47,15 +47,15 @@ def nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parser[str
     begin = buffer.position
     open_brackets: list[str] = []
     while True:
-        found = _NEXT.search(buffer.text, buffer.position)
-        if found is None:
+        match = _NEXT.search(buffer.text, buffer.position)
+        if match is None:
             buffer.position = len(buffer.text)
             yield from buffer.more()
             continue
-        character = found[0]
-        if not open_brackets and (found.start() > begin or character not in _CLOSES):
+        character = match[0]
+        if not open_brackets and (match.start() > begin or character not in _CLOSES):
             raise MismatchError
-        buffer.position = found.start()
+        buffer.position = match.start()
         if character == '"' or (character == "'" and is_python):
             yield from _string(buffer)
             continue
@@ -74,11 +74,11 @@ def _string(buffer: TextBuffer) -> Parser[str]:
     end = begin + 1
     while True:
         end = _end_of(_OF_STRING[quote], buffer.text, end)
-        rest = buffer.text[end : end + 2]
-        if rest[:1] == quote:
+        following = buffer.text[end : end + 2]
+        if following[:1] == quote:
             buffer.position = end + 1
             return buffer.text[begin : buffer.position]
-        if rest and rest != "\\":  # a string has no control characters
+        if following and following != "\\":  # a string has no control characters
             raise MismatchError
         yield from buffer.more()
 
@@ -97,8 +97,8 @@ def _bare(buffer: TextBuffer) -> Parser[str]:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    found = pattern.match(text, begin)
-    return found.end() if found else begin
+    match = pattern.match(text, begin)
+    return match.end() if match else begin
 
 
 class Number(float):
@@ -180,9 +180,9 @@ def _with_names(value: Any, large: dict[str, str]) -> Any:
         large[name := uuid.uuid4().hex] = value.digits
         return name
     if isinstance(value, dict):
-        return {key: _with_names(one, large) for key, one in value.items()}
+        return {key: _with_names(item, large) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_names(one, large) for one in value]
+        return [_with_names(item, large) for item in value]
     return value
 
 

@@ -62,20 +62,20 @@ def tokens(text: str) -> list[str]:
     return _TOKENS.findall(text)
 
 
-def common_prefix(one: str, other: str) -> str:
+def common_prefix(first: str, other: str) -> str:
     """Returns the tokens that both texts begin with."""
-    return "".join(_shared(tokens(one), tokens(other)))
+    return "".join(_common_start(tokens(first), tokens(other)))
 
 
-def common_suffix(one: str, other: str) -> str:
+def common_suffix(first: str, other: str) -> str:
     """Returns the tokens that both texts end with."""
-    return "".join(_shared(tokens(one)[::-1], tokens(other)[::-1])[::-1])
+    return "".join(_common_start(tokens(first)[::-1], tokens(other)[::-1])[::-1])
 
 
-def _shared(ones: list[str], others: list[str]) -> list[str]:
+def _common_start(ones: list[str], others: list[str]) -> list[str]:
     num_shared = 0
-    for one, other in zip(ones, others, strict=False):
-        if one != other:
+    for first, other in zip(ones, others, strict=False):
+        if first != other:
             break
         num_shared += 1
     return ones[:num_shared]
@@ -104,14 +104,14 @@ def split_list(before: str, between: str, after: str) -> ListMarkers:
             opened = spaceless + trailing_space(before)
             between = between.rstrip() + trailing_space(before)
     begin = before[: len(before) - len(opened)]
-    rest = between[: len(between) - len(opened)]
-    close = common_prefix(rest, after)
+    tail = between[: len(between) - len(opened)]
+    close = common_prefix(tail, after)
     if not close.strip():
-        spaceless = common_prefix(rest.lstrip(), after.lstrip())
+        spaceless = common_prefix(tail.lstrip(), after.lstrip())
         if spaceless.strip():
             close = leading_space(after) + spaceless
-            rest = leading_space(after) + rest.lstrip()
-    return ListMarkers(begin, opened, close, rest[len(close) :], after[len(close) :])
+            tail = leading_space(after) + tail.lstrip()
+    return ListMarkers(begin, opened, close, tail[len(close) :], after[len(close) :])
 
 
 def without_suffix(text: str, suffix: str) -> str | None:
@@ -140,11 +140,11 @@ def with_call_index(first: str, second: str) -> tuple[str, str]:
     """
     ones, others = tokens(first), tokens(second)
     for position in range(1, min(len(ones), len(others)) + 1):
-        one, other = ones[-position], others[-position]
-        if one == other:
+        number, other = ones[-position], others[-position]
+        if number == other:
             continue
-        marker = re.sub(r"\d+", CALL_INDEX, one)
-        if marker == one or marker != re.sub(r"\d+", CALL_INDEX, other):
+        marker = re.sub(r"\d+", CALL_INDEX, number)
+        if marker == number or marker != re.sub(r"\d+", CALL_INDEX, other):
             break
         ones[-position] = others[-position] = marker
     return "".join(ones), "".join(others)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 TextKind = Literal["content", "reasoning"]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A part of an answer.
 
     Attributes:
@@ -29,14 +29,14 @@ class PieceParser(Protocol):
     The pieces put together are the same however the text is cut. The time is linear in the text.
     """
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text; exhaust it before the next call.
 
         Text that could still become a marker is held back.
         """
         ...
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[AnswerPiece]:
         """Yields the remaining pieces, when no more text comes."""
         ...
 
@@ -44,11 +44,11 @@ class PieceParser(Protocol):
 class Plain:
     """Takes all text for content."""
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""
         if text:
-            yield Piece("content", text)
+            yield AnswerPiece("content", text)
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[AnswerPiece]:
         """Yields the remaining pieces."""
         return iter(())

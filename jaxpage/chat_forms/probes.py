@@ -77,11 +77,11 @@ class Prober:
 
     def prompt(self) -> str | None:
         """Returns the prompt for an answer, or None if the template refuses."""
-        return self._rendered((), True)
+        return self._render((), True)
 
     def question(self) -> str | None:
         """Returns the conversation without any answer, or None if the template refuses."""
-        return self._rendered((), False)
+        return self._render((), False)
 
     def body(self, calls: Sequence[Call], **fields: Any) -> str | None:
         """Returns an answer without the conversation before it; see `answer`."""
@@ -124,7 +124,7 @@ class Prober:
         elif reasoning:
             fields |= dict.fromkeys(REASONING_FIELDS, reasoning)
         if calls and self.example:
-            fields["content"] = "\n".join(filter(None, [content, *map(self._written, calls)]))
+            fields["content"] = "\n".join(filter(None, [content, *map(self._write_call, calls)]))
         elif calls:
             fields["tool_calls"] = [self._call(index, call) for index, call in enumerate(calls)]
         messages = [fields]
@@ -135,7 +135,7 @@ class Prober:
             messages.append(
                 {"role": "tool", "tool_call_id": call_id, "name": name, "content": result}
             )
-        return self._rendered(messages, False)
+        return self._render(messages, False)
 
     def _call(self, index: int, call: Call) -> dict[str, Any]:
         arguments: Any = dict(call.arguments)
@@ -148,13 +148,13 @@ class Prober:
         function = {"name": call.name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
-    def _written(self, call: Call) -> str:
+    def _write_call(self, call: Call) -> str:
         """Returns a call as the example shows it."""
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         name = json.dumps(call.name)[1:-1]
         return self.example.replace(TOOL_NAME, name).replace(ARGUMENTS, arguments)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], generates: bool) -> str | None:
+    def _render(self, messages: Sequence[dict[str, Any]], generates: bool) -> str | None:
         asked = [{"role": "user", "content": QUESTION}, *messages]
         return self.render(
             json.dumps([asked, list(self.tools) or None, generates, dict(self.variables)])
@@ -165,10 +165,10 @@ def prober_of(render: Render) -> Prober:
     """Returns a prober that remembers what was rendered, for conversations without tools."""
 
     @functools.cache
-    def rendered(asked: str) -> str | None:
+    def render_messages(asked: str) -> str | None:
         try:
             return render(*json.loads(asked))
         except ValueError:
             return None
 
-    return Prober(rendered)
+    return Prober(render_messages)

@@ -65,7 +65,7 @@ def problem_of(form: ChatFormat, prober: Prober) -> str | None:
         written = prober.answer(answer.calls, content=answer.content, reasoning=answer.reasoning)
         if written is None:
             continue
-        prompt, text = _divided(written, form, prober)
+        prompt, text = _split_answer(written, form, prober)
         message = _read(form, [text], prompt)
         calls = [
             Call(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]
@@ -80,7 +80,7 @@ def problem_of(form: ChatFormat, prober: Prober) -> str | None:
     return None if num_read >= _NEEDED else "it renders too few calls that can be read back"
 
 
-def _divided(written: str, form: ChatFormat, prober: Prober) -> tuple[str, str]:
+def _split_answer(written: str, form: ChatFormat, prober: Prober) -> tuple[str, str]:
     """Returns the prompt of a rendered conversation, and the answer that continues it."""
     begin = prober.begin()
     prompt = prober.prompt() or ""

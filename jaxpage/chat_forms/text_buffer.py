@@ -24,7 +24,7 @@ from jaxpage.chat_forms.markers import (
     chunks,
     trailing_space,
 )
-from jaxpage.chat_forms.pieces import Piece
+from jaxpage.chat_forms.pieces import AnswerPiece
 
 T = TypeVar("T")
 Parser = Generator[None, None, T]
@@ -100,8 +100,8 @@ class TextBuffer:
 
     def skip_trailing_space(self, marker: str) -> Parser[None]:
         """Reads the white space that a marker ends with, as far as it is there."""
-        for wanted in trailing_space(marker):
-            if (yield from self.next_character()) != wanted:
+        for character in trailing_space(marker):
+            if (yield from self.next_character()) != character:
                 return
             self.position += 1
 
@@ -140,25 +140,25 @@ class TextBuffer:
         except EndedError:
             self.position = len(self.text)
 
-    def _exact(self, wanted: str) -> Parser[None]:
-        while not self.text.startswith(wanted, self.position):
-            if not wanted.startswith(self.text[self.position :]):
+    def _exact(self, expected: str) -> Parser[None]:
+        while not self.text.startswith(expected, self.position):
+            if not expected.startswith(self.text[self.position :]):
                 raise MismatchError
             yield from self.more()
-        self.position += len(wanted)
+        self.position += len(expected)
 
     def _placeholder(self, kind: str) -> Parser[None]:
         """Reads the id or the number of a call."""
         while True:
-            found = _ID.match(self.text, self.position)
-            if found is not None and (found.end() < len(self.text) or self.has_ended):
+            match = _ID.match(self.text, self.position)
+            if match is not None and (match.end() < len(self.text) or self.has_ended):
                 break
-            if found is None and self.position < len(self.text):
+            if match is None and self.position < len(self.text):
                 raise MismatchError
             yield from self.more()
-        digits = re.match(r"\d*", found[0])
+        digits = re.match(r"\d*", match[0])
         if kind == CALL_ID:
-            self.position = found.end()
+            self.position = match.end()
         elif digits is not None and digits[0]:
             self.position += digits.end()
         else:
@@ -180,13 +180,13 @@ class TextBuffer:
         longest = max(map(len, stops))
         begin = self.position
         while True:
-            found = pattern.search(self.text, begin)
-            if found is None:
+            match = pattern.search(self.text, begin)
+            if match is None:
                 begin = max(self.position, len(self.text) - longest + 1)
-            elif found.start() - self.position > limit:
+            elif match.start() - self.position > limit:
                 raise MismatchError
-            elif self.has_ended or found.start() + longest <= len(self.text):
-                return found.start(), found[0]
+            elif self.has_ended or match.start() + longest <= len(self.text):
+                return match.start(), match[0]
             if len(self.text) - self.position > limit + longest:
                 raise MismatchError
             yield from self.more()
@@ -202,9 +202,9 @@ class TextBuffer:
         """
         pattern = any_of(markers)
         while True:
-            found = pattern.search(self.text, self.position)
-            marker = None if found is None else found[0]
-            end = self._certain(markers) if found is None else found.start()
+            match = pattern.search(self.text, self.position)
+            marker = None if match is None else match[0]
+            end = self._certain(markers) if match is None else match.start()
             if end > self.position:
                 emit(self.text[self.position : end])
             self.position = end
@@ -265,7 +265,7 @@ class BufferedReader:
 
     def __init__(self) -> None:
         self._buffer = TextBuffer()
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         self._in_vain = 0  # characters
         self._parser = self._answer()
 
@@ -273,17 +273,17 @@ class BufferedReader:
         """Reads the whole answer, and appends to `_pieces` what is certain."""
         raise NotImplementedError
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""
         self._buffer.push(text)
-        yield from self._taken()
+        yield from self._take()
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[AnswerPiece]:
         """Yields the remaining pieces."""
         self._buffer.has_ended = True
-        yield from self._taken()
+        yield from self._take()
 
-    def _taken(self) -> list[Piece]:
+    def _take(self) -> list[AnswerPiece]:
         next(self._parser, None)
         taken, self._pieces = self._pieces, []
         return taken
@@ -293,7 +293,7 @@ class BufferedReader:
         if self._in_vain > _MOST_IN_VAIN:
             return None
         begin = self._buffer.position
-        found = yield from attempt(self._buffer, call)
-        if found is None:
+        value = yield from attempt(self._buffer, call)
+        if value is None:
             self._in_vain += self._buffer.reached - begin
-        return found
+        return value

@@ -62,10 +62,10 @@ def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> frozenset[
         # Some clients write types in capitals ("OBJECT"); where no grammar enforces a schema, it
         # may have anything.
         lowered = {name.lower() for name in names if isinstance(name, str)}
-        found = {"number" if name == "integer" else name for name in lowered}
+        types = {"number" if name == "integer" else name for name in lowered}
         if schema.get("nullable") is True:
-            found.add("null")
-        return frozenset(found) & JSON_TYPES
+            types.add("null")
+        return frozenset(types) & JSON_TYPES
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
             parts = [_types(part, root, depth + 1, followed) for part in schema[union]]
@@ -79,19 +79,19 @@ def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> frozenset[
         if reference in followed:
             return None
         followed.add(reference)
-        return _types(_referred(reference, root), root, depth + 1, followed)
+        return _types(_resolve_reference(reference, root), root, depth + 1, followed)
     return frozenset({"object"}) if "properties" in schema else None
 
 
-def _referred(reference: str, root: Any) -> Any:
+def _resolve_reference(reference: str, root: Any) -> Any:
     """Returns the part of a schema that a reference leads to, or None."""
     if not reference.startswith("#"):
         return None
-    found = root
+    target = root
     for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        target = target.get(name) if isinstance(target, dict) else None
+    return target
 
 
 def property_of(schema: Any, key: str, root: Any) -> Any:
@@ -103,7 +103,7 @@ def property_of(schema: Any, key: str, root: Any) -> Any:
             return schema["properties"][key]
         if not isinstance(schema.get("$ref"), str):
             break
-        schema = _referred(schema["$ref"], root)
+        schema = _resolve_reference(schema["$ref"], root)
     return schema.get("additionalProperties") if isinstance(schema, dict) else None
 
 

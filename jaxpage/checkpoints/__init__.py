@@ -10,7 +10,7 @@ checkpoint fits. Other rooms take, to find a model:
     HUB_FILES               names the files that are fetched from the hub
     is_own_name             says whether a model is packaged or can be fetched
     FETCHABLE, Fetchable    describe the models that `jaxpage fetch` brings
-    fetched_path            says where such a model is put
+    path_of_fetched            says where such a model is put
     is_gguf                 says whether a path is a GGUF file
 
 To read and load it:
@@ -29,11 +29,11 @@ To read and load it:
     EmbeddingFiles           says it
     read_config             reads config.json
     read_generation_config  reads generation_config.json
-    stated_dtype            gives the dtype that config.json says the weights have
+    read_dtype            gives the dtype that config.json says the weights have
     load_tokenizer          loads the tokenizer of a directory or GGUF file
     tokenizer_of            loads the tokenizer of a configuration's model
     ends_of_text            gives the ids that end a text
-    listed                  makes a list of names from a file safe to print
+    list_names              makes a list of names from a file safe to print
     convert                 writes a model in the other layout
 
 For models that are no files, and for what comes next to a model:
@@ -41,7 +41,7 @@ For models that are no files, and for what comes next to a model:
     ModelConfig, Parameters  say what a caller may give
     open_parameters          opens a model whose weights are arrays in memory
     with_parameters          gives the same model with other weights
-    named_parameters         gives the arrays of a loaded model by their names in its checkpoint
+    name_parameters          gives the arrays of a loaded model by their names in its checkpoint
     read_adapter             reads a LoRA adapter
     Adapter                  holds its matrices
     adapter_version          changes when the files of an adapter are written again
@@ -64,18 +64,18 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.checkpoints.config_file import read_config, read_generation_config, stated_dtype
+from jaxpage.checkpoints.config_file import read_config, read_dtype, read_generation_config
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, EagleMethod, load_eagle, open_eagle
 from jaxpage.checkpoints.embedding_files import EmbeddingFiles, read_embedding_files
-from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
+from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, path_of_fetched
 from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.in_memory import (
     ModelConfig,
     Parameters,
     check_all_finite,
-    named_parameters,
+    name_parameters,
     open_parameters,
     with_parameters,
 )
@@ -90,7 +90,7 @@ from jaxpage.checkpoints.opening import (
     open_model,
     with_weights_of,
 )
-from jaxpage.checkpoints.problems import listed
+from jaxpage.checkpoints.problems import list_names
 from jaxpage.checkpoints.resolve import (
     HUB_FILES,
     is_own_name,
@@ -124,11 +124,10 @@ __all__ = [
     "convert",
     "describe_model",
     "ends_of_text",
-    "fetched_path",
     "insert",
     "is_gguf",
     "is_own_name",
-    "listed",
+    "list_names",
     "load_eagle",
     "load_medusa",
     "load_mtp",
@@ -136,20 +135,21 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "local_model",
-    "named_parameters",
+    "name_parameters",
     "open_eagle",
     "open_medusa",
     "open_model",
     "open_mtp",
     "open_parameters",
+    "path_of_fetched",
     "read_adapter",
     "read_config",
+    "read_dtype",
     "read_embedding_files",
     "read_generation_config",
     "resolve_model",
     "resolve_model_config",
     "resolve_tokenizer",
-    "stated_dtype",
     "tokenizer_of",
     "with_parameters",
     "with_weights_of",

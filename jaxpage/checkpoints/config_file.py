@@ -15,7 +15,7 @@ from typing import Any
 from jaxpage.checkpoints.files import has_file, infinity_as_object, read_object
 from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
 from jaxpage.checkpoints.gguf_header import is_gguf
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError
 from jaxpage.models import text_part
 
@@ -75,7 +75,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         files := sorted(file.name for file in directory.glob("*.gguf"))
     ):
         problems.add(
-            f"there is a GGUF file in it ({', '.join(map(quoted, files[:5]))}): name the file and not the directory"
+            f"there is a GGUF file in it ({', '.join(map(quote, files[:5]))}): name the file and not the directory"
         )
         return config
     generation: dict[str, Any] = {}
@@ -141,8 +141,8 @@ def _complete_modelopt(directory: Path, config: dict[str, Any]) -> None:
         # Both files list the modules that are not quantised, by two names in most versions.
         if name not in ("ignore", "exclude_modules") and written[name] not in (None, stated[name]):
             raise CheckpointError(
-                f"config.json: quantization_config.{name} is {quoted(stated[name])}, and in "
-                f"{MODELOPT_FILE} {quoted(written[name])}: the weights can be in one form only"
+                f"config.json: quantization_config.{name} is {quote(stated[name])}, and in "
+                f"{MODELOPT_FILE} {quote(written[name])}: the weights can be in one form only"
             )
     if written or method or "quant_algo" in stated:
         config["quantization_config"] = {"quant_method": MODELOPT, **written, **stated}
@@ -160,11 +160,11 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
             *_DTYPES_OF_TORCH,
         ):
             raise CheckpointError(
-                f"config.json: {name} {quoted(dtype)} is not one of {', '.join(DTYPES)}"
+                f"config.json: {name} {quote(dtype)} is not one of {', '.join(DTYPES)}"
             )
 
 
-def stated_dtype(config: dict[str, Any]) -> str:
+def read_dtype(config: dict[str, Any]) -> str:
     """Returns the dtype that config.json says the weights have.
 
     Where config.json says nothing, it is float32, and bfloat16 next to quantised weights, as in the
@@ -177,7 +177,7 @@ def stated_dtype(config: dict[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or unstated
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"config.json: dtype {quoted(dtype)} is not one of {', '.join(DTYPES)}"
+            f"config.json: dtype {quote(dtype)} is not one of {', '.join(DTYPES)}"
         )
     return str(dtype)
 
@@ -213,9 +213,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         for token_id in listed:
             if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
-                raise CheckpointError(
-                    f"{source}: eos_token_id {quoted(token_id)} is not a token id"
-                )
+                raise CheckpointError(f"{source}: eos_token_id {quote(token_id)} is not a token id")
         if ids is not None:
             stated.append(frozenset(listed))
     return stated[0] if stated else frozenset()
@@ -227,19 +225,22 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
         problems.add("config.json is an empty object")
     for key in out_of_bounds(config):
         problems.add(
-            f"config.json: {key} is {quoted(config[key])}, not a whole number from {LEAST.get(key, 1)} to {LIMITS[key]}"
+            f"config.json: {key} is {quote(config[key])}, not a whole number from {LEAST.get(key, 1)} to {LIMITS[key]}"
         )
 
 
 def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
     """Returns the fields that are not within `LIMITS`; a width may be a list of those of layers."""
-    given = {key: config[key] for key in LIMITS if config.get(key) is not None}
+    limited = {key: config[key] for key in LIMITS if config.get(key) is not None}
     values = {
         key: value if key == "intermediate_size" and isinstance(value, list) else [value]
-        for key, value in given.items()
+        for key, value in limited.items()
     }
     return [
         key
         for key, each in values.items()
-        if any(type(one) is not int or not LEAST.get(key, 1) <= one <= LIMITS[key] for one in each)
+        if any(
+            type(number) is not int or not LEAST.get(key, 1) <= number <= LIMITS[key]
+            for number in each
+        )
     ]

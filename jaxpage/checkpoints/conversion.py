@@ -24,7 +24,7 @@ from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
 from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.in_memory import open_parameters
-from jaxpage.checkpoints.loading import insert, stored_arrays
+from jaxpage.checkpoints.loading import insert, make_array_reader
 from jaxpage.checkpoints.opening import ModelFiles, open_model
 from jaxpage.checkpoints.orbax_files import (
     has_orbax,
@@ -156,7 +156,7 @@ def _write_metadata(files: ModelFiles, destination: Path) -> None:
     # The import is here because transformers takes a second to import.
     from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 
-    config = {**files.config, "dtype": _written_dtype(files.plan)}
+    config = {**files.config, "dtype": _most_common_dtype(files.plan)}
     contents = {
         "config.json": config,
         "generation_config.json": read_generation_config(files.directory),
@@ -167,7 +167,7 @@ def _write_metadata(files: ModelFiles, destination: Path) -> None:
         tokenizer.save_pretrained(destination)
 
 
-def _written_dtype(plan: LoadPlan) -> str:
+def _most_common_dtype(plan: LoadPlan) -> str:
     """Returns the type that most numbers have."""
     counts: Counter[str] = Counter()
     for info in plan.tensors.values():
@@ -177,7 +177,7 @@ def _written_dtype(plan: LoadPlan) -> str:
 
 def _to_orbax(plan: LoadPlan, destination: Path, bar: tqdm[Any]) -> None:
     tree: dict[str, Any] = {}
-    read = stored_arrays(plan)
+    read = make_array_reader(plan)
     for name, info in plan.tensors.items():
         owned = np.array(read(info), order="C")
         insert(tree, name.split("."), owned)
@@ -189,7 +189,7 @@ def _to_safetensors(
     plan: LoadPlan, destination: Path, bar: tqdm[Any], max_shard_bytes: int
 ) -> None:
     def arrays() -> Iterator[np.ndarray]:
-        read = stored_arrays(plan)
+        read = make_array_reader(plan)
         for info in plan.tensors.values():
             array = read(info)
             bar.update(array.nbytes)

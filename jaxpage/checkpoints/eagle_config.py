@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.models import ConfigFields, RefusedField, RotaryDecoderSpec, WrongField, load_family
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -44,7 +44,7 @@ class EagleConfig(ConfigFields):
         super().__enter__()
         kind = self.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
-            text = f"speculators_model_type {quoted(kind)} is not supported, only 'eagle3'"
+            text = f"speculators_model_type {quote(kind)} is not supported, only 'eagle3'"
             self.note(RefusedField(text), speculators_model_type="eagle3")
         if kind is not None:
             self.layers = self._object("transformer_layer_config", required=True)
@@ -57,7 +57,7 @@ class EagleConfig(ConfigFields):
         self.inner = self._object("eagle_config", required=False)
         for name, harmless in _NOT_HONOURED.items():
             if (value := self.field(name, harmless)) != harmless:
-                error = RefusedField(f"{name} = {quoted(value)} is not supported")
+                error = RefusedField(f"{name} = {quote(value)} is not supported")
                 self.note(error, **{name: harmless})
         return self
 
@@ -65,20 +65,20 @@ class EagleConfig(ConfigFields):
         value = self.config.get(name) or (None if required else {})
         if isinstance(value, dict):
             return value
-        self.note(WrongField(f"{name} must be an object, not {quoted(value)}"), **{name: {}})
+        self.note(WrongField(f"{name} must be an object, not {quote(value)}"), **{name: {}})
         return {}
 
     def field(self, name: str, default: Any = None) -> Any:
         """Returns a field of the head itself. Null is no value."""
-        found = [place[name] for place in (self.config, self.inner) if place.get(name) is not None]
-        return found[0] if found else default
+        values = [place[name] for place in (self.config, self.inner) if place.get(name) is not None]
+        return values[0] if values else default
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns a field of the head itself that must be true or false."""
         value = self.field(name, default)
         if isinstance(value, bool):
             return value
-        error = WrongField(f"{name} must be true or false, not {quoted(value)}")
+        error = WrongField(f"{name} must be true or false, not {quote(value)}")
         self.note(error, **{name: default})
         return default
 
@@ -96,7 +96,7 @@ class EagleConfig(ConfigFields):
         model_type = self.layers.get("model_type", "llama")
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
-            text = f"layers of model_type {quoted(model_type)} are not among {supported}"
+            text = f"layers of model_type {quote(model_type)} are not among {supported}"
             self.note(RefusedField(text))
             return None
         window = self.layers.get("sliding_window") and self.layers.get("use_sliding_window", True)
@@ -124,7 +124,7 @@ class EagleConfig(ConfigFields):
         after = 1 if ids and not outside else 0
         ids = ids or list(usual)
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
-            text = f"{LAYER_IDS} must be a list of whole numbers, not {quoted(ids)}"
+            text = f"{LAYER_IDS} must be a list of whole numbers, not {quote(ids)}"
             self.note(WrongField(text))
             return usual
         if min(ids) + after < 0 or max(ids) + after > num_layers:

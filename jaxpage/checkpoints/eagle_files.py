@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
 from jaxpage.checkpoints.eagle_config import EagleConfig
-from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed, same_bytes
+from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, rename_tensors, same_bytes
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
@@ -63,7 +63,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
     """
     problems = Problems(directory)
     config = check_config(directory, problems)
-    stored = _stored(directory, problems)
+    stored = _read_tensors(directory, problems)
     map_info = stored.pop(TOKEN_MAPS[method], None)
     spec = None
     if config and (stored or not problems):
@@ -102,7 +102,7 @@ def load_eagle(
     )
 
 
-def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
+def _read_tensors(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     """Returns the tensors of a head, each by one name.
 
     Some formats have a prefix, or `midlayer` for the first layer.
@@ -114,7 +114,7 @@ def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
             f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
         )
 
-    return renamed(read_tensors(directory, problems), plain, problems)
+    return rename_tensors(read_tensors(directory, problems), plain, problems)
 
 
 def _check_method(method: EagleMethod, stored: Mapping[str, TensorInfo]) -> None:
@@ -158,14 +158,14 @@ def _spec(
         "tokens": (target.spec.vocab_size, decoder.model_width),
         "head": (known, decoder.model_width),
     }
-    own = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
+    tables = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
     spec = EagleSpec(
         decoder=decoder,
         table_rows=known,
         token_map=map_info is not None,
         fc_bias="fc.bias" in stored,
-        own_tokens=own["tokens"],
-        own_head=own["head"],
+        own_tokens=tables["tokens"],
+        own_head=tables["head"],
         aux_layers=config.aux_layers(target.spec.kv.num_decoder_layers)
         if method == "eagle3"
         else (),
@@ -231,21 +231,23 @@ def _own(
         if filled.weight.path[-1] == "table"
     }
     table = tables.get(name, tables.get("tokens"))
-    own = stored.get(TABLES[name])
+    own_table = stored.get(TABLES[name])
     if table is None:
-        if own is None:
+        if own_table is None:
             problems.add(
                 f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: leave out quantization"
             )
-        return own is not None
-    if own is None:
+        return own_table is not None
+    if own_table is None:
         if table.shape != shape:
             problems.add(
                 f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot take the place of one of {shape}"
             )
         return False
-    readable = target.plan.layout == "safetensors" and own.dtype in NUMPY_DTYPES and not problems
-    if readable and own.shape == shape and same_bytes(own, table):
+    readable = (
+        target.plan.layout == "safetensors" and own_table.dtype in NUMPY_DTYPES and not problems
+    )
+    if readable and own_table.shape == shape and same_bytes(own_table, table):
         del stored[TABLES[name]]
         return False
     return True

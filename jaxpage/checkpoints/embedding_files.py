@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints.files import file_in, has_file, parse_list, read_object
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import SINGLE, map_array, read_tensors
 from jaxpage.errors import CheckpointError
 
@@ -101,10 +101,10 @@ class Dense(NamedTuple):
         """
         self.check_width(vector.size)
         product = self.weight.astype(np.float64) @ vector + self.bias
-        found = ACTIVATIONS[self.activation](product)
+        activated = ACTIVATIONS[self.activation](product)
         if self.residual is None:
-            return found
-        return found + (
+            return activated
+        return activated + (
             self.residual.astype(np.float64) @ vector
             if isinstance(self.residual, np.ndarray)
             else vector
@@ -194,18 +194,18 @@ class EmbeddingFiles:
         while normalize is False and layers and isinstance(layers[-1], Normalize):
             layers.pop()
         is_unit = bool(layers) and isinstance(layers[-1], Normalize)
-        found: np.ndarray = vector.astype(np.float64)
+        finished: np.ndarray = vector.astype(np.float64)
         for layer in layers:
-            found = layer(found)
+            finished = layer(finished)
         if dimensions is not None:
-            if dimensions > found.size:
+            if dimensions > finished.size:
                 raise ValueError(
-                    f"dimensions={dimensions} is more than the {found.size} of this model's vectors"
+                    f"dimensions={dimensions} is more than the {finished.size} of this model's vectors"
                 )
-            found = found[:dimensions]
+            finished = finished[:dimensions]
         if normalize or (is_unit and dimensions is not None):
-            found = Normalize()(found)
-        return found.astype(np.float32)
+            finished = Normalize()(finished)
+        return finished.astype(np.float32)
 
 
 def read_embedding_files(directory: Path) -> EmbeddingFiles:
@@ -251,7 +251,7 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
             if kind != "Transformer" or path:
                 raise CheckpointError(
                     f"{MODULES_FILE}: the first module must be the Transformer in the directory "
-                    f"itself, not {kind} in {quoted(path)}"
+                    f"itself, not {kind} in {quote(path)}"
                 )
         elif kind == "Pooling" and pooling is None:
             pooling = f"{path}/config.json"
@@ -275,7 +275,7 @@ def _kind_and_path(module: Any) -> tuple[str, str]:
     path = module.get("path", "") if isinstance(module, dict) else None
     if not isinstance(kind, str) or not isinstance(path, str):
         raise CheckpointError(f"{MODULES_FILE}: a module must have type and path as strings")
-    return kind.rpartition(".")[2] if kind.startswith(_LIBRARY) else quoted(kind), path.rstrip("/")
+    return kind.rpartition(".")[2] if kind.startswith(_LIBRARY) else quote(kind), path.rstrip("/")
 
 
 def _read_modes(config: Mapping[str, Any], place: str) -> tuple[str, ...]:
@@ -283,7 +283,7 @@ def _read_modes(config: Mapping[str, Any], place: str) -> tuple[str, ...]:
     older = [name for name in config if name.startswith("pooling_mode_")]
     if unknown := [name for name in older if config[name] and name not in _OLDER_MODES]:
         raise CheckpointError(
-            f"{place}: {quoted(unknown[0])} is not one of {_listed(_OLDER_MODES)}"
+            f"{place}: {quote(unknown[0])} is not one of {_list_names(_OLDER_MODES)}"
         )
     if not all(isinstance(config[name], bool | None) for name in older):
         raise CheckpointError(f"{place}: {older[0]} and the like must be true or false")
@@ -295,12 +295,12 @@ def _read_modes(config: Mapping[str, Any], place: str) -> tuple[str, ...]:
         raise CheckpointError(f"{place}: pooling_mode must be a name or a list of names")
     if wrong := [mode for mode in modes if mode not in POOLING_MODES]:
         raise CheckpointError(
-            f"{place}: pooling_mode = {quoted(wrong[0])} is not one of {_listed(POOLING_MODES)}"
+            f"{place}: pooling_mode = {quote(wrong[0])} is not one of {_list_names(POOLING_MODES)}"
         )
     return tuple(modes)
 
 
-def _listed(names: Any) -> str:
+def _list_names(names: Any) -> str:
     return ", ".join(names)
 
 
@@ -309,12 +309,12 @@ def _read_dense(directory: Path, path: str) -> Dense:
     config = read_object(directory, place)
     for name in ("module_input_name", "module_output_name"):
         if config.get(name) not in (None, "sentence_embedding"):
-            raise CheckpointError(f"{place}: {name} = {quoted(config[name])} is not supported")
+            raise CheckpointError(f"{place}: {name} = {quote(config[name])} is not supported")
     stated = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = str(stated).rpartition(".")[2]
     if not str(stated).startswith("torch.") or activation not in ACTIVATIONS:
         raise CheckpointError(
-            f"{place}: activation_function = {quoted(stated)} is not one of {_listed(ACTIVATIONS)} "
+            f"{place}: activation_function = {quote(stated)} is not one of {_list_names(ACTIVATIONS)} "
             "of torch.nn"
         )
     if not has_file(directory, f"{path}/{SINGLE}"):
@@ -352,13 +352,13 @@ def _read_prompts(directory: Path) -> dict[str, Any]:
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(
-            f"{PROMPTS_FILE}: default_prompt_name = {quoted(default)} is not one of the prompts "
-            f"{_listed(map(quoted, prompts))}"
+            f"{PROMPTS_FILE}: default_prompt_name = {quote(default)} is not one of the prompts "
+            f"{_list_names(map(quote, prompts))}"
         )
     similarity = config.get("similarity_fn_name") or "cosine"
     if similarity not in SIMILARITIES:
         raise CheckpointError(
-            f"{PROMPTS_FILE}: similarity_fn_name = {quoted(similarity)} is not one of "
-            f"{_listed(SIMILARITIES)}"
+            f"{PROMPTS_FILE}: similarity_fn_name = {quote(similarity)} is not one of "
+            f"{_list_names(SIMILARITIES)}"
         )
     return {"prompts": prompts, "default_prompt_name": default, "similarity": similarity}

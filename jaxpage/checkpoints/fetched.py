@@ -51,7 +51,7 @@ FETCHABLE = {
 }
 
 
-def fetched_path(name: str) -> Path:
+def path_of_fetched(name: str) -> Path:
     """Returns the place of the file of a name of `FETCHABLE`, even if it is not there."""
     return user_cache() / "models" / name / Path(FETCHABLE[name].member).name
 
@@ -62,7 +62,7 @@ def check_fetched(name: str) -> None:
     Raises:
         ModelNotFoundError: It is not; the error has the command that fetches it.
     """
-    path = fetched_path(name)
+    path = path_of_fetched(name)
     model = FETCHABLE[name]
     if not path.is_file():
         raise ModelNotFoundError(

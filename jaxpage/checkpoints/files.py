@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxpage.checkpoints.problems import quoted
+from jaxpage.checkpoints.problems import quote
 from jaxpage.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000
@@ -34,21 +34,21 @@ def file_in(directory: Path, name: str) -> Path:
         or PurePosixPath(name).is_absolute()
         or ".." in PurePosixPath(name).parts
     ):
-        raise CheckpointError(f"{quoted(name)} is a path that leaves the directory")
+        raise CheckpointError(f"{quote(name)} is a path that leaves the directory")
     file = directory / name
     try:
         real = file.resolve(strict=True)
         regular = stat.S_ISREG(real.stat().st_mode)
     except FileNotFoundError:
-        raise CheckpointError(f"{quoted(name)} is missing") from None
+        raise CheckpointError(f"{quote(name)} is missing") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, in Python 3.11
-        raise CheckpointError(f"{quoted(name)} cannot be opened: {_reason(error)}") from error
+        raise CheckpointError(f"{quote(name)} cannot be opened: {_reason(error)}") from error
     if not any(real.is_relative_to(root) for root in _roots(directory)):
         raise CheckpointError(
-            f"{quoted(name)} is a symbolic link that leaves the directory: copy the file, or make a hard link"
+            f"{quote(name)} is a symbolic link that leaves the directory: copy the file, or make a hard link"
         )
     if not regular:
-        raise CheckpointError(f"{quoted(name)} is not a regular file")
+        raise CheckpointError(f"{quote(name)} is not a regular file")
     return real
 
 
@@ -89,15 +89,15 @@ def read_object(
         num_bytes = file.stat().st_size
         if num_bytes > max_bytes:
             raise CheckpointError(
-                f"{quoted(name)} is {num_bytes} bytes long, more than the {max_bytes} allowed"
+                f"{quote(name)} is {num_bytes} bytes long, more than the {max_bytes} allowed"
             )
         data = file.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{quote(name)} cannot be read: {_reason(error)}") from error
     try:
         return parse_object(data, constant)
     except ValueError as error:
-        raise CheckpointError(f"{quoted(name)} {error}") from error
+        raise CheckpointError(f"{quote(name)} {error}") from error
 
 
 def parse_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:
@@ -137,15 +137,15 @@ def parse_list(file: Path, name: str) -> list[Any]:
     """
     try:
         if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
-            raise CheckpointError(f"{quoted(name)} is {num_bytes} bytes long")
-        found: Any = parse_object(b'{"list": ' + file.read_bytes() + b"}")["list"]
+            raise CheckpointError(f"{quote(name)} is {num_bytes} bytes long")
+        items: Any = parse_object(b'{"list": ' + file.read_bytes() + b"}")["list"]
     except OSError as error:
-        raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{quote(name)} cannot be read: {_reason(error)}") from error
     except ValueError as error:
-        raise CheckpointError(f"{quoted(name)} {error}") from error
-    if not isinstance(found, list):
-        raise CheckpointError(f"{quoted(name)} holds no JSON list")
-    return found
+        raise CheckpointError(f"{quote(name)} {error}") from error
+    if not isinstance(items, list):
+        raise CheckpointError(f"{quote(name)} holds no JSON list")
+    return items
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {quoted(key)} is given twice")
+                raise ValueError(f"the key {quote(key)} is given twice")
             seen.add(key)
     return result
 
@@ -162,7 +162,7 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {quoted(text)} is not finite")
+        raise ValueError(f"the number {quote(text)} is not finite")
     return value
 
 

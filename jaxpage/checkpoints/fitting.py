@@ -20,7 +20,7 @@ from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, under_model_names
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import (
     INDEX,
     NUMPY_DTYPES,
@@ -31,7 +31,7 @@ from jaxpage.checkpoints.safetensors_files import (
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.layers.parameter import Piece, Source
 from jaxpage.models import FLOATS, Weight
-from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, refused_experts
+from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, explain_refused_experts
 
 COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.
 CODES = ("I8", "U8", "I32", "F8_E4M3")  # The types that quantised weights are stored in.
@@ -94,7 +94,7 @@ class LoadPlan:
         """Returns the bytes of the parameters in a type of floats, or as they are stored."""
         return sum(filled.weight.size * filled.dtype(dtype).itemsize for filled in self.parameters)
 
-    def stored_dtype(self) -> str:
+    def most_common_dtype(self) -> str:
         """Returns the type of floats that most numbers of the checkpoint have."""
         counts = dict.fromkeys(FLOATS, 0)
         for info in self.tensors.values():
@@ -181,41 +181,43 @@ def fit_stored(
             for piece in source.pieces
             for name in piece.names
         }
-        if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
+        if refusal := explain_refused_experts(
+            scheme, weights, _find_unexpected(stored, known, ignored)
+        ):
             problems.add(refusal)
             return plan
     files_sound = not problems
     used = set[str]()
     parameters = []
-    searched = _searched(stored)
-    names = _unexpected(stored, used, ignored)
+    searched = _list_searched_files(stored)
+    names = _find_unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
     other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(
         stored, weights, scheme, problems
     )
     for weight in weights:
         pieces = []
-        for piece in _chosen(weight.sources, stored).pieces:
+        for piece in _choose(weight.sources, stored).pieces:
             if _module(piece.name) in other_form:
                 continue
-            found = [stored[name] for name in piece.names if name in stored]
-            if found:
-                pieces.append((piece, found[0]))
+            infos = [stored[name] for name in piece.names if name in stored]
+            if infos:
+                pieces.append((piece, infos[0]))
             if not used.isdisjoint(piece.names):
                 continue  # another part of a tensor that has been checked
             used.update(piece.names)
             fitting = [
                 info
-                for info in found
+                for info in infos
                 if info.name not in refused and _fits(weight, piece, info, problems)
             ]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
             # With no readable file at all, a list of every tensor would be of no use.
-            if not found and (stored or files_sound) and not is_beyond(piece.names):
+            if not infos and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
                 problems.add(
-                    f"tensor {quoted(name)} of shape {piece.stored_shape} is missing{searched}"
+                    f"tensor {quote(name)} of shape {piece.stored_shape} is missing{searched}"
                 )
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
@@ -225,19 +227,19 @@ def fit_stored(
         parameters.append(Filled(weight, tuple(pieces)))
     if scheme and compare and files_sound and plan.layout == "safetensors":
         _check_unused(stored, scheme, used, other_form, problems)
-    for name in _unexpected(stored, used, ignored):
+    for name in _find_unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
     unused = tuple(sorted(stored.keys() - used))
     return replace(plan, parameters=tuple(parameters), unused=unused)
 
 
-def renamed(
-    found: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems
+def rename_tensors(
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems
 ) -> dict[str, TensorInfo]:
     """Returns the tensors by the names that `rename` gives them; two with one name are an error."""
     stored: dict[str, TensorInfo] = {}
-    for name, info in found.items():
+    for name, info in tensors.items():
         first = stored.setdefault(rename(name), info)
         if first is not info:
             problems.add(f"{_both(first, info)} are one parameter")
@@ -302,27 +304,28 @@ def _of_other_form(
             f"{plain[0].described} has dtype {plain[0].dtype}, but quantization_config of config.json says that it is quantised, by "
             f"{scheme.name!r} (such modules: {len(plain)}): remove quantization_config, or name there what is not"
         )
-    found = [
+    other_forms = [
         info
         for name, info in stored.items()
         if info.dtype in CODES
         and (module := _module(name)) not in coded
         and f"{module}.weight" in known
     ]
-    modules = {_module(info.name) for info in found}
+    modules = {_module(info.name) for info in other_forms}
     if modules:
         advice = (
             "config.json has no quantization_config: add the one that belongs to the checkpoint"
         )
         if scheme and scheme.name in METHODS:
-            module = _module(found[0].name)
+            module = _module(other_forms[0].name)
             advice = (
                 "quantization_config of config.json says that it is not quantised: correct that"
             )
             if module == "lm_head" or scheme.form_of(module):
                 advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
         problems.add(
-            f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights (such modules: {len(modules)}), but "
+            f"{other_forms[0].described} has dtype {other_forms[0].dtype}, which is of quantised weights (such modules: {len(modules)}), "
+            "but "
             f"{advice}, or use {UNQUANTISED}"
         )
     return modules | {_module(info.name) for info in plain}
@@ -349,7 +352,7 @@ def _of_other_sizes(
             fits = _has_shape(info, piece)
             fitting.setdefault(_module(piece.name), set()).add(fits)
             wrong += [] if fits else [piece]
-    modules = {name for name, found in fitting.items() if len(found) == 2}
+    modules = {name for name, sizes in fitting.items() if len(sizes) == 2}
     if 2 * len(modules) <= len(fitting) or {False} in fitting.values():
         return set()
     info = stored[wrong[0].name]
@@ -360,7 +363,7 @@ def _of_other_sizes(
     return modules
 
 
-def _searched(stored: Mapping[str, TensorInfo]) -> str:
+def _list_searched_files(stored: Mapping[str, TensorInfo]) -> str:
     """Returns the end of the sentence that says that a tensor is missing: the files that were read.
 
     It is empty where the list of problems names the one place.
@@ -371,7 +374,7 @@ def _searched(stored: Mapping[str, TensorInfo]) -> str:
     return f" in {files.pop()}" if len(files) == 1 else f" in {INDEX} and its {len(files)} files"
 
 
-def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
+def _choose(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
     """Returns the first source of which all tensors are there, else the first.
 
     Two sources may take the same tensors in two shapes.
@@ -389,7 +392,7 @@ def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Sour
     return next(iter(there), sources[0])
 
 
-def _unexpected(
+def _find_unexpected(
     stored: Mapping[str, TensorInfo], known: Set[str], ignored: Sequence[str]
 ) -> list[str]:
     return [
@@ -452,17 +455,17 @@ def _check_unused(
         ):
             info = stored[name]
             says = f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}"
-            found = (
+            problem = (
                 check.says(_module(name), map_array(info)) if info.dtype in check.codes else says
             )
-            wrong += [(info, found)] if found else []
+            wrong += [(info, problem)] if problem else []
         if wrong:
             problems.add(f"{wrong[0][0].described} {wrong[0][1]} (such tensors: {len(wrong)})")
 
 
 def _both(first: TensorInfo, second: TensorInfo) -> str:
     files = " and ".join(dict.fromkeys(info.label for info in (first, second) if info.label))
-    return f"{files}{': ' if files else ''}tensors {quoted(first.name)} and {quoted(second.name)}"
+    return f"{files}{': ' if files else ''}tensors {quote(first.name)} and {quote(second.name)}"
 
 
 def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpage.checkpoints.gguf_header import GGUFFile, as_number, read_gguf
 from jaxpage.checkpoints.gguf_rope import rope_parameters
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -111,16 +111,16 @@ def gguf_generation_config(path: Path) -> dict[str, Any]:
 def _check_kind(file: GGUFFile) -> None:
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedError(
-            f"general.type is {quoted(file.metadata['general.type'])}, and not a model"
+            f"general.type is {quote(file.metadata['general.type'])}, and not a model"
         )
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; for GGUF files those of "
+            f"general.architecture is {quote(file.metadata.get('general.architecture'))}; for GGUF files those of "
             f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedError(
-            f"this is a part of {quoted(file.metadata['split.count'])} files; join them with `llama-gguf-split --merge` first"
+            f"this is a part of {quote(file.metadata['split.count'])} files; join them with `llama-gguf-split --merge` first"
         )
 
 
@@ -129,14 +129,14 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
         value = file.of_model(key)
         if type(value) is not int or value < 1:
             problems.add(
-                f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero"
+                f"{file.architecture}.{key} is {quote(value)}, not a whole number above zero"
             )
         else:
             config[name] = value
     epsilon = file.of_model("attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float) or not 0 < epsilon < math.inf:
         problems.add(
-            f"{file.architecture}.attention.layer_norm_rms_epsilon is {quoted(epsilon)}, not a positive number"
+            f"{file.architecture}.attention.layer_norm_rms_epsilon is {quote(epsilon)}, not a positive number"
         )
     else:
         config["rms_norm_eps"] = as_number(epsilon)
@@ -154,7 +154,7 @@ def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.of_model(key) not in (None, head_width):
             raise UnsupportedError(
-                f"{file.architecture}.{key} is {quoted(file.of_model(key))}, and heads are {head_width} wide: only the same is supported"
+                f"{file.architecture}.{key} is {quote(file.of_model(key))}, and heads are {head_width} wide: only the same is supported"
             )
     config["head_dim"] = head_width
 
@@ -167,10 +167,10 @@ def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    own = _OWN.get(file.architecture, {})
+    fields = _OWN.get(file.architecture, {})
     config |= {
         name: as_number(value)
-        for key, name in own.items()
+        for key, name in fields.items()
         if (value := file.of_model(key)) is not None
     }
     if file.architecture in _SCALED_BY_SHARE and "head_dim" in config:
@@ -185,9 +185,9 @@ def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
 
 def _check_others(file: GGUFFile, problems: Problems) -> None:
     """Adds keys of the architecture that ask for something that is not supported."""
-    own = f"{file.architecture}."
+    prefix = f"{file.architecture}."
     for key, value in file.metadata.items():
-        name = key.removeprefix(own)
+        name = key.removeprefix(prefix)
         known = name in {
             *_SIZES,
             *_OPTIONAL,
@@ -195,12 +195,16 @@ def _check_others(file: GGUFFile, problems: Problems) -> None:
             "attention.value_length",
         }
         known = known or name.startswith("rope.")
-        if key.startswith(own) and not known and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-            problems.add(f"{key} = {quoted(value)} is not supported")
+        if (
+            key.startswith(prefix)
+            and not known
+            and (name not in _NEUTRAL or value != _NEUTRAL[name])
+        ):
+            problems.add(f"{key} = {quote(value)} is not supported")
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Returns the type that most numbers have, as `LoadPlan.stored_dtype` does."""
+    """Returns the type that most numbers have, as `LoadPlan.most_common_dtype` does."""
     counts: dict[str, int] = {}
     for tensor in file.tensors.values():
         counts[tensor.counts_as] = counts.get(tensor.counts_as, 0) + math.prod(tensor.shape)
@@ -211,6 +215,6 @@ def _count(file: GGUFFile, key: str, default: int) -> int:
     value = file.of_model(key)
     if value is not None and (type(value) is not int or value < 1):
         raise CheckpointError(
-            f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero"
+            f"{file.architecture}.{key} is {quote(value)}, not a whole number above zero"
         )
     return default if value is None else int(value)

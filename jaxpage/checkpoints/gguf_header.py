@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.checkpoints.gguf_types import PLAIN, tensor_types
-from jaxpage.checkpoints.problems import quoted
+from jaxpage.checkpoints.problems import quote
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 
 MAGIC = b"GGUF"
@@ -151,14 +151,14 @@ def _read(path: Path, num_bytes: int, _: int) -> GGUFFile:
             for _index in range(num_values):
                 key = cursor.string()
                 if key in metadata:
-                    raise ValueError(f"the metadata has {quoted(key)} twice")
+                    raise ValueError(f"the metadata has {quote(key)} twice")
                 metadata[key] = cursor.value(cursor.scalar("I"))
             entries = [_read_entry(cursor) for _index in range(num_tensors)]
     except OSError as error:
         return GGUFFile(metadata_problems=(f"cannot be read: {error.strerror}",))
     except ValueError as error:
         return GGUFFile(metadata_problems=(str(error),))
-    return _checked(path, num_bytes, metadata, entries, cursor.position)
+    return _check(path, num_bytes, metadata, entries, cursor.position)
 
 
 class _Cursor:
@@ -225,7 +225,7 @@ class _Entry:
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     if (magic := cursor.take(4)) != MAGIC:
-        raise ValueError(f"is not a GGUF file: it begins with {quoted(magic)}, not {quoted(MAGIC)}")
+        raise ValueError(f"is not a GGUF file: it begins with {quote(magic)}, not {quote(MAGIC)}")
     version = cursor.scalar("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -240,19 +240,19 @@ def _read_entry(cursor: _Cursor) -> _Entry:
     name = cursor.string()
     rank = cursor.scalar("I")
     if not 1 <= rank <= MAX_RANK:
-        raise ValueError(f"tensor {quoted(name)} has {rank} axes, not 1 to {MAX_RANK}")
+        raise ValueError(f"tensor {quote(name)} has {rank} axes, not 1 to {MAX_RANK}")
     sizes = tuple(cursor.scalar("Q") for _ in range(rank))
     return _Entry(name, sizes, cursor.scalar("I"), cursor.scalar("Q"))
 
 
-def _checked(
+def _check(
     path: Path, num_bytes: int, metadata: dict[str, Any], entries: list[_Entry], end: int
 ) -> GGUFFile:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         return GGUFFile(
             metadata,
-            metadata_problems=(f"general.alignment is {quoted(alignment)}, not a power of two",),
+            metadata_problems=(f"general.alignment is {quote(alignment)}, not a power of two",),
         )
     start = end + -end % alignment
     problems = []
@@ -265,16 +265,16 @@ def _checked(
             name = f"number {entry.kind}" if kind is None else kind.name
             wrong_types[name] = wrong_types.get(name, 0) + 1
         elif entry.name in tensors:
-            problems.append(f"tensor {quoted(entry.name)} is there twice")
+            problems.append(f"tensor {quote(entry.name)} is there twice")
         elif entry.sizes[0] % kind.block or min(entry.sizes) < 1 or entry.offset % alignment:
             problems.append(
-                f"tensor {quoted(entry.name)} has {kind.name} rows of {entry.sizes[0]} numbers, shape {entry.sizes[::-1]} and offset "
+                f"tensor {quote(entry.name)} has {kind.name} rows of {entry.sizes[0]} numbers, shape {entry.sizes[::-1]} and offset "
                 f"{entry.offset}: rows must fill blocks of {kind.block}, and offsets are multiples of {alignment}"
             )
         else:
             length = math.prod(entry.sizes) // kind.block * kind.num_bytes
             place = start + entry.offset
-            heads = _interleaved_heads(metadata, entry.name)
+            heads = _num_interleaved_heads(metadata, entry.name)
             code = PLAIN.get(kind.name, "F32")
             one_more = metadata.get("general.architecture") in _ONE_MORE and entry.name.endswith(
                 "norm.weight"
@@ -288,18 +288,18 @@ def _checked(
         problems.append(
             f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: {read}"
         )
-    problems += _misplaced(tensors, num_bytes)
+    problems += _find_misplaced(tensors, num_bytes)
     return GGUFFile(metadata, tensors, (), tuple(problems))
 
 
-def _misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
+def _find_misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
     """Returns what is wrong with the places of tensors."""
     problems = []
     position = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < position:
             problems.append(
-                f"tensor {quoted(tensor.name)} overlaps the tensor before it (at byte {tensor.offset}, not {position})"
+                f"tensor {quote(tensor.name)} overlaps the tensor before it (at byte {tensor.offset}, not {position})"
             )
         position = max(position, tensor.offset + tensor.num_bytes)
     if position > num_bytes:
@@ -307,7 +307,7 @@ def _misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
     return problems
 
 
-def _interleaved_heads(metadata: Mapping[str, Any], name: str) -> int:
+def _num_interleaved_heads(metadata: Mapping[str, Any], name: str) -> int:
     """Returns the number of heads whose rows llama.cpp reordered for its RoPE; 0 for none.
 
     It reorders the rows of queries and keys, in files of the architecture "llama" alone.

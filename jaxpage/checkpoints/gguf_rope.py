@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpage.checkpoints.gguf_header import GGUFFile, as_number
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
-from jaxpage.checkpoints.problems import quoted
+from jaxpage.checkpoints.problems import quote
 from jaxpage.errors import UnsupportedError
 
 _PREFIX = "rope.scaling."
@@ -52,7 +52,7 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
     ]:
         raise UnsupportedError(
-            f"{file.architecture}.{unknown[0]} = {quoted(_own(file)[unknown[0]])} is not supported"
+            f"{file.architecture}.{unknown[0]} = {quote(_own(file)[unknown[0]])} is not supported"
         )
     linear = as_number(file.of_model("rope.scale_linear"))  # in old files
     if kind == "none" and linear not in (None, 1.0):
@@ -68,13 +68,13 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         values.pop("original_context_length", None)
     elif kind != "none":
         raise UnsupportedError(
-            f"{file.architecture}.{_PREFIX}type is {quoted(kind)}; none, linear and yarn are supported"
+            f"{file.architecture}.{_PREFIX}type is {quote(kind)}; none, linear and yarn are supported"
         )
     if others := {
         key: value for key, value in values.items() if kind != "none" and value != _NEUTRAL.get(key)
     }:
         raise UnsupportedError(
-            f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quoted([*others.values()])} is not supported"
+            f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quote([*others.values()])} is not supported"
         )
     if kind != "none":
         parameters |= {"rope_type": kind, "factor": factor}
@@ -85,7 +85,7 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         return parameters
     if file.architecture not in _THETA_OF_WINDOWS:
         raise UnsupportedError(
-            f"{file.architecture}.rope.freq_base_swa = {quoted(theta)} is not supported"
+            f"{file.architecture}.rope.freq_base_swa = {quote(theta)} is not supported"
         )
     of_windows = {"rope_type": "default", "rope_theta": as_number(theta)}
     return {"full_attention": parameters, "sliding_attention": of_windows}
@@ -93,12 +93,12 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
 
 def _own(file: GGUFFile) -> dict[str, Any]:
     prefix = f"{file.architecture}."
-    found = {
+    fields = {
         key.removeprefix(prefix): value
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    return {key: value for key, value in found.items() if key.startswith("rope.")}
+    return {key: value for key, value in fields.items() if key.startswith("rope.")}
 
 
 def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> dict[str, Any]:

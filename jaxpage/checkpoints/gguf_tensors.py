@@ -16,7 +16,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models import Weight
-from jaxpage.models.quantization import Scheme, kept_scheme
+from jaxpage.models.quantization import Scheme, choose_scheme
 
 _AT_ONCE = 1 << 18  # The numbers that are dequantised at a time.
 # The config is made of these (`gguf_config`); they are no parameters.
@@ -39,9 +39,11 @@ def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
     """
     file = read_gguf(path)
     names = _names_in(file)
-    wanted = [piece.name for weight in weights for piece in weight.sources[0].pieces]
-    found = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in wanted}
-    return {name: inside for name, inside in found.items() if inside is not None}
+    model_names = [piece.name for weight in weights for piece in weight.sources[0].pieces]
+    by_model_name = {
+        name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model_names
+    }
+    return {name: inside for name, inside in by_model_name.items() if inside is not None}
 
 
 def _names_in(file: GGUFFile) -> Any:
@@ -61,10 +63,10 @@ def under_model_names(
     in_bytes = {
         piece.name for piece in pieces if piece.stored and piece.stored.dtypes == ("uint8",)
     }
-    found = {reverse.get(name, name): tensor for name, tensor in stored.items()}
+    tensors = {reverse.get(name, name): tensor for name, tensor in stored.items()}
     return {
         name: tensor.as_stored if name in in_bytes and isinstance(tensor, GGUFTensor) else tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -83,7 +85,7 @@ def gguf_scheme(path: Path) -> Scheme:
         )
         return tensor.kind if tensor else None
 
-    return kept_scheme(counts, kind_of)
+    return choose_scheme(counts, kind_of)
 
 
 def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
@@ -92,7 +94,7 @@ def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
     They are a view of the file if they are stored in this dtype, else float32 in memory of its own.
     """
     assert isinstance(tensor, GGUFTensor)
-    array = _dequantised(tensor) if tensor.is_quantised else map_array(tensor)
+    array = _dequantise(tensor) if tensor.is_quantised else map_array(tensor)
     if tensor.one_more:
         return array - np.float32(1)
     if not tensor.interleaved_heads:
@@ -103,7 +105,7 @@ def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _dequantised(tensor: GGUFTensor) -> np.ndarray:
+def _dequantise(tensor: GGUFTensor) -> np.ndarray:
     """Dequantises some rows at a time, so that little is in memory but the result."""
     kind = tensor_type(tensor.kind)
     width = tensor.shape[-1]

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from jaxpage.checkpoints.gguf_header import read_gguf
-from jaxpage.checkpoints.problems import listed, quoted
+from jaxpage.checkpoints.problems import list_names, quote
 from jaxpage.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
@@ -58,34 +58,40 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     kind = metadata.get(f"{_KEY}model", "no_vocab")
     if kind == "no_vocab":
         return None
-    own = {key.removeprefix(_KEY): value for key, value in metadata.items() if key.startswith(_KEY)}
+    metadata_of_tokenizer = {
+        key.removeprefix(_KEY): value for key, value in metadata.items() if key.startswith(_KEY)
+    }
     if kind not in _BUILDERS:
-        raise _refusal(path, f"{_KEY}model is {quoted(kind)}, not {' or '.join(_BUILDERS)}")
-    tokens = _texts(path, own, "tokens")
+        raise _refusal(path, f"{_KEY}model is {quote(kind)}, not {' or '.join(_BUILDERS)}")
+    tokens = _texts(path, metadata_of_tokenizer, "tokens")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         raise _refusal(path, f"{_KEY}tokens has {len(tokens) - len(vocabulary)} tokens twice")
-    backend = _BUILDERS[kind](path, own, vocabulary)
-    add_tokens(backend, tokens, own.get("token_type", []))
-    special = {name: _token(path, own, tokens, key) for name, key in _SPECIAL.items()}
-    adds_bos = kind == "llama" or own.get("pre") in _WITH_BOS
+    backend = _BUILDERS[kind](path, metadata_of_tokenizer, vocabulary)
+    add_tokens(backend, tokens, metadata_of_tokenizer.get("token_type", []))
+    special = {
+        name: _token(path, metadata_of_tokenizer, tokens, key) for name, key in _SPECIAL.items()
+    }
+    adds_bos = kind == "llama" or metadata_of_tokenizer.get("pre") in _WITH_BOS
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=_chat_template(path, metadata),
         clean_up_tokenization_spaces=False,
-        add_bos_token=bool(own.get("add_bos_token", adds_bos)) and special["bos_token"] is not None,
-        add_eos_token=bool(own.get("add_eos_token", False)) and special["eos_token"] is not None,
+        add_bos_token=bool(metadata_of_tokenizer.get("add_bos_token", adds_bos))
+        and special["bos_token"] is not None,
+        add_eos_token=bool(metadata_of_tokenizer.get("add_eos_token", False))
+        and special["eos_token"] is not None,
         **{name: token for name, token in special.items() if token is not None},
     )
 
 
-def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
-    rule = own.get("pre")
+def _byte_level(path: Path, metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    rule = metadata.get("pre")
     if rule not in _RULES:
         raise _refusal(
-            path, f"{_KEY}pre is {quoted(rule)}: how text is cut is known for {', '.join(_RULES)}"
+            path, f"{_KEY}pre is {quote(rule)}: how text is cut is known for {', '.join(_RULES)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in _texts(path, own, "merges")]
+    merges = [tuple(merge.split(" ")) for merge in _texts(path, metadata, "merges")]
     backend = Tokenizer(_bpe(path, vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS))
     cuts: list[Any] = []
     if rule in _SPLITS:
@@ -100,13 +106,15 @@ def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) 
     return backend
 
 
-def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+def sentence_piece(
+    path: Path, metadata: Mapping[str, Any], vocabulary: dict[str, int]
+) -> Tokenizer:
     """Returns SentencePiece's BPE as llama.cpp applies it.
 
     The text before, between and after special tokens is cut on its own, each with the mark of a
     space first. Models whose chats begin with text right after `<s>` were trained so too.
     """
-    scores = own.get("scores")
+    scores = metadata.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary):
         raise _refusal(
             path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens"
@@ -115,7 +123,7 @@ def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int
     unknown = next(
         (
             token
-            for token, kind in zip(vocabulary, own.get("token_type", []), strict=False)
+            for token, kind in zip(vocabulary, metadata.get("token_type", []), strict=False)
             if kind == 2
         ),
         None,
@@ -123,7 +131,7 @@ def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int
     backend = Tokenizer(
         _bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    adds_space = own.get("add_space_prefix", True)
+    adds_space = metadata.get("add_space_prefix", True)
     mark = normalizers.Replace(" ", "▁")
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), mark]) if adds_space else mark
@@ -170,8 +178,8 @@ def add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
     )
 
 
-def _texts(path: Path, own: Mapping[str, Any], key: str) -> list[str]:
-    texts = own.get(key)
+def _texts(path: Path, metadata: Mapping[str, Any], key: str) -> list[str]:
+    texts = metadata.get(key)
     if (
         not isinstance(texts, list)
         or not texts
@@ -181,13 +189,13 @@ def _texts(path: Path, own: Mapping[str, Any], key: str) -> list[str]:
     return texts
 
 
-def _token(path: Path, own: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
-    token_id = own.get(f"{name}_token_id")
+def _token(path: Path, metadata: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
+    token_id = metadata.get(f"{name}_token_id")
     if token_id is None:
         return None
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise _refusal(
-            path, f"{_KEY}{name}_token_id is {quoted(token_id)}, and there are {len(tokens)} tokens"
+            path, f"{_KEY}{name}_token_id is {quote(token_id)}, and there are {len(tokens)} tokens"
         )
     return tokens[token_id]
 
@@ -202,11 +210,11 @@ def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | dict[str, s
     template = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates") or []
     if not isinstance(names, list):
-        raise _refusal(path, f"tokenizer.chat_templates is {quoted(names)}, and not a list")
+        raise _refusal(path, f"tokenizer.chat_templates is {quote(names)}, and not a list")
     if wrong := [name for name in names if not _is_template_name(name)]:
         raise _refusal(
             path,
-            f"tokenizer.chat_templates has {listed(wrong)}: a name is 1 to {_MAX_NAME} letters, "
+            f"tokenizer.chat_templates has {list_names(wrong)}: a name is 1 to {_MAX_NAME} letters, "
             "digits, _, - and ., the first a letter or a digit",
         )
     templates = {} if template is None else {"default": template}
@@ -214,7 +222,7 @@ def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | dict[str, s
         if (key := f"tokenizer.chat_template.{name}") in metadata:
             templates.setdefault(name, metadata[key])
     if wrong := [name for name, text in templates.items() if not isinstance(text, str)]:
-        raise _refusal(path, f"the chat template {quoted(wrong[0])} is not a text")
+        raise _refusal(path, f"the chat template {quote(wrong[0])} is not a text")
     return templates if len(templates) > 1 else template
 
 

@@ -23,7 +23,7 @@ from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.trainer_names import hugging_face_names, trainer_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
-from jaxpage.models import Weight, entry_at, ignored_tensors, model_weights, text_part
+from jaxpage.models import Weight, entry_at, find_ignored_tensors, model_weights, text_part
 from jaxpage.models.quantization import quantization_of
 
 PLACE = Path("(parameters in memory)")  # Messages give this place.
@@ -93,17 +93,21 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     arrays = hugging_face_names(arrays, files.config)
     known = {
         name
-        for one in weights
-        for source in one.sources
+        for weight in weights
+        for source in weight.sources
         for piece in source.pieces
         for name in piece.names
     }
-    if arrays and arrays.keys() == {_place(one) for one in weights} and known.isdisjoint(arrays):
+    if (
+        arrays
+        and arrays.keys() == {_place(weight) for weight in weights}
+        and known.isdisjoint(arrays)
+    ):
         problems.add(
             "these are parameters as TrainableModel.load returns them: give model.named(parameters)"
         )
         problems.raise_if_any()
-    plan = _fitted(files, arrays, weights, problems)
+    plan = _fit(files, arrays, weights, problems)
     return replace(files, directory=PLACE, plan=plan)
 
 
@@ -118,10 +122,14 @@ def _with_module(
     if not arrays:
         problems.add("the model has no arrays yet")
         problems.raise_if_any()
-    alone = [replace(one, sources=(tensor(_place(one), *one.shape),)) for one in weights]
-    plan = _fitted(files, arrays, alone, problems)
+    alone = [
+        replace(parameter, sources=(tensor(_place(parameter), *parameter.shape),))
+        for parameter in weights
+    ]
+    plan = _fit(files, arrays, alone, problems)
     filled = tuple(
-        replace(one, weight=weight) for one, weight in zip(plan.parameters, weights, strict=True)
+        replace(parameter, weight=weight)
+        for parameter, weight in zip(plan.parameters, weights, strict=True)
     )
     return replace(files, directory=PLACE, plan=replace(plan, layout="module", parameters=filled))
 
@@ -130,7 +138,7 @@ def _place(weight: Weight) -> str:
     return ".".join(map(str, weight.path))
 
 
-def _fitted(
+def _fit(
     files: ModelFiles,
     arrays: Mapping[str, Any],
     weights: Sequence[Weight],
@@ -141,7 +149,7 @@ def _fitted(
         {name: array for name, array in arrays.items() if name not in refused}
     )
     empty = LoadPlan(PLACE, "memory", arrays=arrays)
-    ignored = ignored_tensors(files.family, files.spec)
+    ignored = find_ignored_tensors(files.family, files.spec)
     plan = fit_stored(
         empty,
         stored,
@@ -189,7 +197,7 @@ def _unusable(array: Any) -> str | None:
     return None
 
 
-def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
+def name_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
     each = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
     return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
@@ -211,8 +219,8 @@ def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:
 
 def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, Any]]:
     """Yields the tensors of the checkpoint that a parameter's array consists of."""
-    own = [piece for piece, _ in filled.pieces]
-    for piece in filled.weight.sources[0].pieces if plan.layout == "module" else own:
+    pieces = [piece for piece, _ in filled.pieces]
+    for piece in filled.weight.sources[0].pieces if plan.layout == "module" else pieces:
         part = array[
             tuple(
                 slice(start, start + size)

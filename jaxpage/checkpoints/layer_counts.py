@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.models import Weight
 
 _LAYER = re.compile(r"([A-Za-z_.]+\.)(\d{1,5})\.")
@@ -30,15 +30,15 @@ def layers_beyond(
         name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
     ]
     needed = _layers(of_model)
-    found = _layers(stored)
+    layers = _layers(stored)
     both: dict[str, int] = {}
-    for stem in needed.keys() & found.keys():
-        model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, found))
-        if model != checkpoint and (len(needed[stem]), len(found[stem])) == (model, checkpoint):
+    for stem in needed.keys() & layers.keys():
+        model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, layers))
+        if model != checkpoint and (len(needed[stem]), len(layers[stem])) == (model, checkpoint):
             both[stem] = min(model, checkpoint)
             problems.add(
-                f"the number of layers is {model} in config.json and {checkpoint} in the tensors ({quoted(f'{stem}0')} to "
-                f"{quoted(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
+                f"the number of layers is {model} in config.json and {checkpoint} in the tensors ({quote(f'{stem}0')} to "
+                f"{quote(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
             )
     return lambda names: any(
         (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20)

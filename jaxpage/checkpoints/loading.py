@@ -47,25 +47,25 @@ def load_weights(
     """
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        wanted = filled.dtype(dtype)
+        target_dtype = filled.dtype(dtype)
         array = arrays[0]
         if (
             isinstance(array, jax.Array)
-            and array.dtype == wanted
+            and array.dtype == target_dtype
             and _is_whole(filled)
             and len(array.devices()) == 1
         ):
             # The copy is without the mesh of the array's owner, who may donate it.
-            own = array.addressable_data(0)
-            array = jax.device_put(own, own.sharding, may_alias=False)
+            local = array.addressable_data(0)
+            array = jax.device_put(local, local.sharding, may_alias=False)
         else:
-            array = _assembled(
-                filled, [np.asarray(array) for array in arrays], wanted, _whole(filled)
+            array = _assemble(
+                filled, [np.asarray(array) for array in arrays], target_dtype, _whole(filled)
             )
         return {filled.weight.path: put(array)}, array.nbytes
 
-    read = (lambda info: plan.arrays[info.name]) if plan.arrays else stored_arrays(plan)
-    return _loaded(plan, dtype, load, read, progress)
+    read = (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
+    return _load(plan, dtype, load, read, progress)
 
 
 def load_sharded(
@@ -91,19 +91,19 @@ def load_sharded(
                 )
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        wanted = filled.dtype(dtype)
+        target_dtype = filled.dtype(dtype)
         first, *_ = arrays
         array = first
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(
                 filled.weight.shape,
                 sharding_of(filled.weight),
-                lambda index: _assembled(filled, arrays, wanted, index or ()),
-                dtype=wanted,
+                lambda index: _assemble(filled, arrays, target_dtype, index or ()),
+                dtype=target_dtype,
             )
         return {filled.weight.path: array}, array.nbytes
 
-    return _loaded(plan, dtype, load, stored_arrays(plan, targets), progress)
+    return _load(plan, dtype, load, make_array_reader(plan, targets), progress)
 
 
 def load_shards(
@@ -131,9 +131,9 @@ def load_shards(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded = divided[filled.weight.path]
-        wanted = filled.dtype(dtype)
+        target_dtype = filled.dtype(dtype)
         part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
-            _assembled, filled, arrays, wanted
+            _assemble, filled, arrays, target_dtype
         )
         # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
@@ -144,11 +144,11 @@ def load_shards(
                 made[place.path] = put(part_of(_whole(filled)))
             else:
                 made[place.path] = put_shards(
-                    place.shape, wanted, functools.partial(_shard, sharded, place, part_of)
+                    place.shape, target_dtype, functools.partial(_shard, sharded, place, part_of)
                 )
-        return made, filled.weight.size * wanted.itemsize
+        return made, filled.weight.size * target_dtype.itemsize
 
-    return _loaded(plan, dtype, load, stored_arrays(plan), progress)
+    return _load(plan, dtype, load, make_array_reader(plan), progress)
 
 
 def _shard(
@@ -186,7 +186,7 @@ def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
 
 
-def stored_arrays(
+def make_array_reader(
     plan: LoadPlan, targets: Mapping[str, Any] | None = None
 ) -> Callable[[TensorInfo], Any]:
     """Returns a function that reads tensors.
@@ -200,12 +200,12 @@ def stored_arrays(
         return read_gguf_array
     if plan.arrays:
         return lambda info: np.asarray(plan.arrays[info.name])
-    wanted: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for info in plan.tensors.values():
         # One element is enough for all: the target only tells Orbax the shape and the dtype.
         default = np.broadcast_to(np.empty((), NUMPY_DTYPES[info.dtype]), info.shape)
-        insert(wanted, info.name.split("."), (targets or {}).get(info.name, default))
-    restored = restore_orbax(plan.directory, wanted)
+        insert(files, info.name.split("."), (targets or {}).get(info.name, default))
+    restored = restore_orbax(plan.directory, files)
     remaining = Counter(info.name for filled in plan.parameters for _, info in filled.pieces)
 
     def read(info: TensorInfo) -> Any:
@@ -226,7 +226,7 @@ def insert(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _loaded(
+def _load(
     plan: LoadPlan,
     dtype: str | None,
     load: Callable[[Filled, list[Any]], tuple[dict[Path, Any], int]],
@@ -253,7 +253,7 @@ def _loaded(
     return tree
 
 
-def _assembled(
+def _assemble(
     filled: Filled, arrays: Sequence[np.ndarray], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> np.ndarray:
     """Returns the part `index` of a parameter, and reads nothing else."""
@@ -271,11 +271,11 @@ def _assembled(
         if any(part.start == part.stop for part in into):
             continue  # The piece has nothing of this part, and is not decoded.
         others = [by_name[name] for name in piece.stored.beside] if piece.stored else []
-        result[tuple(into)] = _oriented(piece, array, others)[tuple(out_of)]
+        result[tuple(into)] = _orient(piece, array, others)[tuple(out_of)]
     return result
 
 
-def _oriented(piece: Piece, array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
+def _orient(piece: Piece, array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
     """Returns a stored tensor in the shape of the piece: a view, unless it has to be decoded."""
     array = np.swapaxes(array, -1, -2) if piece.transpose else array
     array = piece.stored.decode(array, *others) if piece.stored else array

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.checkpoints.files import file_in, read_object
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
 from jaxpage.models import LoRASpec, LoRATarget
@@ -119,7 +119,7 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
     for module, (a_info, b_info) in sorted(pairs.items()):
         target = spec.targets[module]
         if text := _misfit(a_info, b_info, target, _rank(config, module), spec.rank):
-            problems.add(f"{quoted(module)} {text}")
+            problems.add(f"{quote(module)} {text}")
             continue
         a_RI, b_OR = (np.asarray(map_array(info), np.float32) for info in (a_info, b_info))
         with np.errstate(over="ignore"):
@@ -129,7 +129,7 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
                 problems.add(f"{info.described} has NaN or infinite numbers")
         if twice := filled & {(target.path, part) for part in target.parts}:
             problems.add(
-                f"{quoted(module)} changes what another module changes ({len(twice)} products)"
+                f"{quote(module)} changes what another module changes ({len(twice)} products)"
             )
         filled |= {(target.path, part) for part in target.parts}
         if target.path not in layers:
@@ -149,7 +149,7 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
 
 def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
     def add(name: str, why: str) -> None:
-        problems.add(f"{CONFIG}: {name} = {quoted(config.get(name))} {why}")
+        problems.add(f"{CONFIG}: {name} = {quote(config.get(name))} {why}")
 
     if config.get("peft_type") != "LORA":
         add("peft_type", "is not supported; only 'LORA' is")
@@ -165,7 +165,7 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
         )
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
         if config[name]:
-            what = f"{quoted(name)} = {quoted(config[name])}"
+            what = f"{quote(name)} = {quote(config[name])}"
             problems.add(f"{CONFIG}: {what} is not known, and may change what the adapter computes")
     if not _is_count(config.get("r")):
         add("r", "must be an integer of at least 1")
@@ -180,7 +180,7 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
         elif wrong := [key for key in pattern if not _PATTERN.fullmatch(key)]:
             add(
                 name,
-                f"has {quoted(wrong[0])}: only names of modules are supported, no other patterns",
+                f"has {quote(wrong[0])}: only names of modules are supported, no other patterns",
             )
 
 
@@ -188,7 +188,7 @@ def _pairs(
     tensors: Mapping[str, TensorInfo], targets: Mapping[str, LoRATarget], problems: Problems
 ) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     """Returns A and B by module."""
-    found: dict[str, dict[str, TensorInfo]] = {}
+    pairs: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if not (match := _NAME.fullmatch(name)):
             problems.add(
@@ -201,21 +201,21 @@ def _pairs(
         elif info.dtype not in DTYPES:
             problems.add(f"{info.described} is {info.dtype}; it must be one of {', '.join(DTYPES)}")
         else:
-            found.setdefault(match[1], {})[match[2]] = info
+            pairs.setdefault(match[1], {})[match[2]] = info
     if not tensors and not problems:
         problems.add(f"{TENSORS} has no tensors")
-    for module, pair in found.items():
+    for module, pair in pairs.items():
         for missing in {"A", "B"} - pair.keys():
-            problems.add(f"{quoted(module)} has no lora_{missing}.weight")
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items() if len(pair) == 2}
+            problems.add(f"{quote(module)} has no lora_{missing}.weight")
+    return {module: (pair["A"], pair["B"]) for module, pair in pairs.items() if len(pair) == 2}
 
 
 def _misfit(
     a: TensorInfo, b: TensorInfo, target: LoRATarget, rank: int, max_rank: int
 ) -> str | None:
-    wanted = (rank, target.num_in), (target.num_rows, rank)
-    if (a.shape, b.shape) != wanted:
-        return f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs {list(wanted[0])} and {list(wanted[1])}"
+    expected = (rank, target.num_in), (target.num_rows, rank)
+    if (a.shape, b.shape) != expected:
+        return f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs {list(expected[0])} and {list(expected[1])}"
     return f"has rank {rank}, above max_lora_rank, which is {max_rank}" if rank > max_rank else None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
-from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed
+from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, rename_tensors
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, read_tensors
@@ -84,8 +84,8 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     for name, ours in (("hidden_size", model_width), ("vocab_size", vocab_size)):
         if config.get(name, ours) != ours:
             problems.add(f"config.json: {name} is {config[name]!r}, but the model's is {ours}")
-    found = read_tensors(directory, problems, MEDUSA_FILE)
-    stored = renamed(found, lambda name: name.removeprefix(PREFIX), problems)
+    tensors = read_tensors(directory, problems, MEDUSA_FILE)
+    stored = rename_tensors(tensors, lambda name: name.removeprefix(PREFIX), problems)
     token_map = None
     if TOKEN_MAP in stored:
         token_map = read_token_map(stored.pop(TOKEN_MAP), vocab_size, problems)
@@ -134,11 +134,11 @@ def _spec(
 
     It is None, with the reason among the problems, if they are not those of heads.
     """
-    found = [match for name in stored if (match := _AUTHORS.fullmatch(name))]
-    is_authors = bool(found)
-    found = found or [match for name in stored if (match := _VLLM.fullmatch(name))]
-    heads = {int(match["head"] or match["table"]) for match in found}
-    layers = {int(match["layer"]) for match in found if match["layer"]}
+    matches = [match for name in stored if (match := _AUTHORS.fullmatch(name))]
+    is_authors = bool(matches)
+    matches = matches or [match for name in stored if (match := _VLLM.fullmatch(name))]
+    heads = {int(match["head"] or match["table"]) for match in matches}
+    layers = {int(match["layer"]) for match in matches if match["layer"]}
     if not heads:
         if stored or not problems:
             problems.add(

@@ -16,14 +16,14 @@ from jaxpage.checkpoints.config_file import check_config, out_of_bounds
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
 from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import (
     Family,
     FieldError,
     ModelSpec,
     Rule,
-    ignored_tensors,
+    find_ignored_tensors,
     leaves_tying_open,
     load_family,
     model_weights,
@@ -105,7 +105,9 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
                 f"config.json: {name} is {there} here, and {here} in the model that is served"
             )
     weights = model_weights(files.family, files.spec, files.rule)
-    plan = fit(problems.directory, weights, ignored_tensors(files.family, files.spec), problems)
+    plan = fit(
+        problems.directory, weights, find_ignored_tensors(files.family, files.spec), problems
+    )
     problems.raise_if_any()
     return replace(files, directory=problems.directory, plan=plan)
 
@@ -134,7 +136,7 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
         return
     for name in names:
         there_is, here_is = (
-            "missing" if config.get(name) is None else quoted(config[name])
+            "missing" if config.get(name) is None else quote(config[name])
             for config in (there, here)
         )
         yield name, there_is, here_is
@@ -179,7 +181,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
         plan = fit(
             directory,
             weights,
-            ignored_tensors(family, spec),
+            find_ignored_tensors(family, spec),
             problems,
             compare=compare,
             scheme=scheme,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.files import has_file, read_object
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorI
                 for chunk, size in zip(leaf.storage.chunk_shape, leaf.shape, strict=True)
             ):
                 problems.add(
-                    f"{FOLDER}: tensor {quoted(name)} has chunks larger than its shape {leaf.shape}"
+                    f"{FOLDER}: tensor {quote(name)} has chunks larger than its shape {leaf.shape}"
                 )
     except Exception as error:  # tensorstore raises many kinds for a damaged database
         problems.add(f"{FOLDER}: cannot be read as an Orbax checkpoint: {_reason(error)}")
@@ -114,7 +114,7 @@ def _check_files(folder: Path, problems: Problems) -> None:
         for name in sorted([*folders, *files]):
             mode = (Path(root) / name).lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                where = quoted(str((Path(root) / name).relative_to(folder.parent)))
+                where = quote(str((Path(root) / name).relative_to(folder.parent)))
                 problems.add(
                     f"{where} is a symbolic link or a special file; an Orbax checkpoint has only plain ones"
                 )
@@ -132,4 +132,4 @@ def _tensor_info(name: str, leaf: Any, folder: Path) -> TensorInfo:
 
 
 def _reason(error: Exception) -> str:
-    return quoted(str(error).split("\n", 1)[0] or type(error).__name__)
+    return quote(str(error).split("\n", 1)[0] or type(error).__name__)

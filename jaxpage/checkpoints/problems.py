@@ -59,13 +59,13 @@ class Problems:
         )
 
 
-def listed(names: Collection[object], most: int = 5) -> str:
+def list_names(names: Collection[object], most: int = 5) -> str:
     """Returns the first of `names`, made safe to print, and how many more there are."""
-    shown = ", ".join(quoted(name) for name in itertools.islice(names, most))
+    shown = ", ".join(quote(name) for name in itertools.islice(names, most))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def quoted(name: object, limit: int = 200) -> str:
+def quote(name: object, limit: int = 200) -> str:
     """Returns a name from a file made safe to print: in ASCII, and at most `limit` characters."""
     text = ascii(name)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.checkpoints.files import file_in, has_file, read_object
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
 from jaxpage.errors import CheckpointError
 
@@ -58,13 +58,13 @@ def read_tensors(directory: Path, problems: Problems, other: str = SINGLE) -> di
     pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
     if pickles:
         problems.add(
-            f"its weights are pickled ({', '.join(map(quoted, pickles))}), and opening a pickle runs code: refused, "
+            f"its weights are pickled ({', '.join(map(quote, pickles))}), and opening a pickle runs code: refused, "
             f"unopened. Save the model as safetensors (save_pretrained of transformers does) and load that"
         )
         return {}
     others = sorted(file.name for file in directory.glob("*.safetensors"))
-    found = f" (found only {', '.join(map(quoted, others))})" if others else ""
-    problems.add(f"there is neither {SINGLE} nor {INDEX}{found}")
+    other_files = f" (found only {', '.join(map(quote, others))})" if others else ""
+    problems.add(f"there is neither {SINGLE} nor {INDEX}{other_files}")
     return {}
 
 
@@ -120,7 +120,7 @@ def write_safetensors(
 def _read_file(directory: Path, name: str, problems: Problems) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     with problems.collect():
-        tensors = read_header(file_in(directory, name), quoted(name), problems)
+        tensors = read_header(file_in(directory, name), quote(name), problems)
     return tensors
 
 
@@ -132,18 +132,18 @@ def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard, names in sorted(placed.items()):
         before = len(problems.lines)
-        found = _read_file(directory, shard, problems)
+        tensors_of_shard = _read_file(directory, shard, problems)
         # A shard that cannot be read has been reported already.
         if len(problems.lines) == before:
-            for name in sorted(names - found.keys()):
+            for name in sorted(names - tensors_of_shard.keys()):
                 problems.add(
-                    f"{INDEX} places tensor {quoted(name)} in {quoted(shard)}, which does not hold it"
+                    f"{INDEX} places tensor {quote(name)} in {quote(shard)}, which does not hold it"
                 )
-            for name in sorted(found.keys() - names):
+            for name in sorted(tensors_of_shard.keys() - names):
                 problems.add(
-                    f"{quoted(shard)} holds tensor {quoted(name)}, which {INDEX} does not place there"
+                    f"{quote(shard)} holds tensor {quote(name)}, which {INDEX} does not place there"
                 )
-        tensors.update((name, found[name]) for name in names & found.keys())
+        tensors.update((name, tensors_of_shard[name]) for name in names & tensors_of_shard.keys())
     return tensors
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.files import parse_object
-from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.problems import Problems, quote
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_RANK = 32
@@ -62,9 +62,9 @@ class TensorInfo:
     def described(self) -> str:
         """Returns the name of its file, if it has a label, and its own, for messages."""
         return (
-            f"{self.label}: tensor {quoted(self.name)}"
+            f"{self.label}: tensor {quote(self.name)}"
             if self.label
-            else f"tensor {quoted(self.name)}"
+            else f"tensor {quote(self.name)}"
         )
 
 
@@ -113,7 +113,7 @@ def _tensors(
     for name, entry in header.items():
         wrong = _wrong_entry(entry)
         if wrong:
-            problems.add(f"{label}: tensor {quoted(name)} {wrong}")
+            problems.add(f"{label}: tensor {quote(name)} {wrong}")
         else:
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
@@ -132,14 +132,14 @@ def _wrong_entry(entry: Any) -> str | None:
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        return f"has the unknown dtype {quoted(dtype)}"
+        return f"has the unknown dtype {quote(dtype)}"
     if not _is_sizes(shape) or len(shape) > MAX_RANK:
-        return f"has the impossible shape {quoted(shape)}"
+        return f"has the impossible shape {quote(shape)}"
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"has the impossible data_offsets {quoted(offsets)}"
+        return f"has the impossible data_offsets {quote(offsets)}"
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
-        return f"is {dtype} of shape {quoted(shape)}, which does not fill its {offsets[1] - offsets[0]} bytes"
+        return f"is {dtype} of shape {quote(shape)}, which does not fill its {offsets[1] - offsets[0]} bytes"
     return None
 
 
@@ -162,7 +162,7 @@ def _check_tiling(
                 else "leaves a gap before it"
             )
             problems.add(
-                f"{label}: tensor {quoted(tensor.name)} {kind} (at byte {tensor.offset}, not {position})"
+                f"{label}: tensor {quote(tensor.name)} {kind} (at byte {tensor.offset}, not {position})"
             )
         position = max(position, tensor.offset + tensor.num_bytes)
     if position > file_bytes:

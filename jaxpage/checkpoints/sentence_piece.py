@@ -42,13 +42,15 @@ def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
             "own tokenizer with tokenizer= (--tokenizer)"
         )
     tokens = [piece.piece for piece in model.pieces]
-    own = {
+    added = {
         "scores": [piece.score for piece in model.pieces],
         "token_type": [piece.type for piece in model.pieces],  # GGUF has SentencePiece's numbers.
         "add_space_prefix": model.normalizer_spec.add_dummy_prefix,
     }
-    backend = sentence_piece(path, own, {token: token_id for token_id, token in enumerate(tokens)})
-    add_tokens(backend, tokens, own["token_type"])
+    backend = sentence_piece(
+        path, added, {token: token_id for token_id, token in enumerate(tokens)}
+    )
+    add_tokens(backend, tokens, added["token_type"])
     spec = model.trainer_spec
     ids = {
         "bos_token": spec.bos_id,

@@ -21,18 +21,18 @@ def check_growth(tokenizer: Any) -> None:
     """
     backend = tokenizer.backend_tokenizer
     for name in ("normalizer", "decoder"):
-        if (growth := _growth_of(_described(getattr(backend, name)))) > MAX_GROWTH:
+        if (growth := _growth_of(_describe(getattr(backend, name)))) > MAX_GROWTH:
             raise ValueError(
                 f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is allowed"
             )
-    processor = _described(backend.post_processor)
+    processor = _describe(backend.post_processor)
     for stage in processor.get("processors", [processor]):
         copies = sum("Sequence" in piece for piece in stage.get("single") or ())
         if copies > 1:
             raise ValueError(f"its post_processor repeats a text {copies} times")
 
 
-def _described(part: Any) -> dict[str, Any]:
+def _describe(part: Any) -> dict[str, Any]:
     """Returns a part as tokenizer.json has it, without the vocabulary, which is large."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 

@@ -15,7 +15,7 @@ from jaxpage.checkpoints.files import has_file, read_object
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.checkpoints.problems import listed, quoted
+from jaxpage.checkpoints.problems import list_names, quote
 from jaxpage.checkpoints.resolve import TOKENIZER_FILES, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.sentence_piece import sentence_piece_tokenizer
 from jaxpage.checkpoints.text_growth import check_growth
@@ -36,13 +36,13 @@ def load_tokenizer(directory: Path) -> Any | None:
         CheckpointError: The tokenizer cannot be loaded, or is refused.
     """
     if is_gguf(directory):
-        return _checked(gguf_tokenizer(directory), directory)
+        return _check(gguf_tokenizer(directory), directory)
     if not any(has_file(directory, name) for name in _TOKENIZER_FILES):
         return None
     _check_regular(directory)
     if not has_file(directory, "tokenizer.json") and has_file(directory, "tokenizer.model"):
         if not has_file(directory, "tokenizer_config.json"):
-            return _checked(sentence_piece_tokenizer(directory), directory)
+            return _check(sentence_piece_tokenizer(directory), directory)
         _check_sentence_piece(directory)
     # A class that only the model's own code has is not needed where tokenizer.json says everything.
     loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
@@ -58,10 +58,10 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(
             f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one"
         )
-    return _checked(tokenizer, directory)
+    return _check(tokenizer, directory)
 
 
-def _checked(tokenizer: Any | None, directory: Path) -> Any | None:
+def _check(tokenizer: Any | None, directory: Path) -> Any | None:
     """Returns the tokenizer, after a warning of templates that do not parse.
 
     Raises:
@@ -86,15 +86,15 @@ def _check_regular(directory: Path) -> None:
     Raises:
         CheckpointError: There is such an entry.
     """
-    found = sorted(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern))
+    files = sorted(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern))
     wrong = [
         str(file.relative_to(directory))
-        for file in found
+        for file in files
         if not file.is_file() and not file.is_dir()
     ]
     if wrong:
         raise CheckpointError(
-            f"{directory}: {listed(wrong)} can be no file of a tokenizer: it is not a regular file"
+            f"{directory}: {list_names(wrong)} can be no file of a tokenizer: it is not a regular file"
         )
 
 
@@ -115,7 +115,7 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
             logger.warning(
                 "%s: the chat template %s does not parse, and every chat will be refused: %s",
                 directory,
-                quoted(name),
+                quote(name),
                 f"{error!s:.300}",
             )
 
@@ -165,7 +165,7 @@ def ends_of_text(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
     if beyond:
         logger.warning(
             "eos_token_id %s can never be drawn: the model's ids end at %d",
-            listed(sorted(beyond)),
+            list_names(sorted(beyond)),
             files.spec.vocab_size - 1,
         )
     return token_ids - beyond

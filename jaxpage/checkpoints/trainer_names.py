@@ -109,7 +109,7 @@ def _in_halves(x: Any, sizes: Sizes) -> Any:
     return _input_first(paired.reshape(x.shape), sizes)
 
 
-def _scaled(turn: Turn) -> Turn:
+def _remove_scale(turn: Turn) -> Turn:
     """Returns what takes the factor of the scores out of queries."""
     return lambda x, sizes: turn(
         (x.astype(np.float32) * np.float32(sizes.head_width**0.5)).astype(x.dtype), sizes
@@ -218,9 +218,9 @@ _OTHER = {
 }
 TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "MaxText": {
-        "llama": _maxtext(_scaled(_in_halves), _in_halves),
+        "llama": _maxtext(_remove_scale(_in_halves), _in_halves),
         "qwen": _maxtext(_input_first, _input_first),
-        "gemma2": _maxtext_gemma(_scaled(_input_first), _tokens_over(np.float32)),
+        "gemma2": _maxtext_gemma(_remove_scale(_input_first), _tokens_over(np.float32)),
         "gemma3": _maxtext_gemma(_input_first, _tokens_over(np.dtype("bfloat16").type)),
     },
     "Tunix and gemma": {**_OTHER, "gemma2": _gemma(_FOUR_NORMS), "gemma3": _gemma(_FOUR_NORMS)},
@@ -234,8 +234,8 @@ def trainer_of(names: Mapping[str, Any]) -> tuple[str, str] | None:
     """
     for trainer, mark in MARKS.items():
         for name in names:
-            if _dotted(name) == mark or _dotted(name).endswith(f".{mark}"):
-                return trainer, _dotted(name).removesuffix(mark)
+            if _with_dots(name) == mark or _with_dots(name).endswith(f".{mark}"):
+                return trainer, _with_dots(name).removesuffix(mark)
     return None
 
 
@@ -251,10 +251,10 @@ def hugging_face_names(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> 
     Raises:
         UnsupportedError: The trainer's names are not known for this architecture.
     """
-    found = trainer_of(arrays)
-    if found is None:
+    trainer_and_prefix = trainer_of(arrays)
+    if trainer_and_prefix is None:
         return dict(arrays)
-    trainer, prefix = found
+    trainer, prefix = trainer_and_prefix
     tables = TABLES[trainer]
     architecture = (config.get("architectures") or [None])[0]
     family = FAMILIES.get(str(architecture), "")
@@ -266,13 +266,13 @@ def hugging_face_names(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> 
     sizes = _sizes(config)
     named: dict[str, Any] = {}
     for name, array in arrays.items():
-        if _dotted(name).startswith(prefix):
-            own = _dotted(name).removeprefix(prefix)
-            named.update(_renamed(own, array, tables[family], sizes))
+        if _with_dots(name).startswith(prefix):
+            short_name = _with_dots(name).removeprefix(prefix)
+            named.update(_rename(short_name, array, tables[family], sizes))
     return named
 
 
-def _dotted(name: str) -> str:
+def _with_dots(name: str) -> str:
     return name.replace("/", ".")
 
 
@@ -283,14 +283,14 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
     return Sizes(num_layers, int(config["vocab_size"]), width, int(head_width))
 
 
-def _renamed(
+def _rename(
     name: str, array: Any, table: tuple[Row, ...], sizes: Sizes
 ) -> Iterator[tuple[str, Any]]:
     is_known = False
-    for layer, rest, part in _layers(name, array, sizes):
+    for layer, part_name, part in _layers(name, array, sizes):
         place = "" if layer is None else f"layers.{layer}."
-        for own, to, turn in table:
-            if own != rest:
+        for row_name, to, turn in table:
+            if row_name != part_name:
                 continue
             is_known = True
             to = to if to.startswith("lm_head") else f"model.{place}{to}"
@@ -309,23 +309,23 @@ def _layers(name: str, array: Any, sizes: Sizes) -> Iterator[tuple[int | None, s
     MaxText's scanned layers are along the second axis, and may be every second or sixth layer.
     """
     first, step, stacked = 0, 1, False
-    if found := re.fullmatch(r"decoder\.layers\.layers_(\d+)\.(.+)", name):
-        first, step, stacked = int(found[1]), GEMMA3_PERIOD, True
-    elif found := re.fullmatch(r"decoder\.layers_remainder\.layers_(\d+)\.(.+)", name):
-        first = sizes.num_layers // GEMMA3_PERIOD * GEMMA3_PERIOD + int(found[1])
-    elif found := re.fullmatch(r"decoder\.(layers)\.(.+)", name):
+    if match := re.fullmatch(r"decoder\.layers\.layers_(\d+)\.(.+)", name):
+        first, step, stacked = int(match[1]), GEMMA3_PERIOD, True
+    elif match := re.fullmatch(r"decoder\.layers_remainder\.layers_(\d+)\.(.+)", name):
+        first = sizes.num_layers // GEMMA3_PERIOD * GEMMA3_PERIOD + int(match[1])
+    elif match := re.fullmatch(r"decoder\.(layers)\.(.+)", name):
         stacked = True
-    elif found := re.fullmatch(r"(?:decoder\.layers_|layers\.|layer_)(\d+)\.(.+)", name):
-        first = int(found[1])
+    elif match := re.fullmatch(r"(?:decoder\.layers_|layers\.|layer_)(\d+)\.(.+)", name):
+        first = int(match[1])
     else:
         yield None, name, array
         return
-    rest = found[2]
-    if pair := re.fullmatch(r"(\w+)_(local|global)(\..+)", rest):  # Gemma 2, two layers in one
+    part_name = match[2]
+    if pair := re.fullmatch(r"(\w+)_(local|global)(\..+)", part_name):  # Gemma 2, two layers in one
         first, step = 2 * first + (pair[2] == "global"), 2
-        rest = pair[1] + pair[3]
+        part_name = pair[1] + pair[3]
     if not stacked:
-        yield first, rest, array
+        yield first, part_name, array
     elif array.ndim > 1:
         for index in range(array.shape[1]):
-            yield first + step * index, rest, array[:, index]
+            yield first + step * index, part_name, array[:, index]

@@ -7,9 +7,9 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from jaxpage.cli.conversation import Conversation, Message, is_open, unquoted
+from jaxpage.cli.conversation import Conversation, Message, is_open, unquote
 from jaxpage.cli.generate import print_stream
-from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, say, teller
+from jaxpage.cli.resolving import Say, engine_for_one, read_sampling, say, teller
 from jaxpage.errors import JaxpageError
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def chat(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status: 1 if a question from a pipe was not answered.
     """
-    given = given_sampling(arguments)
+    sampling = read_sampling(arguments)
     tell = teller(arguments)
     with engine_for_one(arguments, chats=True) as llm:
         conversation = Conversation(
-            given, defaults=_defaults(llm, given, tell), system=arguments.system
+            sampling, defaults=_defaults(llm, sampling, tell), system=arguments.system
         )
         if not _has_terminal():
             return 1 if converse(llm, conversation, Lines(), tell) else 0
@@ -58,7 +58,7 @@ def chat(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object]:
+def _defaults(llm: LLM, sampling: dict[str, object], tell: Say) -> dict[str, object]:
     """Returns the sampling defaults of the model, and those of a chat where the model has none.
 
     It tells which of them take effect.
@@ -69,16 +69,16 @@ def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object
         "generation_config.json": llm.sampling_defaults,
         "chat's default": chat_defaults(llm.sampling_defaults),
     }
-    found = [
+    defaults = [
         (name, value, origin)
         for origin, values in origins.items()
         for name, value in values.items()
     ]
     if taken := [
-        f"{name}={value} ({origin})" for name, value, origin in found if name not in given
+        f"{name}={value} ({origin})" for name, value, origin in defaults if name not in sampling
     ]:
         tell(f"Sampling: {', '.join(taken)}")
-    return {name: value for name, value, _ in found}
+    return {name: value for name, value, _ in defaults}
 
 
 def _has_terminal() -> bool:
@@ -127,7 +127,7 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) ->
             if text.lstrip().startswith("/"):
                 if told := conversation.command(text):
                     say(told)
-            elif question := unquoted(text):
+            elif question := unquote(text):
                 num_failed += not _is_answered(llm, conversation, question, tell)
         except KeyboardInterrupt:
             if not reader.is_terminal:

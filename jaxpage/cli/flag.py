@@ -59,20 +59,20 @@ class Flag:
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
         """Adds the flag to a group of a parser."""
         options = (self.option, self.alias) if self.alias else (self.option,)
-        rest: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "dest": self.setting,
             "default": argparse.SUPPRESS,
             "help": self.help,
         }
         if self.kind is None:
-            parser.add_argument(*options, action=argparse.BooleanOptionalAction, **rest)
+            parser.add_argument(*options, action=argparse.BooleanOptionalAction, **keywords)
         else:
             metavar = self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")  # type: ignore[call-overload]
             if self.several:
-                rest |= {"nargs": "+", "action": "extend"}
+                keywords |= {"nargs": "+", "action": "extend"}
             if self.action:
-                rest["action"] = self.action
-            parser.add_argument(*options, type=self.kind, metavar=metavar, **rest)
+                keywords["action"] = self.action
+            parser.add_argument(*options, type=self.kind, metavar=metavar, **keywords)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.cli.resolving import (
     Say,
     engine_for_one,
-    given_sampling,
+    read_sampling,
     refusals,
     say,
     teller,
@@ -35,7 +35,7 @@ def generate(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status, which is 1 if the output was aborted or ended with an error.
     """
-    given = given_sampling(arguments)
+    sampling = read_sampling(arguments)
     tell = teller(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
@@ -48,7 +48,7 @@ def generate(arguments: argparse.Namespace) -> int:
             f"(or --model demo to continue the word {prompt!r})"
         )
     with engine_for_one(arguments) as llm:
-        params = _with_model_defaults(llm, given, tell)
+        params = _with_model_defaults(llm, sampling, tell)
         with refusals():
             chunks = llm.stream(prompt, params)
         echoed = sys.stdout.isatty() if arguments.echo is None else arguments.echo
@@ -56,20 +56,20 @@ def generate(arguments: argparse.Namespace) -> int:
     return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
 
 
-def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> SamplingParams:
+def _with_model_defaults(llm: LLM, sampling: dict[str, Any], tell: Say) -> SamplingParams:
     """Returns the given parameters, completed from the model's generation_config.json.
 
     It tells which parameters come from there.
     """
     if taken := [
-        f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in given
+        f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in sampling
     ]:
         tell(f"From the model's generation_config.json: {', '.join(taken)}")
-    return llm.default_sampling_params(**given)
+    return llm.default_sampling_params(**sampling)
 
 
 def print_stream(
-    chunks: Iterator[RequestOutput], tell: Say, kept: list[str] | None = None, *, before: str = ""
+    chunks: Iterator[RequestOutput], tell: Say, texts: list[str] | None = None, *, before: str = ""
 ) -> RequestOutput:
     """Prints text as it comes, then tells one line about it.
 
@@ -78,7 +78,7 @@ def print_stream(
     Args:
         chunks: The outputs of a request that is streamed.
         tell: Prints the line about the text.
-        kept: A list that gets the texts of the chunks, even if Ctrl-C or an error ends the stream.
+        texts: A list that gets the texts of the chunks, even if Ctrl-C or an error ends the stream.
         before: A text that is printed first.
 
     Returns:
@@ -97,8 +97,8 @@ def print_stream(
         for last in chunks:
             text = last.outputs[0].text
             num_tokens += len(last.outputs[0].token_ids)
-            if kept is not None:
-                kept.append(text)
+            if texts is not None:
+                texts.append(text)
             show(text)
     finally:
         print("" if wrapper is None else wrapper.finish(), flush=True)
@@ -109,12 +109,12 @@ def print_stream(
         tell = say
         reason = f"error, {last.outputs[0].stop_reason}"
     tell(
-        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]"
+        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_describe_drafts(last.metrics)}finish reason: {reason}]"
     )
     return last
 
 
-def _drafted(metrics: RequestMetrics | None) -> str:
+def _describe_drafts(metrics: RequestMetrics | None) -> str:
     """Returns the part of the line that tells how many drafts were accepted, if there were any."""
     if metrics is None or not metrics.num_draft_tokens:
         return ""

@@ -30,10 +30,10 @@ class Parser(argparse.ArgumentParser):
         By itself argparse leaves them to the parser above it, which does not know the flags of the
         command.
         """
-        found, unknown = super().parse_known_args(*arguments, **options)
+        namespace, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(self._of_unknown(unknown[0].split("=")[0]))
-        return found, unknown
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Ends with a message, after the usage if that is no longer than a few lines."""
@@ -47,9 +47,9 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {word!r}; a text of several words needs quotes"
         if answer := answer_for_flag(word):
             return f"unknown argument {word!r}; {answer}"
-        own = [option for action in self._actions for option in action.option_strings]
+        options = [option for action in self._actions for option in action.option_strings]
         close = close_names(
-            word, [option for option in own if _negates(option) == _negates(word)], cutoff=0.7
+            word, [option for option in options if _negates(option) == _negates(word)], cutoff=0.7
         )
         return f"unknown argument {word!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
@@ -112,10 +112,10 @@ def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | N
     """
 
     def run(arguments: argparse.Namespace) -> int | None:
-        found: Callable[[argparse.Namespace], int | None] = getattr(
+        command: Callable[[argparse.Namespace], int | None] = getattr(
             import_module(f"jaxpage.cli.{module}"), function
         )
-        return found(arguments)
+        return command(arguments)
 
     return run
 

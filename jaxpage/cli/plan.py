@@ -25,25 +25,25 @@ from jaxpage.assembly import (
     choose_dtype,
     choose_kv_cache_dtype,
     engine_spec_of,
+    find_refused_settings,
     lora_spec,
     notices,
     open_drafting,
-    refused_settings,
 )
 from jaxpage.checkpoints import (
     ModelDescription,
     describe_model,
     open_model,
+    read_dtype,
     resolve_model,
     resolve_model_config,
-    stated_dtype,
 )
 from jaxpage.cli import plan_devices
 from jaxpage.device import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.tables import aligned, gib
+from jaxpage.tables import align, gib
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Subject:
         name: str = self.model.config["architectures"][0]
         return name
 
-    def described(self, layout: ModelLayout) -> Described:
+    def describe(self, layout: ModelLayout) -> Described:
         """Returns the description from which an engine with this layout is planned."""
         weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
         return Described(
@@ -102,7 +102,7 @@ class Subject:
             ConfigError: A setting is wrong, or does not fit the layout.
             CapacityError: The model does not fit in memory.
         """
-        return engine_spec_of(self.described(layout), swaps=False)
+        return engine_spec_of(self.describe(layout), swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
         """Returns what each device would hold with this layout, or why it is not possible.
@@ -110,7 +110,7 @@ class Subject:
         Raises:
             ConfigError: No model can have this layout.
         """
-        refused = refused_settings(self.config, layout)
+        refused = find_refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
             self.divisions.check(spec.sharding)
@@ -144,14 +144,14 @@ class Option:
         return self.plan.num_users(length) if self.plan else 0
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> None:
+def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]) -> None:
     """Prints the tables, or one JSON object.
 
     Args:
         arguments: The command line.
         config: The settings of the engine.
-        given: Fields of `ModelLayout` from the command line. They are not in `config`, because this
-            version may not run them.
+        explicit: Fields of `ModelLayout` from the command line. They are not in `config`, because
+            this version may not run them.
 
     Raises:
         ConfigError: A setting is wrong, or the devices cannot share the heads.
@@ -159,11 +159,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         CapacityError: The model does not fit, not even divided; the message has the numbers. The
             tables with the alternatives are printed all the same.
     """
-    subject, layout = _described(arguments, config, given)
+    subject, layout = _describe(arguments, config, explicit)
     chosen = subject.option(layout)
     if isinstance(chosen.error, ConfigError | UnsupportedError):
         raise chosen.error
-    for notice in notices(subject.described(layout), chosen.plan) if chosen.plan else ():
+    for notice in notices(subject.describe(layout), chosen.plan) if chosen.plan else ():
         logger.warning(notice)
     count = arguments.devices or 0
     options = [subject.option(layout) for layout in _layouts(chosen.layout, count or max(DEVICES))]
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     divided = plan_devices.divisions(subject.option, chosen.layout, count)
     fits = any(option.plan for option in (chosen, *divided))
     if not arguments.json:
-        lines = [*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]
+        lines = [*_describe_choice(subject, chosen), *_option_lines(options, chosen, length)]
         print("\n".join([*lines, *(plan_devices.lines(divided, count, length) if count else [])]))
     elif fits:
         more = {"divisions": plan_devices.as_dicts(divided, count, length)} if count else {}
@@ -181,25 +181,25 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 
 
 def spec_of(
-    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+    arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]
 ) -> EngineSpec:
     """Returns the spec of the engine that is planned.
 
     Args:
         arguments: The command line.
         config: The settings of the engine.
-        given: Fields of `ModelLayout` from the command line; see `run`.
+        explicit: Fields of `ModelLayout` from the command line; see `run`.
 
     Raises:
         ConfigError: A setting is wrong.
         CapacityError: The model does not fit in memory.
     """
-    subject, layout = _described(arguments, config, given)
+    subject, layout = _describe(arguments, config, explicit)
     return subject.engine_spec(layout)
 
 
-def _described(
-    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+def _describe(
+    arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]
 ) -> tuple[Subject, ModelLayout]:
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
@@ -211,11 +211,11 @@ def _described(
     drafting = _drafting(config)
     lora = lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, divisions, num_parameters, device, drafting, lora)
-    dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
+    dtype = choose_dtype(config.dtype, device, read_dtype(model.config), model.family)
     layout = ModelLayout(
         dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization)
     )
-    return subject, replace(layout, **given)
+    return subject, replace(layout, **explicit)
 
 
 def _drafting(config: EngineConfig) -> Drafting:
@@ -278,20 +278,20 @@ def _bytes_per_token_text(plan: MemoryPlan) -> str:
     return text
 
 
-def _kept_text(kv: KVSpec) -> str:
+def _describe_cache(kv: KVSpec) -> str:
     states = [state for state in kv.states if state is not None]
     if kv.value_width is not None:
         heads = f"a latent of {kv.head_width} for all heads"
     else:
         kinds = dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
         heads = " or ".join(f"{count} heads of {width}" for count, width in kinds)
-    kept = f"{kv.num_layers - len(states)} layers, {heads}"
+    text = f"{kv.num_layers - len(states)} layers, {heads}"
     for state, count in collections.Counter(states).items():
         of_block = ""
         if state.shape is not None:
             of_block = f"a state of {' x '.join(map(str, state.shape))} after each block and "
-        kept += f"; {count} layers, {of_block}{state.input_width} numbers of each token"
-    return kept
+        text += f"; {count} layers, {of_block}{state.input_width} numbers of each token"
+    return text
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
@@ -301,7 +301,7 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     return [(length, plan.blocks_for(length), plan.num_users(length)) for length in lengths]
 
 
-def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
+def _describe_choice(subject: Subject, chosen: Option) -> list[str]:
     plan = chosen.plan
     layout = chosen.layout
     kv = subject.spec.kv
@@ -311,12 +311,12 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
             "model",
             f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters",
         ),
-        ("keys and values", _kept_text(kv)),
+        ("keys and values", _describe_cache(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
     ]
     if plan is None:
-        return [*aligned([*rows, ("", "does not fit")], num_words=2), ""]
+        return [*align([*rows, ("", "does not fit")], num_words=2), ""]
     rows += [*plan.rows(), ("KV bytes per token", _bytes_per_token_text(plan))]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
@@ -326,10 +326,10 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     ):
         rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
     lines = [
-        *aligned(rows, num_words=2),
+        *align(rows, num_words=2),
         "",
         "Users at the same time, by the tokens of each, prompt and output together:",
-        *aligned(
+        *align(
             [
                 ("tokens", "blocks", "users"),
                 *(tuple(f"{number:,}" for number in row) for row in users),
@@ -351,7 +351,7 @@ def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> lis
     title = (
         f"Alternatives, with users of {length:,} tokens; weights and KV are those of one device:"
     )
-    lines = [title, *aligned(rows, num_words=2)]
+    lines = [title, *align(rows, num_words=2)]
     if refused := sorted({name for option in options for name in option.refused}):
         lines.append(f"* planned; not run by this version ({', '.join(refused)})")
     return lines

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jaxpage.assembly import MemoryPlan, ModelLayout
 from jaxpage.errors import CapacityError, JaxpageError
-from jaxpage.tables import aligned, gib
+from jaxpage.tables import align, gib
 
 
 class Planned(Protocol):
@@ -71,19 +71,19 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
         f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), and how many users"
         " fit in the memory of all, by the tokens of each user:"
     )
-    return ["", title, *aligned(rows)]
+    return ["", title, *align(rows)]
 
 
 def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict[str, Any]]:
     """Returns the divisions for JSON."""
-    found = []
+    rows = []
     for option in options:
         size = option.layout.tensor_parallel_size
         plan = option.plan
         numbers = {"weights_bytes": plan.weights_bytes, "num_slots": plan.num_slots} if plan else {}
         users = num_devices // size * option.num_users(length)
         error = None if option.error is None else str(option.error)
-        found.append(
+        rows.append(
             {
                 "tensor_parallel_size": size,
                 "replicas": num_devices // size,
@@ -92,4 +92,4 @@ def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict
                 "error": error,
             }
         )
-    return found
+    return rows

@@ -33,7 +33,7 @@ from jaxpage.simulation import (
     highest_rate,
     read_costs,
 )
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 
 _DEFAULTS = {"dataset": "sharegpt", "max_input": 512, "max_output": 512}
 _COLUMNS = (
@@ -47,13 +47,13 @@ _COLUMNS = (
 )
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> int:
+def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]) -> int:
     """Prints a table or one JSON object.
 
     Args:
         arguments: The command line.
         config: The settings of the engine.
-        given: Fields of `ModelLayout` from the command line; see `cli.plan.run`.
+        explicit: Fields of `ModelLayout` from the command line; see `cli.plan.run`.
 
     Returns:
         The exit status, which is 1 if `--rate` is not sustained.
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
             name,
             default if getattr(arguments, name) is None else getattr(arguments, name),
         )
-    slo = _checked(arguments, config)
-    spec, cost = _opened(arguments, config, given)
+    slo = _check(arguments, config)
+    spec, cost = _open(arguments, config, explicit)
     length = spec.memory.max_model_len
     max_input = min(arguments.max_input, length // 2)
     max_output = min(arguments.max_output, length - max_input)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     return int(asked is not None and not asked.is_sustained)
 
 
-def _checked(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, float]:
+def _check(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, float]:
     """Checks the flags, and returns the SLO (service level objective) in seconds."""
     slo: dict[str, float] = {}
     for part in arguments.slo.split(","):
@@ -126,18 +126,18 @@ def _checked(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, f
     return slo
 
 
-def _opened(
-    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+def _open(
+    arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]
 ) -> tuple[EngineSpec, CostModel]:
     if arguments.costs:
         try:
             cost = read_costs(arguments.costs)
         except ValueError as error:
             raise UsageError(f"--costs {error}") from None
-        spec = spec_of(arguments, config, given)
+        spec = spec_of(arguments, config, explicit)
     else:
         config = config.replace(
-            **given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
+            **explicit, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
         )
         built = open_engine(config, Hooks(progress=not arguments.json))
         spec = built.spec
@@ -172,7 +172,7 @@ def _lines(
         f"Simulated: {len(SEEDS)} times {question.num_requests} requests of {question.dataset}, Poisson arrivals; sustained: "
         f"{SUSTAINED:.0%} of the requests have {slo}.",
         "",
-        *aligned([_COLUMNS, *(_cells(each) for each in (highest, asked) if each)]),
+        *align([_COLUMNS, *(_cells(each) for each in (highest, asked) if each)]),
         "",
     ]
     if len(rates) < len(SEEDS):

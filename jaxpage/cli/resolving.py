@@ -48,7 +48,7 @@ def refusals() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+def read_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the given sampling parameters, which are checked before a model is loaded.
 
     Args:
@@ -58,34 +58,38 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         UsageError: A parameter is wrong.
         UnsupportedError: More than one sample is asked for.
     """
-    given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
-    if given.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
-        given["max_tokens"] = given["min_tokens"]
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
+    if sampling.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
+        sampling["max_tokens"] = sampling["min_tokens"]
     try:
-        params = SamplingParams(**given)
+        params = SamplingParams(**sampling)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if params.n > 1:
         raise UnsupportedError(
             f"n={params.n} is not supported on the command line, which streams one output; use LLM.generate"
         )
-    return given
+    return sampling
 
 
-def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
+def resolve_settings(
+    arguments: argparse.Namespace, without: tuple[str, ...] = ()
+) -> ResolvedConfig:
     """Returns the engine's settings, except `without`, with their origins."""
     return resolve_config(
         arguments.config, engine_settings(arguments, without), overrides_origin="command line"
     )
 
 
-def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
+def resolve_both_settings(
+    arguments: argparse.Namespace,
+) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
     """Returns the settings of the engine and of the server, with their origins."""
     file = getattr(arguments, "file", None)
     if file and arguments.config:
         raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
-    given = engine_settings(arguments), server_settings(arguments)
-    return resolve_both(file or arguments.config, *given, overrides_origin="command line")
+    explicit = engine_settings(arguments), server_settings(arguments)
+    return resolve_both(file or arguments.config, *explicit, overrides_origin="command line")
 
 
 def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM:
@@ -101,9 +105,9 @@ def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM
         UsageError: The model has no tokenizer, or lacks a chat template that it needs. Nothing has
             been loaded then.
     """
-    found = resolved(arguments, without=("seed",))
-    config = found.config
-    if found.origins["max_num_seqs"] == BUILT_IN:
+    settings = resolve_settings(arguments, without=("seed",))
+    config = settings.config
+    if settings.origins["max_num_seqs"] == BUILT_IN:
         config = config.replace(max_num_seqs=1)
     _check_text(config, chats=chats)
     return engine(config, quiet=arguments.quiet, verbose=arguments.verbose)
@@ -113,7 +117,7 @@ def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
     """Returns an engine with these settings."""
     from jaxpage.llm import LLM  # late, because this imports jax
 
-    return LLM(**config.given(), use_tqdm=not quiet, verbose=verbose)
+    return LLM(**config.explicit_settings(), use_tqdm=not quiet, verbose=verbose)
 
 
 def _check_text(config: EngineConfig, *, chats: bool) -> None:

@@ -28,15 +28,15 @@ class Wrapper:
         """Returns what can be printed now."""
         pieces = _PIECES.findall(self._word + text)
         self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
-        return "".join(map(self._placed, pieces))
+        return "".join(map(self._place, pieces))
 
     def finish(self) -> str:
         """Returns the word that was held back."""
         word = self._word
         self._word = ""
-        return self._placed(word)
+        return self._place(word)
 
-    def _placed(self, piece: str) -> str:
+    def _place(self, piece: str) -> str:
         if piece == "\n":
             self._column = 0
             return piece

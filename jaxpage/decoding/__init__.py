@@ -17,7 +17,7 @@ touches a block. Other rooms take:
     json_rule         writes a JSON schema as a rule of a grammar
     ENFORCED_FORMATS  are the values of `format` in JSON schemas that grammars enforce
     KNOWN_FORMATS     are those and the labels, which restrict nothing
-    unsupported_keyword  names a keyword of a schema that no grammar enforces
+    find_unsupported_keyword  names a keyword of a schema that no grammar enforces
 """
 
 from jaxpage.decoding.advancing import advance, masks_of
@@ -25,7 +25,7 @@ from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
 from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.decoding.grammars import json_rule
-from jaxpage.decoding.json_schemas import ENFORCED_FORMATS, KNOWN_FORMATS, unsupported_keyword
+from jaxpage.decoding.json_schemas import ENFORCED_FORMATS, KNOWN_FORMATS, find_unsupported_keyword
 from jaxpage.decoding.mask_budget import MaskBudget
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
@@ -42,8 +42,8 @@ __all__ = [
     "SamplingStrategy",
     "Stopping",
     "advance",
+    "find_unsupported_keyword",
     "hypothesis_score",
     "json_rule",
     "masks_of",
-    "unsupported_keyword",
 ]

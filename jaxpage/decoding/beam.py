@@ -92,12 +92,12 @@ class BeamStrategy:
             return self._fail(refusal(bad))
         self._num_tokens += 1
         is_last = self._num_tokens >= self._most_tokens
-        ranked = self._ranked(draws)
+        ranked = self._rank(draws)
         ended = [c for c in ranked[: self._beam.beam_width] if is_last or self._is_end(c)]
         going = (
             [] if is_last else [c for c in ranked if not self._is_end(c)][: self._beam.beam_width]
         )
-        best = self._merged(ended)
+        best = self._merge(ended)
         if not going or self._is_over(going[0], best):
             going = []
             best = best[: self._beam.n or self._beam.beam_width]
@@ -106,7 +106,7 @@ class BeamStrategy:
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> None:
         """Returns None: beam search takes no grammar."""
 
-    def _ranked(self, draws: Sequence[Draw]) -> list[_Candidate]:
+    def _rank(self, draws: Sequence[Draw]) -> list[_Candidate]:
         """Returns the candidates of all beams, the most likely first.
 
         Of two equal candidates, the one of the more likely beam comes first.
@@ -119,7 +119,7 @@ class BeamStrategy:
     def _is_end(self, candidate: _Candidate) -> bool:
         return candidate.token.token_id in self._ending_token_ids
 
-    def _merged(self, ended: Iterable[_Candidate]) -> list[_Hypothesis]:
+    def _merge(self, ended: Iterable[_Candidate]) -> list[_Hypothesis]:
         """Returns the best hypotheses, both those that had ended and those that end now."""
         new = [
             _Hypothesis(self._score(candidate.cumulative_logprob, self._num_tokens), candidate)
@@ -165,28 +165,32 @@ class BeamStrategy:
             *going,
             *(hypothesis.ended for hypothesis in best if isinstance(hypothesis.ended, _Candidate)),
         ]
-        kept = {candidate.parent.sequence_id for candidate in continued} | _sequences(best)
+        surviving = {candidate.parent.sequence_id for candidate in continued} | _sequences(best)
         had = [*(beam.sequence_id for beam in self._beams), *sorted(_sequences(self._best))]
-        edits: list[Edit] = [Drop(sequence_id) for sequence_id in had if sequence_id not in kept]
-        sequence_ids, forks = self._placed(continued, kept)
+        edits: list[Edit] = [
+            Drop(sequence_id) for sequence_id in had if sequence_id not in surviving
+        ]
+        sequence_ids, forks = self._place(continued, surviving)
         edits += forks
         self._beams = []
         for sequence_id, candidate in zip(sequence_ids, continued, strict=True):
-            edits += self._grown(sequence_id, candidate)
+            edits += self._grow(sequence_id, candidate)
         new_ids = iter(sequence_ids[len(going) :])
         self._best = [
             h if isinstance(h.ended, int) else h._replace(ended=next(new_ids)) for h in best
         ]
         return edits
 
-    def _placed(self, continued: list[_Candidate], kept: set[int]) -> tuple[list[int], list[Edit]]:
+    def _place(
+        self, continued: list[_Candidate], surviving: set[int]
+    ) -> tuple[list[int], list[Edit]]:
         """Returns the sequence id of each candidate, and the forks that this takes.
 
         The first continuation of a beam keeps the beam's own sequence. Because drops come before
         forks, twice as many ids as beams are enough.
         """
         free_ids = iter(
-            [sequence_id for sequence_id in self._sequence_ids if sequence_id not in kept]
+            [sequence_id for sequence_id in self._sequence_ids if sequence_id not in surviving]
         )
         sequence_ids: list[int] = []
         forks: list[Edit] = []
@@ -198,7 +202,7 @@ class BeamStrategy:
                 sequence_ids.append(parent_id)
         return sequence_ids, forks
 
-    def _grown(self, sequence_id: int, candidate: _Candidate) -> list[Edit]:
+    def _grow(self, sequence_id: int, candidate: _Candidate) -> list[Edit]:
         """Returns the edits that append the candidate's token to its sequence.
 
         The token ends the sequence, and gives it text, just as in sampling.

@@ -43,8 +43,8 @@ class Grammar:
 
     def _begin(self) -> None:
         begun = time.thread_time()
-        self._start = self._compiled()
-        self._first = self.admitted(self._start)
+        self._start = self._compile()
+        self._first = self.admit(self._start)
         self._is_quick = time.thread_time() - begun < _AGAIN_SECONDS
 
     def at_start(self) -> tuple[LLMatcher, Mask]:
@@ -67,24 +67,24 @@ class Grammar:
         limit. Requests that start later use the new copy as well.
         """
         self._begin()
-        matcher = self._compiled()
+        matcher = self._compile()
         for token_id in token_ids:
             matcher.compute_bitmask()
             matcher.consume_token(token_id)
         return matcher
 
-    def admitted(self, matcher: LLMatcher) -> Mask:
+    def admit(self, matcher: LLMatcher) -> Mask:
         """Returns the tokens that continue the text, without the end and ids that have no text."""
         mask = self.mask_of(())
-        given = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(mask)]
-        mask[: len(given)] = given
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(mask)]
+        mask[: len(bits)] = bits
         return mask & ~self._no_text
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
         """Returns the mask that admits these token ids."""
         return mask_of(token_ids, self.vocab_size)
 
-    def _compiled(self) -> LLMatcher:
+    def _compile(self) -> LLMatcher:
         return matcher_of(self._tokenizer, self._source)
 
 
@@ -137,10 +137,10 @@ class Constraint:
             return self
         if token_ids not in self._ahead:
             before = self._behind(token_ids[:-1])
-            self._ahead[token_ids] = None if before is None else before._followed_by(token_ids[-1])
+            self._ahead[token_ids] = None if before is None else before._follow(token_ids[-1])
         return self._ahead[token_ids]
 
-    def copied(self) -> Constraint:
+    def copy(self) -> Constraint:
         """Returns another constraint at the same place, which goes on by itself."""
         self._is_alone = False  # from now on both add states to the same grammar
         other = copy.copy(self)
@@ -149,11 +149,11 @@ class Constraint:
         other._ahead = {}
         return other
 
-    def _followed_by(self, token_id: int) -> Constraint | None:
+    def _follow(self, token_id: int) -> Constraint | None:
         """Returns a constraint one token further, or None if the text cannot go on there."""
         if not _has(self._text, token_id):
             return None
-        ahead = self.copied()
+        ahead = self.copy()
         return None if ahead.advance(token_id) else ahead
 
     def advance(self, token_id: int) -> End | None:
@@ -167,7 +167,7 @@ class Constraint:
         self._ahead = {}
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        self._look(self._admitted())
+        self._look(self._admit())
         return self._end()
 
     def _look(self, admitted: Mask) -> None:
@@ -179,7 +179,7 @@ class Constraint:
         ):
             self._matcher = self._grammar.alone(self._token_ids)
             self._is_alone = True
-            admitted = self._admitted()
+            admitted = self._admit()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()
         text = self._grammar.mask_of(()) if self._failure else admitted & ~self._eos_V
@@ -187,10 +187,10 @@ class Constraint:
         self._dead_end = _NOT_ALLOWED if text.any() else DEAD_END
         self.mask = self._text | self._ends_V if self._may_end else self._text
 
-    def _admitted(self) -> Mask:
+    def _admit(self) -> Mask:
         if self._matcher.is_error():
             return self._grammar.mask_of(())
-        return self._grammar.admitted(self._matcher)
+        return self._grammar.admit(self._matcher)
 
     def _end(self) -> End | None:
         num_tokens = len(self._token_ids)

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 from jaxpage.decoding.constraints import Grammar
 from jaxpage.decoding.grammars import source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 
 COMPILE_SECONDS = 2.0  # for one grammar
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._tokenizer: tuple[LLTokenizer, int] | None = None
         self._unsupported: str | None = None  # why llguidance cannot take the tokenizer
 
-    def compiled(self, asked: tuple[str, str]) -> Grammar:
+    def compile(self, asked: tuple[str, str]) -> Grammar:
         """Returns the grammar that a parameter asks for; it may take seconds.
 
         Raises:
@@ -64,15 +64,15 @@ class GrammarCompiler:
             JaxpageError: The process that tries grammars was killed twice, or gave no answer.
             RuntimeError: The compiler is closed.
         """
-        if (found := self.found(asked)) is not None:
-            return found
+        if (grammar := self.find(asked)) is not None:
+            return grammar
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(
                 f"structured_outputs: timed out after {WAIT_SECONDS:g} s waiting for the grammar compiler; try again"
             )
         try:
             self._check_open()
-            return self.found(asked) or self._kept(asked, *self._compile(*asked))
+            return self.find(asked) or self._keep(asked, *self._compile(*asked))
         finally:
             self._compiling.release()
 
@@ -91,18 +91,18 @@ class GrammarCompiler:
             raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
-        asked = f"structured_outputs={shown({kind: json.loads(value)})}"
+        asked = f"structured_outputs={show({kind: json.loads(value)})}"
         try:
-            problem, num_bytes = self._tried(kind, value)
+            problem, num_bytes = self._try(kind, value)
         except UnsupportedError as error:
             self._unsupported = str(error)
             raise UnsupportedError(f"{asked} cannot be honoured: {error}") from None
         if problem is not None:
-            raise ValueError(self._refused((kind, value), f"{asked} is refused: {problem}"))
+            raise ValueError(self._refuse((kind, value), f"{asked} is refused: {problem}"))
         assert self._tokenizer is not None
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
-    def _tried(self, kind: str, value: str) -> tuple[str | None, int]:
+    def _try(self, kind: str, value: str) -> tuple[str | None, int]:
         """Returns the worker's answer.
 
         A worker that was killed from outside is started once more, since the grammar may not be the
@@ -110,7 +110,7 @@ class GrammarCompiler:
         """
         for is_last in (False, True):
             try:
-                return self._started().tried(kind, value)
+                return self._start().try_grammar(kind, value)
             except WorkerGoneError:
                 self._end_worker()
                 self._check_open()
@@ -123,7 +123,7 @@ class GrammarCompiler:
                 raise
         raise AssertionError("unreachable")
 
-    def _started(self) -> _Worker:
+    def _start(self) -> _Worker:
         if self._unsupported is not None:
             raise UnsupportedError(self._unsupported)
         if self._worker is None or self._tokenizer is None:
@@ -139,7 +139,7 @@ class GrammarCompiler:
             self._worker.close()
             self._worker = None
 
-    def found(self, asked: tuple[str, str]) -> Grammar | None:
+    def find(self, asked: tuple[str, str]) -> Grammar | None:
         """Returns the grammar if it is cached, else None; never waits for a compilation.
 
         Raises:
@@ -154,7 +154,7 @@ class GrammarCompiler:
             self._cache.move_to_end(asked)
             return self._cache[asked][0]
 
-    def _kept(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
+    def _keep(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
         """Caches the grammar and returns it.
 
         The grammars that were not used for the longest time are dropped; requests that use one keep
@@ -169,7 +169,7 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _refused(self, asked: tuple[str, str], message: str) -> str:
+    def _refuse(self, asked: tuple[str, str], message: str) -> str:
         """Keeps a refusal for a while, and returns its message.
 
         It is forgotten later, because a grammar may time out only because the machine was busy.
@@ -191,13 +191,13 @@ class _Worker(WorkerProcess):
         )
         self.say(tokenizer_description)
 
-    def tried(self, kind: str, value: str) -> tuple[str | None, int]:
+    def try_grammar(self, kind: str, value: str) -> tuple[str | None, int]:
         """Returns the problem of a grammar or None, and the number of bytes that compiling it took.
 
         Raises:
             JaxpageError: The process gave no answer.
         """
-        problem, num_bytes = self.asked(
+        problem, num_bytes = self.ask(
             [kind, value, COMPILE_SECONDS, COMPILE_BYTES], COMPILE_SECONDS
         )
         return problem, num_bytes

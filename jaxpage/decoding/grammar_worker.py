@@ -46,10 +46,10 @@ def main() -> None:
         return
     for line in sys.stdin:
         kind, value, seconds, num_bytes = json.loads(line)
-        print(json.dumps(_tried(tokenizer, kind, value, seconds, num_bytes)), flush=True)
+        print(json.dumps(_try_grammar(tokenizer, kind, value, seconds, num_bytes)), flush=True)
 
 
-def _tried(
+def _try_grammar(
     tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
 ) -> tuple[str | None, int]:
     """Returns the problem of a grammar or None, and the number of bytes that compiling it took."""

@@ -96,15 +96,15 @@ def source_of(kind: str, value: str) -> str:
         return _source_of_schema(value)
     if kind == "json_object":
         return _source_of_schema('{"type": "object"}')
-    given = json.loads(value)
+    schema = json.loads(value)
     if kind == "regex":
-        (grammar,) = json.loads(LLMatcher.grammar_from_regex(given))["grammars"]
+        (grammar,) = json.loads(LLMatcher.grammar_from_regex(schema))["grammars"]
         return str(grammar["lark_grammar"]) + _NO_FORCING
     # Use a terminal: thousands of alternatives in a rule would give the parser as many states.
     if kind == "choice":
-        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)) + _NO_FORCING
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, schema)) + _NO_FORCING
     try:
-        return any_to_lark(given) + _NO_FORCING
+        return any_to_lark(schema) + _NO_FORCING
     except Exception as error:  # the GBNF converter raises many kinds of errors
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
@@ -149,9 +149,9 @@ def schemas_in(kind: str, value: str) -> Iterator[str]:
         yield value
     elif kind == "grammar":
         source = json.loads(value)
-        for found in _RULES.finditer(source):
+        for match in _RULES.finditer(source):
             try:
-                schema, _ = json.JSONDecoder().raw_decode(source, found.end())
+                schema, _ = json.JSONDecoder().raw_decode(source, match.end())
             except ValueError:
                 continue
             if isinstance(schema, dict):

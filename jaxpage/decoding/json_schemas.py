@@ -70,7 +70,7 @@ def enforceable(schema: str) -> str:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def unsupported_keyword(part: dict[str, Any]) -> str | None:
+def find_unsupported_keyword(part: dict[str, Any]) -> str | None:
     """Returns a keyword of one part of a schema that llguidance has not, or None.
 
     `uniqueItems` is not among them: the caller may leave it out.
@@ -124,13 +124,13 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
         if isinstance(held := part.get(name), dict):
             is_definition = name in ("$defs", "definitions")
             part[name] = {
-                key: _rewritten(one, is_merged=is_definition) for key, one in held.items()
+                key: _rewritten(inner, is_merged=is_definition) for key, inner in held.items()
             }
     for name in {*_LISTED, *_SINGLE} & part.keys():
         held = part[name]
         merges = name in _MERGED
         part[name] = (
-            [_rewritten(one, is_merged=merges) for one in held]
+            [_rewritten(inner, is_merged=merges) for inner in held]
             if isinstance(held, list)
             else _rewritten(held)
         )
@@ -154,7 +154,7 @@ def _inexact(value: Any) -> int | None:
     """Returns the first integer in a value that llguidance would round, or None."""
     if isinstance(value, dict | list):
         inside = value.values() if isinstance(value, dict) else value
-        return next((found for one in inside if (found := _inexact(one)) is not None), None)
+        return next((reason for part in inside if (reason := _inexact(part)) is not None), None)
     if (
         isinstance(value, int)
         and abs(value) > _MOST
@@ -229,10 +229,10 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
 
 def _bound(part: dict[str, Any], names: tuple[str, str]) -> float | None:
     """Returns the tighter of an inclusive and an exclusive bound, or None if there is neither."""
-    given: list[float] = [part[name] for name in names if _is_number(part.get(name))]
-    if not given:
+    bounds: list[float] = [part[name] for name in names if _is_number(part.get(name))]
+    if not bounds:
         return None
-    return max(given) if names is _LOWER else min(given)
+    return max(bounds) if names is _LOWER else min(bounds)
 
 
 def _is_number(value: Any) -> bool:

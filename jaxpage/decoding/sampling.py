@@ -83,7 +83,7 @@ class SamplingStrategy:
         if self.grammar is not None and sequence_id not in self._constraint_of:
             if self._beginning is None:
                 self._beginning = Constraint(self.grammar, self._request)
-            self._constraint_of[sequence_id] = self._beginning.copied()
+            self._constraint_of[sequence_id] = self._beginning.copy()
         return self._constraint_of.get(sequence_id)
 
     def _spending(self) -> contextlib.AbstractContextManager[None]:

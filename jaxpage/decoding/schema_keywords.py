@@ -109,7 +109,7 @@ def _restate_property_names(part: dict[str, Any]) -> None:
         or "patternProperties" in part
     ):
         return
-    if (listed := _listed_names(names)) is not None:
+    if (listed := _list_names(names)) is not None:
         others = part.get("additionalProperties", True)
         part["properties"] = {
             **{name: schema if name in listed else False for name, schema in properties.items()},
@@ -125,26 +125,26 @@ def _restate_property_names(part: dict[str, Any]) -> None:
 
 def _restrictions(names: dict[str, Any]) -> dict[str, Any]:
     """Returns the keywords that restrict a text."""
-    found = {name: value for name, value in names.items() if name not in _ANNOTATIONS}
-    types = found.get("type")
+    restrictions = {name: value for name, value in names.items() if name not in _ANNOTATIONS}
+    types = restrictions.get("type")
     if types == "string" or (isinstance(types, list) and "string" in types):
-        del found["type"]
-    if found.get("minLength") == 0:
-        del found["minLength"]
-    return found
+        del restrictions["type"]
+    if restrictions.get("minLength") == 0:
+        del restrictions["minLength"]
+    return restrictions
 
 
 def _admits_all_texts(names: Any) -> bool:
     return names is True or (isinstance(names, dict) and not _restrictions(names))
 
 
-def _listed_names(names: dict[str, Any]) -> list[str] | None:
+def _list_names(names: dict[str, Any]) -> list[str] | None:
     """Returns the names if the schema does nothing but list them, or None."""
-    found = _restrictions(names)
-    if found.keys() == {"const"}:
-        listed = [found["const"]]
-    elif found.keys() == {"enum"} and isinstance(found["enum"], list):
-        listed = found["enum"]
+    restrictions = _restrictions(names)
+    if restrictions.keys() == {"const"}:
+        listed = [restrictions["const"]]
+    elif restrictions.keys() == {"enum"} and isinstance(restrictions["enum"], list):
+        listed = restrictions["enum"]
     else:
         return None
     return [name for name in listed if isinstance(name, str)]
@@ -152,14 +152,14 @@ def _listed_names(names: dict[str, Any]) -> list[str] | None:
 
 def _pattern_of_names(names: dict[str, Any]) -> str | None:
     """Returns the regular expression of the names if one says all, or None."""
-    found = _restrictions(names)
-    if found.keys() == {"pattern"} and isinstance(found["pattern"], str):
-        return found["pattern"]
-    if found == {"format": "uuid"}:
+    restrictions = _restrictions(names)
+    if restrictions.keys() == {"pattern"} and isinstance(restrictions["pattern"], str):
+        return restrictions["pattern"]
+    if restrictions == {"format": "uuid"}:
         return _UUID
-    if found.keys() <= {"minLength", "maxLength"} and all(
-        isinstance(length, int) and length >= 0 for length in found.values()
+    if restrictions.keys() <= {"minLength", "maxLength"} and all(
+        isinstance(length, int) and length >= 0 for length in restrictions.values()
     ):
-        least, most = found.get("minLength", 0), found.get("maxLength", "")
+        least, most = restrictions.get("minLength", 0), restrictions.get("maxLength", "")
         return f"^[\\s\\S]{{{least},{most}}}$"
     return None

@@ -39,9 +39,9 @@ class StopStrings:
             return piece, None
         text = self._recent + piece
         shown = len(self._recent) - self._num_held
-        found = self._find(text) if may_stop else None
-        if found is not None:
-            end, start, stop = found
+        match = self._find(text) if may_stop else None
+        if match is not None:
+            end, start, stop = match
             return text[shown : end if self._include else start], stop
         self._num_held = 0 if self._include else self._num_to_hold(text)
         self._recent = text[-self._reach :] if self._reach else ""
@@ -55,12 +55,12 @@ class StopStrings:
 
     def _find(self, text: str) -> tuple[int, int, str] | None:
         """Returns (end, start, stop string) of the first one that ends in the new text, or None."""
-        found = []
+        stops = []
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._recent) + 1 - len(stop)))
             if start >= 0:
-                found.append((start + len(stop), start, stop))
-        return min(found, default=None)
+                stops.append((start + len(stop), start, stop))
+        return min(stops, default=None)
 
     def _num_to_hold(self, text: str) -> int:
         """Returns how long the longest end of the text is with which a stop string begins."""

@@ -18,9 +18,9 @@ For weights in panels, which kernels for CPUs multiply by:
 
     Packings             says how each of them is packed, by path
     pack_weights         packs them
-    unpacked_weights     gives the weights of a model as they were
-    unpacked_weight      gives one of them
-    packed_product       gives the product with one weight
+    unpack_weights     gives the weights of a model as they were
+    unpack_weight      gives one of them
+    make_packed_product       gives the product with one weight
 
 For the shapes and the inputs of steps:
 
@@ -50,7 +50,7 @@ For keys and values:
 
     KVPages              holds the pages of all layers
     page_shapes          gives their shapes
-    divided_shapes       gives them for a model that is divided
+    divide_shapes       gives them for a model that is divided
     page_dtype           gives the type of their numbers
     bytes_of_pages, bytes_per_layer   count their bytes
     HostPages            holds the blocks that are swapped out
@@ -99,17 +99,17 @@ if TYPE_CHECKING:
         KVPages,
         bytes_of_pages,
         bytes_per_layer,
-        divided_shapes,
+        divide_shapes,
         page_dtype,
         page_shapes,
     )
     from jaxpage.device.mesh import DeviceMesh, make_mesh
     from jaxpage.device.packing import (
         Packings,
+        make_packed_product,
         pack_weights,
-        packed_product,
-        unpacked_weight,
-        unpacked_weights,
+        unpack_weight,
+        unpack_weights,
     )
     from jaxpage.device.prompt_logits import logits_of_prompt
     from jaxpage.device.step_inputs import (
@@ -154,15 +154,15 @@ __all__ = [
     "compile_cache_directory",
     "cpp_compiler",
     "cpu_kernels",
-    "divided_shapes",
+    "divide_shapes",
     "empty_inputs",
     "logits_of_prompt",
     "make_menu",
     "make_mesh",
+    "make_packed_product",
     "open_devices",
     "open_stored_executables",
     "pack_weights",
-    "packed_product",
     "page_dtype",
     "page_shapes",
     "processor",
@@ -170,8 +170,8 @@ __all__ = [
     "to_device",
     "to_host",
     "unpack_drawn",
-    "unpacked_weight",
-    "unpacked_weights",
+    "unpack_weight",
+    "unpack_weights",
     "use_compile_cache",
 ]
 
@@ -204,16 +204,16 @@ _HOMES = {
     "KVPages": "jaxpage.device.kv_pages",
     "bytes_of_pages": "jaxpage.device.kv_pages",
     "bytes_per_layer": "jaxpage.device.kv_pages",
-    "divided_shapes": "jaxpage.device.kv_pages",
+    "divide_shapes": "jaxpage.device.kv_pages",
     "page_dtype": "jaxpage.device.kv_pages",
     "page_shapes": "jaxpage.device.kv_pages",
     "DeviceMesh": "jaxpage.device.mesh",
     "make_mesh": "jaxpage.device.mesh",
     "Packings": "jaxpage.device.packing",
     "pack_weights": "jaxpage.device.packing",
-    "packed_product": "jaxpage.device.packing",
-    "unpacked_weight": "jaxpage.device.packing",
-    "unpacked_weights": "jaxpage.device.packing",
+    "make_packed_product": "jaxpage.device.packing",
+    "unpack_weight": "jaxpage.device.packing",
+    "unpack_weights": "jaxpage.device.packing",
     "processor": "jaxpage.device.host_processor",
     "logits_of_prompt": "jaxpage.device.prompt_logits",
     "Flags": "jaxpage.device.step_inputs",

@@ -163,17 +163,17 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
         jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried)
     )
 
-    def accepted() -> _Walk:
+    def accept_drafts() -> _Walk:
         depth = walk.depth + 1
         return _Walk(walk.path_Q.at[depth].set(place), depth, *_begin(log_p_RV[place]))
 
-    def rejected() -> _Walk:
+    def reject_drafts() -> _Walk:
         p_V = jnp.where(q > 0, residual(walk.p_V, ids_W, q_W), walk.p_V)
         return walk._replace(
             p_V=p_V, tried_V=walk.tried_V.at[token_id].set(True), num_tried=walk.num_tried + 1
         )
 
-    return jax.lax.cond((q > 0) & (uniform * q < walk.p_V[token_id]), accepted, rejected)
+    return jax.lax.cond((q > 0) & (uniform * q < walk.p_V[token_id]), accept_drafts, reject_drafts)
 
 
 def residual(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
-from jaxpage.device.packing import multiply_packed, packed_rows
+from jaxpage.device.packing import multiply_packed, read_packed_rows
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
@@ -118,7 +118,7 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
         multiply_packed,
-        packed_rows,
+        read_packed_rows,
         by_group if has_groups else None,
         ROW_KERNELS if backend.in_cpp else None,
     )

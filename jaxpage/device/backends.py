@@ -183,8 +183,8 @@ def _attention_set(
 
 def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
-    found = capability(device) or (0, 0)
-    return found == (0, 0) or found >= BFLOAT16_CAPABILITY
+    capability_of_device = capability(device) or (0, 0)
+    return capability_of_device == (0, 0) or capability_of_device >= BFLOAT16_CAPABILITY
 
 
 def cpp_compiler() -> list[str]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.sampler import draws_of, each_row, largest_of, noise_key
 from jaxpage.device.step_inputs import Flags, StepInputs
-from jaxpage.layers.sharding import Sharding, gathered, place_of_device
+from jaxpage.layers.sharding import Sharding, gather, place_of_device
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 
@@ -39,7 +39,7 @@ class Logits(NamedTuple):
     def whole(self) -> Float[Array, "R V"]:
         """Returns the logits over the whole vocabulary, gathered from all devices."""
         return (
-            gathered(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
+            gather(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
             if self.are_divided
             else self.own_RU
         )
@@ -108,7 +108,7 @@ def _first_of_all(
     own_4R = jnp.stack(
         [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]
     )
-    bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gathered(own_4R[:, None], 1, sharding)
+    bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gather(own_4R[:, None], 1, sharding)
     largest_NR = jax.lax.bitcast_convert_type(bits_NR, jnp.float32)
     largest_R = jnp.max(largest_NR, axis=0)
     found_R = jnp.min(

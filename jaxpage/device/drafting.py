@@ -27,7 +27,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.drafter import TargetStep
 from jaxpage.device.kv_pages import KVPages, in_groups
 from jaxpage.device.moving import copy_blocks, copy_slots
-from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
+from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturb_logits
 from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.device.verify import moves
 from jaxpage.layers.context import ForwardContext
@@ -295,7 +295,7 @@ def _best(
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
         return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
     if choice == "coupled":
-        logits = perturbed(
+        logits = perturb_logits(
             logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row
         )
     scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), width)

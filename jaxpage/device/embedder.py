@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.executables import compiled
+from jaxpage.device.executables import compile_ahead
 from jaxpage.device.mesh import DeviceMesh, shapes_of
-from jaxpage.device.step_inputs import TableShape, empty_inputs, packed_size, unpack
-from jaxpage.device.steps import StepOptions, pooled_step
+from jaxpage.device.step_inputs import TableShape, empty_inputs, size_when_packed, unpack
+from jaxpage.device.steps import StepOptions, pool_step
 from jaxpage.models import KVSpec, kv_of_shard
 from jaxpage.outputs import TokenPooling
 
@@ -81,12 +81,12 @@ class Embedder:
         chunks = []
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             part = token_ids[start : start + CHUNK_TOKENS]
-            packed = packed_chunk(part, start, self._bucket, TableShape(1, width), self._block_size)
+            packed = pack_chunk(part, start, self._bucket, TableShape(1, width), self._block_size)
             step = self._steps[width]
             pooled, pages = step(parameters, pages, packed, np.int32(num_skipped))
             chunks.append(np.asarray(pooled))
         first = num_skipped // CHUNK_TOKENS
-        vectors = _pooled(np.stack(chunks), first, range(num_skipped, len(token_ids)))
+        vectors = _pool(np.stack(chunks), first, range(num_skipped, len(token_ids)))
         return np.concatenate([vectors[mode] for mode in pooling.modes])
 
     def compile(self, num_tokens: int) -> int:
@@ -97,7 +97,7 @@ class Embedder:
         """
         width = self._width(num_tokens)
         if width not in self._steps:
-            self._steps[width] = self._compiled(width)
+            self._steps[width] = self._compile(width)
         return width
 
     def is_compiled(self, num_tokens: int) -> bool:
@@ -112,9 +112,9 @@ class Embedder:
 
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
         layers = kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
-        return kv_pages.divided_shapes(layers, self._options.sharding.num_local, self._mesh)
+        return kv_pages.divide_shapes(layers, self._options.sharding.num_local, self._mesh)
 
-    def _compiled(self, width: int) -> Any:
+    def _compile(self, width: int) -> Any:
         tables = TableShape(1, width)
         options = self._options._replace(tables=tables, context=width * self._block_size)
 
@@ -122,23 +122,23 @@ class Embedder:
             parameters: Any, pages: kv_pages.KVPages, packed: jax.Array, num_skipped: jax.Array
         ) -> tuple[jax.Array, kv_pages.KVPages]:
             inputs = unpack(packed, self._bucket, tables)
-            return pooled_step(parameters, pages, inputs, num_skipped, self._bucket, options)
+            return pool_step(parameters, pages, inputs, num_skipped, self._bucket, options)
 
         pages = self._page_shapes(width)
-        packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
+        packed = self._mesh.whole(np.zeros(size_when_packed(self._bucket, tables), np.int32))
         whole_step = self._mesh.on_each(step, (self._parameters, pages, None, None), (None, pages))
         step = jax.jit(whole_step, donate_argnums=1)
         skipped = self._mesh.whole(np.zeros((), np.int32))
-        return compiled(step, self._parameters, pages, packed, skipped, graphs=options.graphs)
+        return compile_ahead(step, self._parameters, pages, packed, skipped, graphs=options.graphs)
 
 
-def _pooled(
+def _pool(
     rows_XRD: npt.NDArray[np.float32], first: int, counted: range
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Returns the vector [D] of each way of pooling, by its name.
 
     Args:
-        rows_XRD: What `pooled_step` gave for each chunk.
+        rows_XRD: What `pool_step` gave for each chunk.
         first: The chunk with the first token that counts.
         counted: The positions of the tokens that count.
     """
@@ -154,7 +154,7 @@ def _pooled(
     return {mode: vector.astype(np.float32) for mode, vector in vectors.items()}
 
 
-def packed_chunk(
+def pack_chunk(
     token_ids: Sequence[int], start: int, bucket: Bucket, tables: TableShape, block_size: int
 ) -> npt.NDArray[np.int32]:
     """Packs a step of one sequence whose tokens before `start` are computed.

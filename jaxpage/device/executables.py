@@ -24,7 +24,7 @@ from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages, in_groups
 from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
-from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
+from jaxpage.device.step_inputs import ProcessorInputs, processor_shapes, size_when_packed
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 from jaxpage.errors import UnsupportedError
@@ -73,8 +73,8 @@ class CompiledStep(NamedTuple):
         if processor_inputs is not None:
             filled = ProcessorInputs(
                 *(
-                    own if given is None else given
-                    for given, own in zip(processor_inputs, filled, strict=True)
+                    default if array is None else array
+                    for array, default in zip(processor_inputs, filled, strict=True)
                 )
             )
         pages, others = split_layers(pages, self.off)
@@ -141,17 +141,17 @@ class Executables:
             for num_draws in {b.num_processed for b in menu.buckets}
         }
         for group in range(options.tables.num_groups):
-            own = self._of_group(pages, group)
+            group_pages = self._of_group(pages, group)
             backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
-                _compile_copy, own, menu.num_copies, backend, mesh
+                _compile_copy, group_pages, menu.num_copies, backend, mesh
             )
             if menu.num_swapped:
                 jobs[f"gather {group}"] = functools.partial(
-                    _compile_gather, own, menu.num_swapped, backend, mesh
+                    _compile_gather, group_pages, menu.num_swapped, backend, mesh
                 )
                 jobs[f"scatter {group}"] = functools.partial(
-                    _compile_scatter, own, menu.num_swapped, backend, mesh
+                    _compile_scatter, group_pages, menu.num_swapped, backend, mesh
                 )
         self._stored = stored
         if stored is None:
@@ -204,7 +204,7 @@ class Executables:
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
-        return self._moved(pages, group, f"copy {group}", pairs)
+        return self._move(pages, group, f"copy {group}", pairs)
 
     def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
         """Returns the contents of blocks, as far as they are on devices of this process."""
@@ -214,17 +214,19 @@ class Executables:
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
         """Writes contents into blocks, as `gather` returned them."""
-        return self._moved(
+        return self._move(
             pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1)
         )
 
-    def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
+    def _move(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """Runs an executable that moves blocks of one group; returns the pages of all layers."""
         move = self._executable(name)
         return in_groups(
             pages,
             self.options.layer_groups,
-            lambda other, own: move(own, *arguments) if other == group else own,
+            lambda other, group_pages: (
+                move(group_pages, *arguments) if other == group else group_pages
+            ),
         )
 
     def _of_group(self, pages: KVPages, group: int) -> KVPages:
@@ -248,8 +250,8 @@ class Executables:
         """Loads the executables that were found as files on other threads, in this order."""
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
         for key in keys:
-            if isinstance(found := self._table[key], Found):
-                self._table[key] = pool.submit(found.load)
+            if isinstance(entry := self._table[key], Found):
+                self._table[key] = pool.submit(entry.load)
         pool.shutdown(wait=False)
 
     def close(self) -> None:
@@ -292,21 +294,21 @@ def step_call(
 
     The parameters and the pages come before them; the pages are donated.
     """
-    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
-    rest = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
+    packed = jax.ShapeDtypeStruct((size_when_packed(bucket, options.tables),), jnp.int32)
+    shapes = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
     of_device = functools.partial(model_step, bucket=bucket, options=options)
     step = mesh.on_each(of_device, (parameters, pages, None, None), (None, pages))
-    return jax.jit(step, donate_argnums=1), rest
+    return jax.jit(step, donate_argnums=1), shapes
 
 
 def _compile_step(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
-    step, rest = step_call(parameters, pages, bucket, options, mesh)
-    return compiled(step, parameters, pages, *rest, graphs=options.graphs)
+    step, shapes = step_call(parameters, pages, bucket, options, mesh)
+    return compile_ahead(step, parameters, pages, *shapes, graphs=options.graphs)
 
 
-def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
+def compile_ahead(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
     """Compiles a function for arguments of these shapes."""
     return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
@@ -378,26 +380,26 @@ def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Processo
 def _compile_copy(pages: KVPages, num_copies: int, backend: Backend, mesh: DeviceMesh) -> Any:
     pairs = mesh.whole(jax.ShapeDtypeStruct((num_copies, 2), jnp.int32))
     copy = mesh.on_each(functools.partial(copy_step, backend=backend), (pages, None), pages)
-    return compiled(jax.jit(copy, donate_argnums=0), pages, pairs)
+    return compile_ahead(jax.jit(copy, donate_argnums=0), pages, pairs)
 
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
-    blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
+    blocks, contents = _shapes_of_swap(pages, num_blocks, mesh)
     gather = mesh.on_each(
         functools.partial(gather_blocks, backend=backend), (pages, None), contents
     )
-    return compiled(jax.jit(gather), pages, blocks)
+    return compile_ahead(jax.jit(gather), pages, blocks)
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
-    blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
+    blocks, contents = _shapes_of_swap(pages, num_blocks, mesh)
     scatter = mesh.on_each(
         functools.partial(scatter_blocks, backend=backend), (pages, None, contents), pages
     )
-    return compiled(jax.jit(scatter, donate_argnums=0), pages, blocks, contents)
+    return compile_ahead(jax.jit(scatter, donate_argnums=0), pages, blocks, contents)
 
 
-def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
+def _shapes_of_swap(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
     """Returns the shapes of the block ids and of the blocks' bytes.
 
     Each device has the bytes of its own heads.
@@ -406,7 +408,9 @@ def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[
         mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages)
     )
     contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
-    return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.divided(contents, 1)
+    return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.shapes_of_whole(
+        contents, 1
+    )
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:

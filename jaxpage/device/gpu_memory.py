@@ -56,10 +56,10 @@ def notice(utilization: float) -> str:
     """Returns a sentence if `utilization` is a share of less than the card, else ""."""
     if _fraction is not None:
         return ""
-    given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     why = (
-        f"{given[0]} is set"
-        if given
+        f"{variables[0]} is set"
+        if variables
         else "JAX had opened the GPU before the engine, with 0.75 of its memory by default"
     )
     return f"gpu_memory_utilization = {utilization:g} is a share of what JAX may take of the GPU, not of all its memory: {why}"

@@ -37,7 +37,7 @@ class HostPages:
         """
         shape = num_blocks + 1, block_bytes
         self._rows: Contents = (
-            np.empty(shape, np.uint8) if directory is None else _mapped(shape, directory)
+            np.empty(shape, np.uint8) if directory is None else _map_file(shape, directory)
         )
 
     def store(self, blocks: Blocks, contents: Contents) -> None:
@@ -56,7 +56,7 @@ class HostPages:
         self._rows = np.empty((0, 0), np.uint8)
 
 
-def _mapped(shape: tuple[int, int], directory: Path) -> Contents:
+def _map_file(shape: tuple[int, int], directory: Path) -> Contents:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryFile(dir=directory) as file:
         # Take the space now: a full disk would end the process at a write to mapped memory.

@@ -35,7 +35,7 @@ def to_host(arrays: Any, *, deletes: bool = True) -> Any:
         deletes: True deletes the arrays, one after the other; False leaves them to their owner.
     """
 
-    def moved(array: jax.Array) -> HostArray:
+    def move(array: jax.Array) -> HostArray:
         shards = array.addressable_shards
         parts = tuple((shard.device, np.array(shard.data)) for shard in shards)
         held = HostArray(array.shape, array.sharding, parts)
@@ -43,26 +43,26 @@ def to_host(arrays: Any, *, deletes: bool = True) -> Any:
             array.delete()
         return held
 
-    return jax.tree.map(_once(moved), arrays)
+    return jax.tree.map(_once(move), arrays)
 
 
 def to_device(held: Any) -> Any:
     """Returns the arrays of a tree of `HostArray`s on their devices; nothing is compiled."""
 
-    def moved(one: HostArray) -> jax.Array:
-        parts = [jax.device_put(numbers, device) for device, numbers in one.parts]
-        return jax.make_array_from_single_device_arrays(one.shape, one.sharding, parts)
+    def move(array: HostArray) -> jax.Array:
+        parts = [jax.device_put(numbers, device) for device, numbers in array.parts]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-    return jax.tree.map(_once(moved), held, is_leaf=lambda leaf: isinstance(leaf, HostArray))
+    return jax.tree.map(_once(move), held, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
 def _once(move: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a function that moves each object once, and then gives the same result again."""
     moved: dict[int, Any] = {}
 
-    def moved_once(one: Any) -> Any:
-        if id(one) not in moved:
-            moved[id(one)] = move(one)
-        return moved[id(one)]
+    def move_once(array: Any) -> Any:
+        if id(array) not in moved:
+            moved[id(array)] = move(array)
+        return moved[id(array)]
 
-    return moved_once
+    return move_once

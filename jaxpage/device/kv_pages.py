@@ -93,7 +93,7 @@ def page_shapes(
     return tuple(shapes)
 
 
-def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
+def divide_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
     """Returns the shapes of the pages on all devices: each layer's pages in each shard of a device.
 
     Args:
@@ -104,7 +104,9 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
     each = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(
         jax.tree.map(
-            lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None),
+            lambda page: mesh.shapes_of_whole(
+                page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None
+            ),
             each,
         )
     )

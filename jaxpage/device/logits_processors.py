@@ -53,12 +53,12 @@ def process_logits(
     With `by_row` it loops over rows instead of one wide computation.
     """
 
-    def processed() -> jax.Array:
+    def process() -> jax.Array:
         return process_rows(
             logits_BV, inputs.flags, processor_inputs, penalties_of(inputs), by_row=by_row
         )
 
-    return jax.lax.cond(are_processed(inputs.flags), processed, lambda: logits_BV)
+    return jax.lax.cond(are_processed(inputs.flags), process, lambda: logits_BV)
 
 
 def process_rows(
@@ -71,18 +71,22 @@ def process_rows(
 ) -> Float[Array, "B V"]:
     """Returns the logits that are drawn from, for some rows of a step that processes logits."""
 
-    def process_row(logits_V: jax.Array, given: ProcessorInputs, own: Penalties) -> jax.Array:
+    def process_row(
+        logits_V: jax.Array, processor_inputs: ProcessorInputs, row_penalties: Penalties
+    ) -> jax.Array:
         logits_V = jax.lax.cond(
-            flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V
+            flags[Flags.MASKED] > 0,
+            lambda: _mask(logits_V, processor_inputs.mask_RU),
+            lambda: logits_V,
         )
         logits_V = jax.lax.cond(
             flags[Flags.BIASED] > 0,
-            lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE),
+            lambda: _add_bias(logits_V, processor_inputs.bias_ids_RE, processor_inputs.bias_RE),
             lambda: logits_V,
         )
         return jax.lax.cond(
             flags[Flags.PENALISED] > 0,
-            lambda: _penalised(logits_V, given.history_RC, *own),
+            lambda: _penalise(logits_V, processor_inputs.history_RC, *row_penalties),
             lambda: logits_V,
         )
 
@@ -92,16 +96,16 @@ def process_rows(
     return jax.vmap(process_row)(*rows)
 
 
-def _masked(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:
+def _mask(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:
     bits = (words_U[:, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
     return jnp.where(bits.reshape(-1)[: logits_V.shape[0]] == 1, logits_V, -jnp.inf)
 
 
-def _biased(logits_V: jax.Array, ids_E: jax.Array, bias_E: jax.Array) -> jax.Array:
+def _add_bias(logits_V: jax.Array, ids_E: jax.Array, bias_E: jax.Array) -> jax.Array:
     return logits_V.at[ids_E].add(bias_E, mode="drop", wrap_negative_indices=False)
 
 
-def _penalised(
+def _penalise(
     logits_V: jax.Array,
     history_C: jax.Array,
     num_prompt_tokens: jax.Array,

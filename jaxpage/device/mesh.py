@@ -123,9 +123,9 @@ class DeviceMesh:
 
     def whole(self, shapes: Any) -> Any:
         """Returns shapes and types, in a tree, of arrays that are the same on every device."""
-        return self.divided(shapes, None)
+        return self.shapes_of_whole(shapes, None)
 
-    def divided(self, shapes: Any, axis: int | None) -> Any:
+    def shapes_of_whole(self, shapes: Any, axis: int | None) -> Any:
         """Returns the shapes of whole arrays of which each device has a part of these shapes.
 
         The parts are joined along `axis`; with None every device has the whole.
@@ -148,8 +148,8 @@ class DeviceMesh:
         """
         leaves, tree = jax.tree.flatten(shapes)
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
-        one = SingleDeviceSharding(self.first)
-        places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
+        sharding = SingleDeviceSharding(self.first)
+        places = tuple(sharding if self.size == 1 else shape.sharding for shape in leaves)
         return jax.tree.unflatten(tree, _zeros(alike, places)())
 
     def zero_shards(
@@ -163,7 +163,7 @@ class DeviceMesh:
             dtype: The type of all arrays.
         """
         shapes = [
-            self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
+            self.shapes_of_whole(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
             for shape, is_divided in parts
         ]
         arrays: list[jax.Array] = self.zeros(shapes)
@@ -251,5 +251,6 @@ def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
 def shapes_of(arrays: Any) -> Any:
     """Returns a tree of arrays as shapes, types and places, which hold nothing on the device."""
     return jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), arrays
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding),
+        arrays,
     )

@@ -44,14 +44,14 @@ def multiply_packed(
     return y_TO.astype(result)
 
 
-def packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:
+def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:
     """Returns rows of a table in panels; those of a quantised one in float32."""
     if isinstance(weight, PackedCodes):
-        return numbers(packed.quantized_rows(QuantizedWeight(*weight.codes), ids_T))
+        return numbers(packed.read_quantized_rows(QuantizedWeight(*weight.codes), ids_T))
     return packed.rows_of_panels(weight.panels, ids_T, weight.num_in)
 
 
-def packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
+def make_packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
     """Returns the function `x @ weight.T` by the kernel for CPUs; None where there is none."""
     if jax.default_backend() != "cpu" or not takes(weight.dtype):
         return None
@@ -72,17 +72,17 @@ def pack_weights(parameters: Any, packings: Packings) -> None:
             array.delete()
 
 
-def unpacked_weights(parameters: Any, packings: Packings) -> Any:
+def unpack_weights(parameters: Any, packings: Packings) -> Any:
     """Returns the tree of all parameters, with the weights [out, in] of those in panels."""
     tree = jax.tree.map(lambda array: array, parameters)
     for path, how in packings.items():
         branch = _branch(tree, path)
         if (array := branch.get(path[-1])) is not None:
-            branch[path[-1]] = unpacked_weight(array, how)
+            branch[path[-1]] = unpack_weight(array, how)
     return tree
 
 
-def unpacked_weight(array: jax.Array, how: Packing) -> jax.Array:
+def unpack_weight(array: jax.Array, how: Packing) -> jax.Array:
     """Returns the weight [out, in] of one in panels; each device has the same part as before."""
     return _of_each_part(array, lambda part: packed.unpack(part, how.num_rows, how.num_columns))
 

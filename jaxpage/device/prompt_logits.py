@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.embedder import packed_chunk
+from jaxpage.device.embedder import pack_chunk
 from jaxpage.device.kv_pages import KVPages, page_shapes
 from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape, unpack, views
@@ -74,7 +74,7 @@ def logits_of_prompt(
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]
-        packed = packed_chunk(part, start, _BUCKET, tables, block_size)
+        packed = pack_chunk(part, start, _BUCKET, tables, block_size)
         views(packed, _BUCKET, tables)["drawn_token_R"][:] = np.arange(STEP_TOKENS)
         logits_TV, pages = compiled(parameters, pages, packed)
         rows.append(np.asarray(logits_TV)[: len(part)])

@@ -69,18 +69,20 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
             stop_B=jnp.where(length_B > 0, inputs.context_len_B, 0),
             start_B=inputs.query_start[:-1],
         )
-        pages = _written(layer_pages, x_TE, inputs.slots_ZT[group])
+        pages = _write(layer_pages, x_TE, inputs.slots_ZT[group])
         if recurrence.update is None:
-            return _convolved(rows, inputs.positions_T, pages, recurrence), pages
+            return _convolve(rows, inputs.positions_T, pages, recurrence), pages
         out_TO = jnp.zeros((x_TE.shape[0], _out_width(recurrence, x_TE)), jnp.float32)
         if not by_row:
-            return _updated(rows, out_TO, pages, recurrence)
+            return _update(rows, out_TO, pages, recurrence)
 
         def one(
             row: jax.Array, carry: tuple[jax.Array, StatePages]
         ) -> tuple[jax.Array, StatePages]:
-            own = jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows)
-            return _updated(own, *carry, recurrence)
+            row_inputs = jax.tree.map(
+                lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows
+            )
+            return _update(row_inputs, *carry, recurrence)
 
         # Rows of padding come last.
         num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))
@@ -101,7 +103,7 @@ def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
     return int(out.shape[1])
 
 
-def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:
+def _write(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:
     block_size = pages.inputs.shape[1]
     place = slots_T // block_size, slots_T % block_size
     written = pages.inputs.at[place].set(
@@ -110,7 +112,7 @@ def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePag
     return pages._replace(inputs=written)
 
 
-def _convolved(
+def _convolve(
     rows: _Rows, positions_T: jax.Array, pages: StatePages, recurrence: Recurrence
 ) -> jax.Array:
     """Returns the outputs of a layer without a state, of all tokens at once.
@@ -122,11 +124,11 @@ def _convolved(
     row_T = jnp.searchsorted(rows.start_B, token_T, side="right", method="compare_all") - 1
     lookback = recurrence.state.lookback
     inputs_TWE = _last_inputs(pages.inputs, rows.table_BM, positions_T, lookback, row_T)
-    found: jax.Array = recurrence.prepare(inputs_TWE)
-    return found
+    prepared_inputs: jax.Array = recurrence.prepare(inputs_TWE)
+    return prepared_inputs
 
 
-def _updated(
+def _update(
     rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence
 ) -> tuple[jax.Array, StatePages]:
     """Returns `out_TO` with the outputs of the rows' tokens, and the pages with their states.
@@ -156,7 +158,7 @@ def _updated(
             index < num_blocks_B, jnp.minimum(rows.stop_B, (number_B + 1) * block_size), from_B
         )
 
-        def prepared(position_B: jax.Array) -> Any:
+        def prepare(position_B: jax.Array) -> Any:
             return recurrence.prepare(
                 _last_inputs(pages.inputs, rows.table_BM, position_B, recurrence.state.lookback)
             )
@@ -171,9 +173,9 @@ def _updated(
             is_new_B = is_there_B & (position_B >= rows.first_B)
             place_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
             state = new_state if is_one else jnp.where(_along(is_there_B, state), new_state, state)
-            return state, out_TO.at[place_B].set(out_BO, mode="drop"), prepared(position_B + 1)
+            return state, out_TO.at[place_B].set(out_BO, mode="drop"), prepare(position_B + 1)
 
-        carry = state, out_TO, prepared(from_B)
+        carry = state, out_TO, prepare(from_B)
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
         # A row without tokens in this turn writes to the null block.
         block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)
@@ -215,8 +217,8 @@ def _last_inputs(
         block_BW = jnp.take_along_axis(table_BM, place_BW, axis=1)
     else:
         block_BW = table_BM[row_B[:, None], place_BW]
-    found = inputs[block_BW, position_BW % block_size]
-    return jnp.where((position_BW >= 0)[..., None], found, 0)
+    last_inputs = inputs[block_BW, position_BW % block_size]
+    return jnp.where((position_BW >= 0)[..., None], last_inputs, 0)
 
 
 def _block_at(table_BM: jax.Array, place_B: jax.Array) -> jax.Array:

@@ -23,9 +23,9 @@ from jaxpage.device.logits_processors import (
     process_logits,
     process_rows,
 )
-from jaxpage.device.selection_kernels import bound_kernels
+from jaxpage.device.selection_kernels import kernels_in_use
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
-from jaxpage.device.truncation import Asked, truncate, where_wanted
+from jaxpage.device.truncation import RequestedCuts, truncate, where_wanted
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED, NUM_CANDIDATES
 
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
@@ -105,13 +105,13 @@ def draw(
     is_finite_B = are_finite(logits_BV)
     if by_row:
         logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=True)
-        token_ids_B = _drawn(logits_BV, draws_of(inputs), inputs.flags, by_row=True)
+        token_ids_B = _draw(logits_BV, draws_of(inputs), inputs.flags, by_row=True)
     else:
-        token_ids_B = _drawn_at_once(logits_BV, inputs, processor_inputs)
+        token_ids_B = _draw_at_once(logits_BV, inputs, processor_inputs)
     return jnp.where(is_finite_B, token_ids_B, NOT_FINITE)
 
 
-def _drawn(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool) -> jax.Array:
+def _draw(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool) -> jax.Array:
     def greedy() -> jax.Array:
         return jax.vmap(functools.partial(_first_of_the_largest, in_one_pass=not by_row))(logits_RV)
 
@@ -121,7 +121,7 @@ def _drawn(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool
     return jax.lax.cond(flags[Flags.RANDOM] > 0, random, greedy)
 
 
-def _drawn_at_once(
+def _draw_at_once(
     logits_RV: jax.Array, inputs: StepInputs, processor_inputs: ProcessorInputs
 ) -> jax.Array:
     """Draws from rows that are computed at once, without a second array as large as the logits.
@@ -132,24 +132,26 @@ def _drawn_at_once(
     at_once = min(PROCESSED_AT_ONCE, num_rows)
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
 
-    def processed(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
+    def process(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
         # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
         # The last rows may be drawn twice, with the same result.
         first = jnp.minimum(index * at_once, num_rows - at_once)
         place = first + jnp.arange(at_once)
-        some_RV, given, penalties, draws = jax.tree.map(lambda leaf: jnp.asarray(leaf)[place], rows)
-        some_RV = process_rows(some_RV, inputs.flags, given, penalties, by_row=False)
-        return token_ids_R.at[place].set(_drawn(some_RV, draws, inputs.flags, by_row=False))
+        some_RV, some_inputs, penalties, draws = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf)[place], rows
+        )
+        some_RV = process_rows(some_RV, inputs.flags, some_inputs, penalties, by_row=False)
+        return token_ids_R.at[place].set(_draw(some_RV, draws, inputs.flags, by_row=False))
 
     def all_processed() -> jax.Array:
         return jax.lax.fori_loop(
-            0, -(-num_rows // at_once), processed, jnp.zeros(num_rows, jnp.int32)
+            0, -(-num_rows // at_once), process, jnp.zeros(num_rows, jnp.int32)
         )
 
     return jax.lax.cond(
         are_processed(inputs.flags),
         all_processed,
-        lambda: _drawn(logits_RV, draws_of(inputs), inputs.flags, by_row=False),
+        lambda: _draw(logits_RV, draws_of(inputs), inputs.flags, by_row=False),
     )
 
 
@@ -188,11 +190,11 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
 
     cuts_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1])
     nucleus_R = top_p_R < 1.0
-    asked = Asked(
+    asked = RequestedCuts(
         any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
     )
     function = functools.partial(function, by_row=False, asked=asked)
-    if (kernels := bound_kernels()) is None:
+    if (kernels := kernels_in_use()) is None:
         return each_row(functools.partial(function, least=None), rows, by_row=False)
     least_R = jax.lax.cond(
         asked.top_k | asked.top_p_or_min_p,
@@ -204,7 +206,7 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     return jax.vmap(lambda least, *row: function(*row, least=least))(least_R, *rows)
 
 
-def perturbed(
+def perturb_logits(
     logits_RV: Float[Array, "R V"], draws: Draws, is_random: jax.Array, *, by_row: bool
 ) -> Float[Array, "R V"]:
     """Returns the numbers of which `draw` takes the largest.
@@ -214,9 +216,9 @@ def perturbed(
     """
 
     def perturb(
-        logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+        logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
     ) -> jax.Array:
-        noisy = functools.partial(_perturb, logits_V, temperature, *rest, **options)
+        noisy = functools.partial(_perturb, logits_V, temperature, *cuts, **options)
         return where_wanted(temperature > 0.0, options["asked"], "", noisy, lambda: logits_V)
 
     return jax.lax.cond(
@@ -236,9 +238,9 @@ def draw_draft(
     """
 
     def draw_row(
-        logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+        logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
     ) -> Any:
-        *cutoffs, seed_2, sample_index, position = rest
+        *cutoffs, seed_2, sample_index, position = cuts
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
@@ -252,18 +254,18 @@ def draw_draft(
 
 
 def _draw_row(
-    logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+    logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
 ) -> jax.Array:
     if not options["by_row"]:
         perturbed_V = jnp.where(
-            temperature > 0.0, _perturb(logits_V, temperature, *rest, **options), logits_V
+            temperature > 0.0, _perturb(logits_V, temperature, *cuts, **options), logits_V
         )
         return _first_of_the_largest(perturbed_V, in_one_pass=True)
     return where_wanted(
         temperature > 0.0,
         options["asked"],
         "",
-        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *rest, **options)),
+        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *cuts, **options)),
         lambda: _first_of_the_largest(logits_V),
     )
 
@@ -279,7 +281,7 @@ def _perturb(
     position: jax.Array,
     **options: Any,
 ) -> jax.Array:
-    scaled_V = _scaled(logits_V, temperature, top_k, top_p, min_p, **options)
+    scaled_V = _scale(logits_V, temperature, top_k, top_p, min_p, **options)
     return scaled_V + jax.random.gumbel(
         noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32
     )
@@ -317,7 +319,7 @@ def _distribution(
     **options: Any,
 ) -> jax.Array:
     def random() -> jax.Array:
-        return _scaled(logits_V, temperature, top_k, top_p, min_p, **options)
+        return _scale(logits_V, temperature, top_k, top_p, min_p, **options)
 
     def greedy() -> jax.Array:
         return jnp.where(
@@ -328,7 +330,7 @@ def _distribution(
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 
-def _scaled(
+def _scale(
     logits_V: jax.Array,
     temperature: jax.Array,
     *cuts: jax.Array,
@@ -357,9 +359,9 @@ def _first_in_one_pass(logits_V: jax.Array) -> tuple[jax.Array, jax.Array]:
     For two reductions XLA on a GPU would write the changed logits to memory.
     """
 
-    def larger(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        takes_one = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
-        return jnp.where(takes_one, one[0], other[0]), jnp.where(takes_one, one[1], other[1])
+    def larger(first: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        takes_one = (first[0] > other[0]) | ((first[0] == other[0]) & (first[1] < other[1]))
+        return jnp.where(takes_one, first[0], other[0]), jnp.where(takes_one, first[1], other[1])
 
     index_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
     start = jnp.float32(-jnp.inf), jnp.int32(logits_V.shape[0])
@@ -387,12 +389,12 @@ def log_probabilities(
         alone = (logits_BV[:, None], token_ids_B[:, None])
         rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
         return jax.tree.map(lambda array: array[:, 0], rows)
-    if (kernels := bound_kernels()) is not None:
-        return _selected_log_probabilities(logits_BV, token_ids_B, kernels.likeliest)
+    if (kernels := kernels_in_use()) is not None:
+        return _select_log_probabilities(logits_BV, token_ids_B, kernels.likeliest)
     return _log_probabilities(logits_BV, token_ids_B)
 
 
-def _selected_log_probabilities(
+def _select_log_probabilities(
     logits_BV: jax.Array,
     token_ids_B: jax.Array,
     likeliest: Callable[..., tuple[jax.Array, jax.Array]],

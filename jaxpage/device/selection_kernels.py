@@ -40,14 +40,14 @@ def selection_kernels(backend: Backend) -> Iterator[None]:
 
     The sampler uses them where rows are computed at once.
     """
-    token = _kernels.set(_found(backend))
+    token = _kernels.set(_find(backend))
     try:
         yield
     finally:
         _kernels.reset(token)
 
 
-def _found(backend: Backend) -> SelectionKernels | None:
+def _find(backend: Backend) -> SelectionKernels | None:
     for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
         if each.cutoffs is None or each.likeliest is None:
             continue
@@ -57,6 +57,6 @@ def _found(backend: Backend) -> SelectionKernels | None:
     return None
 
 
-def bound_kernels() -> SelectionKernels | None:
+def kernels_in_use() -> SelectionKernels | None:
     """Returns the kernels that are bound now, or None."""
     return _kernels.get()

@@ -140,7 +140,7 @@ def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> Proces
     )
 
 
-def packed_size(bucket: Bucket, tables: TableShape) -> int:
+def size_when_packed(bucket: Bucket, tables: TableShape) -> int:
     """Returns the length of a step's packed vector."""
     return max(place.stop for place, _ in _slices(bucket, tables).values())
 
@@ -160,7 +160,7 @@ def empty_inputs(
     bucket: Bucket, tables: TableShape
 ) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
     """Returns a packed vector of zeros, and its fields, to be written in place."""
-    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    packed = np.zeros(size_when_packed(bucket, tables), np.int32)
     return packed, views(packed, bucket, tables)
 
 

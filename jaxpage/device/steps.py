@@ -134,7 +134,7 @@ def _step(
         parameters["target"], pages, inputs, processor_inputs, bucket, options
     )
     if options.drafter is not None:
-        with TraceScope(make_layer_kernels(options.attention_backend)).opened():
+        with TraceScope(make_layer_kernels(options.attention_backend)).open():
             draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
         output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
@@ -150,11 +150,11 @@ def _target_step(
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row = options.sample_by_row
     backend = options.attention_backend
-    model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
-    own_RU = _drawn_logits(model, hidden_TD, inputs, options, divided=True)
+    model, hidden_TD, pages, states = _run_model(parameters, pages, inputs, bucket, options)
+    own_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(own_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
-        token_ids_R, paths, drawn = _drawn(logits, inputs, processor_inputs, bucket, options)
+        token_ids_R, paths, drawn = _draw(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
@@ -170,7 +170,7 @@ def _target_step(
     return StepOutput(drawn, scored, paths), target, pages
 
 
-def _drawn(
+def _draw(
     logits: Logits,
     inputs: StepInputs,
     processor_inputs: ProcessorInputs,
@@ -228,14 +228,16 @@ def _multi_step(
     A row that has no place left computes its last token again. What comes of it is dropped, and its
     key and value go to the null block.
     """
-    one = Bucket(bucket.num_rows, bucket.num_rows, 1)
+    single_step = Bucket(bucket.num_rows, bucket.num_rows, 1)
     num_tokens = bucket.num_tokens
     first_B = inputs.query_start[:-1]
     length_B = jnp.diff(inputs.query_start)
 
     def step(index: jax.Array, token_ids_B: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         now = at_step(inputs, index, token_ids_B)
-        output, _, pages = _target_step(parameters, pages, now, processor_inputs, one, options)
+        output, _, pages = _target_step(
+            parameters, pages, now, processor_inputs, single_step, options
+        )
         return output.drawn, pages
 
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -263,7 +265,7 @@ def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = Fals
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
 
-def _drawn_logits(
+def _logits_to_draw_from(
     model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
 ) -> jax.Array:
     """Returns the logits [R, V] of the tokens to draw from.
@@ -286,7 +288,7 @@ def _logits(
 
     A family may multiply by linear layers here, too, which take the rows' adapters (OPT-350m).
     """
-    with _scope(options, lora_slot_B, divided=divided).opened():
+    with _scope(options, lora_slot_B, divided=divided).open():
         return cast(jax.Array, model.logits(hidden_BD))
 
 
@@ -333,11 +335,11 @@ def logits_step(
         The logits [B, V] in float32 of the tokens to draw from, and the pages.
     """
     pages, own_pages = split_layers(pages, options.drafter)
-    model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
-    return _drawn_logits(model, hidden_TD, inputs, options, divided=False), pages + own_pages
+    model, hidden_TD, pages, _ = _run_model(parameters["target"], pages, inputs, bucket, options)
+    return _logits_to_draw_from(model, hidden_TD, inputs, options, divided=False), pages + own_pages
 
 
-def pooled_step(
+def pool_step(
     parameters: Any,
     pages: KVPages,
     inputs: StepInputs,
@@ -352,7 +354,7 @@ def pooled_step(
     step has one row. `parameters` are the model's alone, without a drafter's. The first
     `num_skipped` tokens of the prompt do not count.
     """
-    _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
+    _, hidden_TD, pages, _ = _run_model(parameters, pages, inputs, bucket, options)
     count = inputs.query_start[1]
     hidden_TD = hidden_TD.astype(jnp.float32)
     counts_T1 = jnp.arange(bucket.num_tokens) < count
@@ -369,7 +371,7 @@ def pooled_step(
     return jnp.stack(rows), pages
 
 
-def _hidden(
+def _run_model(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
     """Returns the model, its hidden states, its pages, and the states that a drafter takes."""
@@ -381,7 +383,7 @@ def _hidden(
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
-    with _scope(options, inputs.lora_slot_T).opened():
+    with _scope(options, inputs.lora_slot_T).open():
         hidden_TD, by_layer, states = model(
             inputs.token_ids_T, _by_layer(pages, options.sharding), context
         )
@@ -411,7 +413,7 @@ def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
 
 
 def _pack_drawn(
-    logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool
+    logits_BV: jax.Array, token_ids_B: jax.Array, has_logprobs: jax.Array | bool, *, by_row: bool
 ) -> jax.Array:
     def with_logprobs() -> jax.Array:
         logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(
@@ -423,10 +425,10 @@ def _pack_drawn(
 
     num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])
     width = 2 + 2 * num_candidates
-    rest = jax.lax.cond(
-        wanted, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32)
+    logprobs = jax.lax.cond(
+        has_logprobs, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32)
     )
-    return jnp.concatenate([token_ids_B[:, None], rest], axis=1)
+    return jnp.concatenate([token_ids_B[:, None], logprobs], axis=1)
 
 
 def _bits(values: jax.Array) -> jax.Array:

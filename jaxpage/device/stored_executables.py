@@ -94,7 +94,7 @@ class StoredExecutables:
                 self.num_found += 1
             workspace_bytes = int.from_bytes(contents[:_SIZE_BYTES], "little")
             load = functools.partial(
-                _loaded, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one
+                _load, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one
             )
             return Found(load, workspace_bytes)
         compiled = compile_one()
@@ -139,7 +139,7 @@ class StoredExecutables:
         except OSError as error:
             logger.debug("cannot tidy %s: %s", self._directory, error)
 
-    def _described(self, leaf: Any) -> str:
+    def _describe(self, leaf: Any) -> str:
         if hasattr(leaf, "dtype"):
             return f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}"
         # The model is a leaf of the call of every step, and its text takes 50 ms.
@@ -150,7 +150,7 @@ class StoredExecutables:
     def _path(self, call: functools.partial[Any]) -> Path | None:
         """Returns the file of a call; None where something in it has no name but its address."""
         leaves, tree = jax.tree.flatten((call.args, call.keywords))
-        arguments = [self._described(leaf) for leaf in leaves]
+        arguments = [self._describe(leaf) for leaf in leaves]
         text = f"{_surroundings()} {call.func.__qualname__} {tree} {arguments}"
         if " at 0x" in text:
             return None
@@ -210,7 +210,7 @@ def _read(path: Path) -> memoryview | None:
     return contents[_DIGEST_BYTES:]
 
 
-def _loaded(
+def _load(
     payload: memoryview,
     trees: tuple[Any, Any],
     devices: Sequence[jax.Device],

@@ -19,7 +19,7 @@ from pallas_kernels import mass_of
 NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
 
 
-class Asked(NamedTuple):
+class RequestedCuts(NamedTuple):
     """Says which cut-offs any random draw of a step asks for, where all draws are computed at once.
 
     Other cut-offs are not computed.
@@ -31,8 +31,8 @@ class Asked(NamedTuple):
 
 
 def where_wanted(
-    wanted: jax.Array,
-    asked: Asked | None,
+    cuts_B: jax.Array,
+    asked: RequestedCuts | None,
     by_any: str,
     work: Callable[[], jax.Array],
     otherwise: Callable[[], jax.Array],
@@ -44,12 +44,12 @@ def where_wanted(
     so, or "" if it always happens.
     """
     if asked is None:
-        return jax.lax.cond(wanted, work, otherwise)
+        return jax.lax.cond(cuts_B, work, otherwise)
 
-    def selected() -> jax.Array:
-        return jnp.where(wanted, work(), otherwise())
+    def select() -> jax.Array:
+        return jnp.where(cuts_B, work(), otherwise())
 
-    return jax.lax.cond(getattr(asked, by_any), selected, otherwise) if by_any else selected()
+    return jax.lax.cond(getattr(asked, by_any), select, otherwise) if by_any else select()
 
 
 def truncate(
@@ -59,7 +59,7 @@ def truncate(
     min_p: jax.Array,
     *,
     by_row: bool,
-    asked: Asked | None = None,
+    asked: RequestedCuts | None = None,
 ) -> Float[Array, "V"]:
     """Sets to -inf the logits that top-k, top-p and min-p leave out, in this order.
 
@@ -76,7 +76,7 @@ def truncate(
         asked: The cut-offs that draws ask for which are computed at once with this one.
     """
 
-    def bisected() -> jax.Array:
+    def bisect() -> jax.Array:
         cuts = (top_k > 0) & (top_k < logits_V.shape[0])
         cutoff = where_wanted(
             cuts,
@@ -95,9 +95,9 @@ def truncate(
         return _cut(logits_V, cutoff, likeliest_K, top_p, min_p, asked, by_row=True)
 
     if not by_row:
-        return bisected()
+        return bisect()
     num_likeliest = min(NUM_LIKELIEST, logits_V.shape[0])
-    return jax.lax.cond((top_k > 0) & (top_k <= num_likeliest), among_the_likeliest, bisected)
+    return jax.lax.cond((top_k > 0) & (top_k <= num_likeliest), among_the_likeliest, bisect)
 
 
 def _cut(
@@ -106,7 +106,7 @@ def _cut(
     likeliest_K: jax.Array | None,
     top_p: jax.Array,
     min_p: jax.Array,
-    asked: Asked | None,
+    asked: RequestedCuts | None,
     *,
     by_row: bool,
 ) -> jax.Array:
@@ -127,7 +127,7 @@ def _likely(
     cutoff: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    asked: Asked | None,
+    asked: RequestedCuts | None,
     *,
     by_row: bool,
 ) -> jax.Array:
@@ -145,17 +145,17 @@ def _likely(
     likelihood_V = relative(logits_V)
     mass = top_p * add_up(likelihood_V)
 
-    def bisected() -> jax.Array:
+    def bisect() -> jax.Array:
         return likelihood_V >= _largest_cutoff(
             likelihood_V, lambda above_V: add_up(jnp.where(above_V, likelihood_V, 0.0)) >= mass
         )
 
     def nucleus() -> jax.Array:
         if likeliest_K is None:
-            return bisected()
+            return bisect()
         reached_K = jnp.cumsum(relative(likeliest_K)) >= mass
         return jax.lax.cond(  # ties may reach beyond the most likely tokens
-            jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected
+            jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisect
         )
 
     kept_V = where_wanted(

@@ -17,7 +17,7 @@ Other rooms take:
 """
 
 from jaxpage.driver.driver import OBEY_SECONDS, Driver
-from jaxpage.driver.encoding import check_streamable, prepared
+from jaxpage.driver.encoding import check_streamable, prepare
 from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
@@ -34,5 +34,5 @@ __all__ = [
     "Update",
     "check_streamable",
     "copy_error",
-    "prepared",
+    "prepare",
 ]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from jaxpage.device import Embedder
 from jaxpage.driver.handle import Handle, Update
-from jaxpage.driver.orders import Answer, Order
+from jaxpage.driver.orders import Order, PendingAnswer
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.outputs import RequestOutput, TokenPooling
@@ -21,9 +21,9 @@ class AnsweringHandle(Handle):
     """Follows a request that has answers, which all get an error if it ends before."""
 
     def __init__(
-        self, turns: Turns, request: PreparedRequest, answers: Sequence[Answer[Any]]
+        self, turns: Turns, request: PreparedRequest, answers: Sequence[PendingAnswer[Any]]
     ) -> None:
-        super().__init__(request, self._ended)
+        super().__init__(request, self._fail_if_ended)
         self._turns = turns
         self._answers = answers
         for answer in answers:
@@ -31,7 +31,7 @@ class AnsweringHandle(Handle):
             # driver's thread is about to fill it.
             answer.set_running_or_notify_cancel()
 
-    def refused(self, added: Future[None]) -> None:
+    def fail_if_refused(self, added: Future[None]) -> None:
         """Passes on the error with which the driver refused the request, if it did."""
         if (error := added.exception()) is not None:
             self.fail(error)
@@ -42,7 +42,7 @@ class AnsweringHandle(Handle):
             if not answer.done():
                 answer.set_exception(error)
 
-    def _ended(self, updates: Sequence[Update]) -> None:
+    def _fail_if_ended(self, updates: Sequence[Update]) -> None:
         for _, update in updates:
             if isinstance(update, RequestOutput):
                 reason = update.outputs[0].stop_reason
@@ -59,7 +59,7 @@ class Pinning(AnsweringHandle):
     """
 
     def __init__(self, turns: Turns, prefix: PreparedRequest) -> None:
-        self.pin_id: Answer[int] = Answer()
+        self.pin_id: PendingAnswer[int] = PendingAnswer()
         super().__init__(turns, prefix._replace(is_prefix=True), [self.pin_id])
 
     def withdraw(self, engine: Engine) -> None:
@@ -102,7 +102,9 @@ class Embedding(AnsweringHandle):
         prompts: Sequence[PreparedRequest],
         poolings: Sequence[TokenPooling],
     ) -> None:
-        self.vectors: list[Answer[npt.NDArray[np.float32]]] = [Answer() for _ in prompts]
+        self.vectors: list[PendingAnswer[npt.NDArray[np.float32]]] = [
+            PendingAnswer() for _ in prompts
+        ]
         super().__init__(turns, prompts[0], self.vectors)
         self._embedder = embedder
         self._remaining = iter(list(zip(prompts, poolings, self.vectors, strict=True)))

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from jaxpage.device import Embedder
 from jaxpage.driver.answering import AnsweringHandle, Embedding, Pinning
 from jaxpage.driver.handle import Handle, copy_error
-from jaxpage.driver.orders import Answer, Change, Order
+from jaxpage.driver.orders import Change, Order, PendingAnswer
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
@@ -71,7 +71,7 @@ class Driver:
 
         Args:
             engine: The engine. From now on others may only call methods that change nothing, such
-                as `Engine.prepare` and `Engine.compiled`.
+                as `Engine.prepare` and `Engine.compile_grammar`.
             num_places: The most requests at a time; more are refused. None means any number.
             request_timeout_seconds: The time from the arrival to the end of a request.
             stalled_after_seconds: A turn that takes longer makes `healthy` false.
@@ -170,16 +170,16 @@ class Driver:
 
     def call(
         self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False
-    ) -> Answer[_Result]:
+    ) -> PendingAnswer[_Result]:
         """Calls a function of the engine between two steps.
 
         It must be quick, because everybody waits for it.
         """
-        answer: Answer[_Result] = Answer()
+        answer: PendingAnswer[_Result] = PendingAnswer()
         self.turns.post(Order(function, answer, waits_for_weights))
         return answer
 
-    def add(self, handles: Sequence[Handle], name: str = "request") -> Answer[None]:
+    def add(self, handles: Sequence[Handle], name: str = "request") -> PendingAnswer[None]:
         """Gives requests to the engine, all or none.
 
         A caller that does not wait for their last outputs ends them with `end`. They count as
@@ -197,7 +197,7 @@ class Driver:
             EngineFailed: The engine has failed.
         """
         turns = self.turns
-        added: Answer[None] = Answer()
+        added: PendingAnswer[None] = PendingAnswer()
         turns.take_places(handles)
         try:
             turns.post(Order(lambda engine: turns.accept(handles, name, added), added))
@@ -210,7 +210,7 @@ class Driver:
         """Ends requests before the next step. A finaliser may call this, on any thread."""
         self.turns.end(handles)
 
-    def abort(self, handle: Handle) -> Answer[None]:
+    def abort(self, handle: Handle) -> PendingAnswer[None]:
         """Ends a request with a last output, whatever it waits for.
 
         One that was not given to `add` yet ends as soon as it is.
@@ -220,7 +220,7 @@ class Driver:
         return self.call(lambda engine: turns.abort(handle))
 
     @contextlib.contextmanager
-    def pinning(self, prefix: PreparedRequest) -> Iterator[Answer[int]]:
+    def pinning(self, prefix: PreparedRequest) -> Iterator[PendingAnswer[int]]:
         """Computes a prefix and pins it, unless the `with` block ends with an error.
 
         The answer is the id of the pin. The errors are those of `add`.
@@ -239,7 +239,7 @@ class Driver:
         embedder: Embedder,
         prompts: Sequence[PreparedRequest],
         poolings: Sequence[TokenPooling],
-    ) -> Iterator[Sequence[Answer[npt.NDArray[np.float32]]]]:
+    ) -> Iterator[Sequence[PendingAnswer[npt.NDArray[np.float32]]]]:
         """Computes the vectors of prompts between steps, until the end of the `with` block.
 
         All are computed with the same weights. The answers are a vector [D] for each prompt. The
@@ -259,9 +259,9 @@ class Driver:
 
     def _add_answering(self, handle: AnsweringHandle, name: str) -> None:
         """Adds a request whose answers tell all that there is to tell."""
-        self.add([handle], name).add_done_callback(handle.refused)
+        self.add([handle], name).add_done_callback(handle.fail_if_refused)
 
-    def unpin(self, pin_id: int) -> Answer[None]:
+    def unpin(self, pin_id: int) -> PendingAnswer[None]:
         """Releases a pin. A pin that is lost or released is no error."""
         return self.call(lambda engine: engine.unpin(pin_id))
 
@@ -271,7 +271,7 @@ class Driver:
 
     def replacing(
         self, weights: Any, *, abort: bool = False, tells: bool = False, queues: bool = False
-    ) -> contextlib.AbstractContextManager[Answer[int]]:
+    ) -> contextlib.AbstractContextManager[PendingAnswer[int]]:
         """Takes other weights once nothing runs; see `changing`. The answer is their version.
 
         Args:
@@ -288,7 +288,7 @@ class Driver:
             queues=queues,
         )
 
-    def falling_asleep(self, level: int) -> contextlib.AbstractContextManager[Answer[None]]:
+    def falling_asleep(self, level: int) -> contextlib.AbstractContextManager[PendingAnswer[None]]:
         """Has the engine sleep once nothing runs; see `changing` and `Engine.sleep`.
 
         Requests that come in meanwhile wait until it is woken.
@@ -304,7 +304,7 @@ class Driver:
         abort: bool = False,
         tells: bool = False,
         queues: bool = False,
-    ) -> Iterator[Answer[_Result]]:
+    ) -> Iterator[PendingAnswer[_Result]]:
         """Changes the weights once nothing runs. Requests that come in meanwhile wait for that.
 
         The end of the `with` block takes back a change that was not made.
@@ -329,28 +329,28 @@ class Driver:
         finally:
             change.withdraw()
 
-    def wake(self, parameters: Any) -> Answer[None]:
+    def wake(self, parameters: Any) -> PendingAnswer[None]:
         """Wakes the engine with its weights as they are on the device; see `Engine.wake`."""
         turns = self.turns
         return self.call(lambda engine: turns.wake(parameters))
 
-    def weights(self) -> Answer[Any]:
+    def weights(self) -> PendingAnswer[Any]:
         """Asks for the weights of the model and of its drafter; see `Engine.lend_weights`."""
         return self.call(Engine.lend_weights)
 
-    def drain(self, what: str = "The engine") -> Answer[None]:
+    def drain(self, what: str = "The engine") -> PendingAnswer[None]:
         """Accepts no more requests, and answers when none is left.
 
         Args:
             what: The thing that is shutting down, for the error of later requests.
         """
         turns = self.turns
-        answer = Answer[None]()
+        answer = PendingAnswer[None]()
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
         turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
         return answer
 
-    def end_late(self, what: str = "The engine") -> Answer[int]:
+    def end_late(self, what: str = "The engine") -> PendingAnswer[int]:
         """Ends every request that a drain has waited for too long; for `what` see `drain`.
 
         The answer is the number of those requests.
@@ -382,16 +382,16 @@ class Driver:
 
     # Waiting, on the thread of a caller.
 
-    def wait(self, answer: Answer[_Result], timeout: float | None = None) -> _Result:
+    def wait(self, answer: PendingAnswer[_Result], timeout: float | None = None) -> _Result:
         """Returns the answer to an order, or raises its error.
 
         Raises:
             TimeoutError: There is no answer after `timeout` seconds.
         """
-        self.taken(answer.box, timeout)
+        self.wait_for_item(answer.box, timeout)
         return answer.result()
 
-    def taken(self, box: queue.SimpleQueue[_Item], timeout: float | None = None) -> _Item:
+    def wait_for_item(self, box: queue.SimpleQueue[_Item], timeout: float | None = None) -> _Item:
         """Returns the next item of a box that the driver fills.
 
         Raises:

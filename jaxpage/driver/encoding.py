@@ -9,10 +9,10 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-def prepared(
+def prepare(
     engine: Engine, prompt: Prompt, checked: CheckedParams, *, add_special_tokens: bool = True
 ) -> PreparedRequest:
-    """Encodes and checks a prompt; a grammar is left to `Engine.compiled`.
+    """Encodes and checks a prompt; a grammar is left to `Engine.compile_grammar`.
 
     Any thread may call this while the engine runs.
 
@@ -30,11 +30,11 @@ def prepared(
     if token_ids is None:
         if engine.tokenizer is None:
             raise ValueError("The model has no tokenizer; give prompts as token ids")
-        token_ids = _encoded(engine.tokenizer, prompt.text, add_special_tokens=add_special_tokens)
+        token_ids = _encode(engine.tokenizer, prompt.text, add_special_tokens=add_special_tokens)
     return engine.prepare(prompt.text, token_ids, checked)
 
 
-def _encoded(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> tuple[int, ...]:
+def _encode(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> tuple[int, ...]:
     try:
         return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except BaseException as panic:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxpage.assembly import BuiltModel, Mode, given_weights, weights_for_waking
+from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_waking
 from jaxpage.checkpoints import Parameters
 from jaxpage.driver.driver import Driver
-from jaxpage.driver.encoding import check_streamable, prepared
-from jaxpage.driver.orders import Answer
+from jaxpage.driver.encoding import check_streamable, prepare
+from jaxpage.driver.orders import PendingAnswer
 from jaxpage.engine import (
     ByVectors,
     CheckedParams,
@@ -55,16 +55,24 @@ class DrivenModel(BuiltModel):
         adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
         checked: dict[int, CheckedParams] = {}  # keyed by `id()`: prompts may share parameters
-        for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
-            if not isinstance(one, SamplingParams | BeamSearchParams):
+        for index, (prompt, params_of_prompt, lora) in enumerate(
+            zip(normalised, each, adapters, strict=True)
+        ):
+            if not isinstance(params_of_prompt, SamplingParams | BeamSearchParams):
                 raise TypeError(
-                    f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}"
+                    f"params must be SamplingParams or BeamSearchParams, not {type(params_of_prompt).__name__}"
                 )
             try:
-                if id(one) not in checked:
-                    checked[id(one)] = self._engine.admission.check_params(one)
-                request = prepared(self._engine, prompt, checked[id(one)])
-                requests.append(request._replace(grammar=self._engine.compiled(one), lora=lora))
+                if id(params_of_prompt) not in checked:
+                    checked[id(params_of_prompt)] = self._engine.admission.check_params(
+                        params_of_prompt
+                    )
+                request = prepare(self._engine, prompt, checked[id(params_of_prompt)])
+                requests.append(
+                    request._replace(
+                        grammar=self._engine.compile_grammar(params_of_prompt), lora=lora
+                    )
+                )
             except Exception as error:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
@@ -102,14 +110,16 @@ class DrivenModel(BuiltModel):
             ModelNotFoundError: There is no such directory.
             CheckpointError: An adapter does not fit the model.
         """
-        if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
+        if wrong := [adapter for adapter in asked if not isinstance(adapter, LoRARequest | None)]:
             raise TypeError(
                 f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}"
             )
         opened = {
-            one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None
+            adapter: self._engine.open_adapter(adapter)
+            for adapter in dict.fromkeys(asked)
+            if adapter is not None
         }
-        return [opened.get(one) for one in asked]
+        return [opened.get(adapter) for adapter in asked]
 
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""
@@ -132,7 +142,7 @@ class DrivenModel(BuiltModel):
         self, prompts: Any, pooling: Pooling | None
     ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
         """Prepares prompts whose vectors are computed, with how each is pooled."""
-        prompts, poolings = self._embedding.prefixed(prompts, pooling)
+        prompts, poolings = self._embedding.add_prompts(prompts, pooling)
         if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
             return requests, poolings
         raise ValueError("embed needs at least one prompt")
@@ -154,12 +164,12 @@ class DrivenModel(BuiltModel):
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
-        """Returns other weights as they are on the device; see `given_weights`."""
+        """Returns other weights as they are on the device; see `load_given_weights`."""
         self._driver.check_awake()
         about = self._model, self.spec, self._packed, self.config.event_log
-        return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
+        return load_given_weights(*about, parameters, check_finite=check_finite, mode=mode)
 
-    def _sleeping(self, level: int) -> AbstractContextManager[Answer[None]]:
+    def _sleeping(self, level: int) -> AbstractContextManager[PendingAnswer[None]]:
         """Has the engine sleep once nothing runs; see `LLM.sleep`."""
         self._driver.check_awake()
         if level not in SLEEP_LEVELS:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jaxpage.driver.orders import Answer
+from jaxpage.driver.orders import PendingAnswer
 from jaxpage.engine import Engine, PreparedRequest, Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
@@ -75,7 +75,7 @@ class Handle:
         self.is_stream = is_stream
         self.is_wanted = self._is_pushed = is_pushed
         self.is_updated = self.is_over = self.is_aborted = self.has_place = False
-        self.added: Answer[None] | None = None
+        self.added: PendingAnswer[None] | None = None
         self.max_entries = max_entries
         self.reporter: Reporter | None = None
 

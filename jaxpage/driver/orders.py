@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 LATER: Final = object()
 
 
-class Answer(Future[_Result]):
+class PendingAnswer(Future[_Result]):
     """Holds the future answer to an order.
 
     An event loop awaits it with `asyncio.wrap_future`. A thread waits for its box and not for the
@@ -40,7 +40,7 @@ class Order(NamedTuple):
     """
 
     function: Callable[[Engine], Any]
-    answer: Answer[Any] | None = None
+    answer: PendingAnswer[Any] | None = None
     waits_for_weights: bool = False
 
     def obey(self, engine: Engine) -> None:
@@ -76,7 +76,7 @@ class Change(Generic[_Result]):
     def __init__(self, function: Callable[[Engine], _Result], *, frees_weights: bool) -> None:
         self.function = function
         self.frees_weights = frees_weights
-        self.answer: Answer[_Result] = Answer()
+        self.answer: PendingAnswer[_Result] = PendingAnswer()
         self.is_withdrawn = False
 
     def withdraw(self) -> None:

@@ -40,7 +40,7 @@ class RequestStream(Iterator[RequestOutput]):
             self._driver.check_open()
             update = next(self._updates, None)
             if update is None:
-                updates: list[Update] = self._driver.taken(self._box)
+                updates: list[Update] = self._driver.wait_for_item(self._box)
                 self._updates = iter(updates)
                 update = next(self._updates)
             if isinstance(update[1], JaxpageError):

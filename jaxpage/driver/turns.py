@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxpage.driver.handle import Handle, Update, copy_error, send
-from jaxpage.driver.orders import LATER, Answer, Change, Order
+from jaxpage.driver.orders import LATER, Change, Order, PendingAnswer
 from jaxpage.engine import Engine
 from jaxpage.errors import (
     CapacityError,
@@ -72,8 +72,8 @@ class Turns:
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
         self._updates: list[Update] = []
-        self._drained: list[Answer[None]] = []
-        self._later: set[Answer[Any]] = set()  # the answers that will come later
+        self._drained: list[PendingAnswer[None]] = []
+        self._later: set[PendingAnswer[Any]] = set()  # the answers that will come later
         self._held: list[Order] = []  # orders that wait for other weights
         self._accepts = True  # no drain has begun
         self._is_stopping = False
@@ -95,15 +95,15 @@ class Turns:
         if self.is_over:
             self._refuse_orders()
 
-    def want(self, one: Handle) -> None:
+    def want(self, handle: Handle) -> None:
         """Asks for the next output of a request; raises the error that ended the driver, if any."""
-        self.post(Order(lambda engine: self._wanted(one)))
+        self.post(Order(lambda engine: self._want(handle)))
         if self.is_over and self.refusal is not None:
             raise copy_error(self.refusal)
 
     def end(self, handles: Iterable[Handle]) -> None:
         """Notes requests that end before the next step. Requests that have ended are no error."""
-        unfinished = [one for one in handles if not one.is_over]
+        unfinished = [handle for handle in handles if not handle.is_over]
         if unfinished:
             self.inbox.put(Order(lambda engine: self._end_each(unfinished)))
 
@@ -232,10 +232,10 @@ class Turns:
             self._recover(error)
             return
         for group in groups:
-            one = self.live.get(group.request.request_id)
-            if one is not None:
-                one.is_updated = True
-                self._offer(one)
+            handle = self.live.get(group.request.request_id)
+            if handle is not None:
+                handle.is_updated = True
+                self._offer(handle)
 
     def _recover(self, error: Exception) -> None:
         """Ends all requests after a step that raised an error outside the engine's own handling.
@@ -255,7 +255,7 @@ class Turns:
         if self.engine.has_unfinished or num_left != stats["num_blocks_total"]:
             raise RuntimeError("KV blocks were not freed after a failed step") from error
 
-    def accept(self, handles: Sequence[Handle], name: str, added: Answer[None]) -> object:
+    def accept(self, handles: Sequence[Handle], name: str, added: PendingAnswer[None]) -> object:
         """Takes requests in, all or none; they count as unfinished from now on.
 
         The engine gets them now, or when the weights have come that are awaited.
@@ -329,27 +329,27 @@ class Turns:
         handle.is_updated = True
         self._offer(handle)
 
-    def _wanted(self, one: Handle) -> None:
-        one.is_wanted = True
-        self._offer(one)
+    def _want(self, handle: Handle) -> None:
+        handle.is_wanted = True
+        self._offer(handle)
 
-    def _offer(self, one: Handle) -> None:
+    def _offer(self, handle: Handle) -> None:
         """Makes the next output of a request, if its reader wants one now (see `Handle`)."""
         try:
-            output = one.news()
+            output = handle.news()
         except Exception as error:
             logger.error(
-                "the output of request %s cannot be reported", one.request_id, exc_info=error
+                "the output of request %s cannot be reported", handle.request_id, exc_info=error
             )
             failure = EngineFailed("The engine failed to report the output")
             failure.__cause__ = error
-            self.end_one(one, failure)
+            self.end_one(handle, failure)
             return
         if output is None:
             return
-        self._updates.append((one, output))
+        self._updates.append((handle, output))
         if output.finished:
-            self.end_one(one)
+            self.end_one(handle)
 
     def _end_what_is_late(self) -> None:
         if math.isinf(self._timeout_seconds):
@@ -365,31 +365,31 @@ class Turns:
         return DeadlineExceeded(f"The request did not finish within {self._timeout_seconds:g} s")
 
     def _end_each(self, handles: Sequence[Handle]) -> None:
-        for one in handles:
-            self.end_one(one)
+        for handle in handles:
+            self.end_one(handle)
 
-    def end_one(self, one: Handle, why: JaxpageError | None = None) -> None:
+    def end_one(self, handle: Handle, why: JaxpageError | None = None) -> None:
         """Ends a request; its place and blocks are free from now on.
 
         Args:
-            one: The request. One that has ended or was never accepted has nothing to give back.
+            handle: The request. One that has ended or was never accepted has nothing to give back.
             why: The error for its reader. If it is None, a reader that waits gets a last output,
                 unless the engine never had the request.
         """
-        if one.is_over:
+        if handle.is_over:
             return
-        one.is_over = True
-        if one.has_place:
-            one.has_place = False
+        handle.is_over = True
+        if handle.has_place:
+            handle.has_place = False
             self._places.append(None)
-        if self.live.pop(one.request_id, None) is not None:
-            self.engine.abort(one.request_id)
-        self._answer_added(one)
+        if self.live.pop(handle.request_id, None) is not None:
+            self.engine.abort(handle.request_id)
+        self._answer_added(handle)
         if why is not None:
-            self._updates.append((one, why))
+            self._updates.append((handle, why))
         else:
-            one.is_updated = True
-            self._offer(one)
+            handle.is_updated = True
+            self._offer(handle)
         self._answer_drains()
 
     def _in_engine(self) -> list[Handle]:
@@ -403,7 +403,7 @@ class Turns:
             self.end_one(handle, copy_error(why))
         return len(handles)
 
-    def begin_drain(self, answer: Answer[None]) -> object:
+    def begin_drain(self, answer: PendingAnswer[None]) -> object:
         """Gives the answer when no request is left."""
         self._accepts = False
         self._drained.append(answer)
@@ -415,13 +415,13 @@ class Turns:
         while self._drained and not self.live:
             self.answer(self._drained.pop(), None)
 
-    def answer(self, answer: Answer[Any], result: Any) -> None:
+    def answer(self, answer: PendingAnswer[Any], result: Any) -> None:
         """Gives an answer that came later, unless it was given already."""
         if answer in self._later:
             self._later.remove(answer)
             answer.set_result(result)
 
-    def fail_later(self, answer: Answer[Any] | None, error: Exception) -> None:
+    def fail_later(self, answer: PendingAnswer[Any] | None, error: Exception) -> None:
         """Gives an error as an answer that came later, unless the answer was given already."""
         if answer is not None and answer in self._later:
             self._later.remove(answer)
@@ -515,7 +515,7 @@ class Turns:
         self.is_over = True
         # End this future before any reader gets its error.
         self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
-        self._updates += [(one, copy_error(error)) for one in list(self.live.values())]
+        self._updates += [(handle, copy_error(error)) for handle in list(self.live.values())]
         self._send_updates()
         for answer in list(self._later):
             self.fail_later(answer, copy_error(error))

@@ -21,32 +21,32 @@ Other rooms take:
     chat_prompt            makes the prompt of a conversation by the chat template
     normalise              gives the prompts of a caller as a list
     one_each               gives one set of parameters for each prompt
-    named_params           lets a method take `sampling_params` for `params`
-    checked_token_ids      refuses token ids that the model does not have
+    accept_sampling_params           lets a method take `sampling_params` for `params`
+    check_token_ids      refuses token ids that the model does not have
     SCORING                are the parameters of requests for scores
-    scored_pairs           gives each prompt its continuation
+    pair_arguments           gives each prompt its continuation
     scores_of              makes scores of outputs
     continuation_logprobs  gives the log probability of each token after a prompt
     reranker_of            says how a model ranks documents
     TextEmbedding          says how texts become vectors
-    checked_dimensions     checks how many dimensions a call asks for
+    check_dimensions     checks how many dimensions a call asks for
     YesNo, ByVectors       rank by the probabilities of two tokens; by vectors
     RerankMethod           names these ways
-    checked_documents      gives the documents of a caller as a list
-    ranked                 puts documents in the order of their scores
+    check_documents      gives the documents of a caller as a list
+    rank                   puts documents in the order of their scores
 """
 
 from jaxpage.engine.adapters import Adapters, directory_of
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
-from jaxpage.engine.embedding import TextEmbedding, checked_dimensions
+from jaxpage.engine.embedding import TextEmbedding, check_dimensions
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.prompts import (
     Messages,
     Prompt,
+    accept_sampling_params,
     chat_prompt,
-    checked_token_ids,
-    named_params,
+    check_token_ids,
     normalise,
     one_each,
 )
@@ -55,12 +55,12 @@ from jaxpage.engine.reranking import (
     ByVectors,
     RerankMethod,
     YesNo,
-    checked_documents,
-    ranked,
+    check_documents,
+    rank,
     reranker_of,
 )
 from jaxpage.engine.runner import Runner
-from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs, scores_of
+from jaxpage.engine.scoring import SCORING, continuation_logprobs, pair_arguments, scores_of
 from jaxpage.engine.text import NoText, StreamDetokenizer, token_bytes
 
 __all__ = [
@@ -83,18 +83,18 @@ __all__ = [
     "StreamDetokenizer",
     "TextEmbedding",
     "YesNo",
+    "accept_sampling_params",
     "chat_prompt",
-    "checked_dimensions",
-    "checked_documents",
-    "checked_token_ids",
+    "check_dimensions",
+    "check_documents",
+    "check_token_ids",
     "continuation_logprobs",
     "directory_of",
-    "named_params",
     "normalise",
     "one_each",
-    "ranked",
+    "pair_arguments",
+    "rank",
     "reranker_of",
-    "scored_pairs",
     "scores_of",
     "token_bytes",
 ]

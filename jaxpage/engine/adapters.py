@@ -43,7 +43,7 @@ class Adapters:
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
         self._held: dict[str, Adapter] = {}  # by id of an unfinished request
 
-    def opened(self, asked: LoRARequest) -> Adapter:
+    def open(self, asked: LoRARequest) -> Adapter:
         """Returns the adapter of a request; any thread may call it.
 
         Args:
@@ -83,7 +83,7 @@ class Adapters:
         """Gives up the adapter of a request that has ended."""
         self._held.pop(request_id, None)
 
-    def placed(self, plan: StepPlan) -> Mapping[str, int]:
+    def load_for(self, plan: StepPlan) -> Mapping[str, int]:
         """Puts the adapters of a step on the device, and returns the slots by digest.
 
         It is called between two steps. Adapters that have a slot stay there.

@@ -203,7 +203,7 @@ class Admission:
             prompt=prepared.prompt,
             prompt_token_ids=prepared.token_ids,
             params=params,
-            seed=self._drawn_seed() if params.seed is None else params.seed,
+            seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=self._eos(params),
             max_total_tokens=longest,
             bad_word_token_ids=checked.bad_word_token_ids,
@@ -233,9 +233,9 @@ class Admission:
             raise ValueError(
                 f"bad_words={list(params.bad_words)!r} needs text, but the model has no tokenizer; use allowed_token_ids or logit_bias"
             )
-        return self.checked_words(self._spell(params.bad_words))
+        return self.check_words(self._spell(params.bad_words))
 
-    def checked_words(self, words: Words) -> Words:
+    def check_words(self, words: Words) -> Words:
         """Returns these words.
 
         Raises:
@@ -272,7 +272,7 @@ class Admission:
     def _eos(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self._eos_token_ids
 
-    def _drawn_seed(self) -> int:
+    def _draw_seed(self) -> int:
         """Returns a seed that depends on the engine's seed and the number of the request only."""
         return int(
             np.random.SeedSequence((self._seed, self._num_admitted)).generate_state(1, np.uint64)[0]

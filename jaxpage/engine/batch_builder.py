@@ -182,7 +182,7 @@ class BatchBuilder:
             for group, table in enumerate(row.block_tables):
                 tables[group, index, : len(table)] = table
         for group, blocks in enumerate(self.blocks[1:], start=1):
-            tables[group] = _counted(tables[group], blocks)
+            tables[group] = _offset_ids(tables[group], blocks)
         row_T = np.repeat(np.arange(num_rows), lengths)
         position_T = np.arange(total) - np.repeat(np.array(ends) - lengths, lengths)
         position_T += np.repeat([row.start for row in rows], lengths)
@@ -320,7 +320,7 @@ def _num_scored(rows: tuple[Row, ...]) -> int:
     return num_scored
 
 
-def _counted(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]:
+def _offset_ids(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]:
     """Returns ids of a pool as its layers' arrays count them.
 
     The null block is 0, and an id of another pool is -1.
@@ -348,11 +348,11 @@ def _moves(
     num_moved = 0
     for group, pools in enumerate(zip(sources, destinations, strict=True)):
         first, stop = np.array([(pool.start, pool.stop) for pool in pools], np.int32).T
-        own = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1
-        for start in range(0, len(own), max(1, size)):
-            part = own[start : start + size]
+        group_ids = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1
+        for start in range(0, len(group_ids), max(1, size)):
+            part = group_ids[start : start + size]
             moves.append((group, np.pad(part, ((0, size - len(part)), (0, 0)))))
-        num_moved += len(own)
+        num_moved += len(group_ids)
     if num_moved < len(ids):
         allowed = [f"{of[0].start} to {of[0].stop - 1}" for of in (sources, destinations)]
         raise ValueError(f"{name} {pairs} leave the pools: ids are {allowed[0]} and {allowed[1]}")

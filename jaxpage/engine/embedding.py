@@ -8,7 +8,7 @@ from typing import Any, get_args
 from jaxpage.checkpoints import EmbeddingFiles
 from jaxpage.engine.prompts import normalise
 from jaxpage.outputs import Pooling, TokenPooling
-from jaxpage.settings.argument_checks import check_choice, shown
+from jaxpage.settings.argument_checks import check_choice, show
 
 _MODES = {"last": "lasttoken", "mean": "mean"}
 
@@ -40,7 +40,7 @@ class TextEmbedding:
         modes = self.files.modes if asked is None else (_MODES[asked],)
         return TokenPooling(modes, 0 if self.files.include_prompt else self._num_tokens(prompt))
 
-    def prefixed(
+    def add_prompts(
         self, prompts: Any, asked: Pooling | None
     ) -> tuple[list[dict[str, Any]], list[TokenPooling]]:
         """Returns prompts after the default prompt of the files, and how each is pooled.
@@ -60,17 +60,17 @@ class TextEmbedding:
         before = self.files.default_prompt
         plain = self.pooling(asked, "")
         prefixed = self.pooling(asked, before)
-        found: list[dict[str, Any]] = []
+        prefixed_prompts: list[dict[str, Any]] = []
         poolings = []
         for prompt in normalise(prompts):
             if prompt.token_ids is None:
-                found.append({"prompt": f"{before}{prompt.text}"})
+                prefixed_prompts.append({"prompt": f"{before}{prompt.text}"})
                 poolings.append(prefixed)
             else:
                 text = {} if prompt.text is None else {"prompt": prompt.text}
-                found.append({**text, "prompt_token_ids": list(prompt.token_ids)})
+                prefixed_prompts.append({**text, "prompt_token_ids": list(prompt.token_ids)})
                 poolings.append(plain)
-        return found, poolings
+        return prefixed_prompts, poolings
 
     def _num_tokens(self, prompt: str) -> int:
         """Returns the number of tokens with which a text begins that comes after this prompt."""
@@ -81,7 +81,7 @@ class TextEmbedding:
         return len(ids) - (1 if len(ids) > 1 and ids[-1] in ends else 0)
 
 
-def checked_dimensions(dimensions: Any) -> int | None:
+def check_dimensions(dimensions: Any) -> int | None:
     """Returns the number of dimensions that a call asks for, or None.
 
     Raises:
@@ -89,6 +89,6 @@ def checked_dimensions(dimensions: Any) -> int | None:
     """
     is_count = isinstance(dimensions, int) and not isinstance(dimensions, bool) and dimensions > 0
     if dimensions is not None and not is_count:
-        raise ValueError(f"dimensions must be an integer of at least 1, not {shown(dimensions)}")
+        raise ValueError(f"dimensions must be an integer of at least 1, not {show(dimensions)}")
     count: int | None = dimensions
     return count

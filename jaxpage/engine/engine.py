@@ -63,7 +63,7 @@ class Engine:
     """Calls the scheduler and the runner in turn.
 
     Only the thread of its driver changes it. Any thread may prepare requests (`prepare`,
-    `compiled`, `opened_adapter`, `admission` and `grammars`) and ask whether it sleeps.
+    `compile_grammar`, `open_adapter`, `admission` and `grammars`) and ask whether it sleeps.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Engine:
         token_ids: TokenIds[int],
         params: SamplingParams | BeamSearchParams | CheckedParams,
     ) -> PreparedRequest:
-        """Returns a request for `add`, without its grammar; see `compiled`.
+        """Returns a request for `add`, without its grammar; see `compile_grammar`.
 
         It changes nothing, and any thread may call it.
 
@@ -154,7 +154,7 @@ class Engine:
         )
         return self.admission.prepare(prompt, token_ids, checked)
 
-    def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+    def compile_grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """Returns the compiled grammar of a checked request, or None if it asks for none.
 
         It may take seconds, and any thread may call it.
@@ -166,17 +166,17 @@ class Engine:
             JaxpageError: The process that tries grammars was killed twice, or gave no answer.
         """
         asked = getattr(params, "structured_outputs", None)
-        return None if asked is None else self.grammars.compiled(asked)
+        return None if asked is None else self.grammars.compile(asked)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
         """Takes in a request, and compiles its grammar if it has one that is not compiled.
 
         Raises:
             CapacityError: The request can never fit into the pool.
-            ValueError: The request id is in use; or what `compiled` raises.
+            ValueError: The request id is in use; or what `compile_grammar` raises.
         """
         request = self.admission.admit(request_id, prepared)
-        grammar = prepared.grammar or self.compiled(prepared.params)
+        grammar = prepared.grammar or self.compile_grammar(prepared.params)
         first_id, *other_ids = range(
             self._num_sequences, self._num_sequences + request.num_sequence_ids
         )
@@ -204,7 +204,7 @@ class Engine:
             group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version
         )
 
-    def opened_adapter(self, asked: LoRARequest) -> NamedAdapter:
+    def open_adapter(self, asked: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.
 
         Raises:
@@ -215,7 +215,7 @@ class Engine:
         """
         if self.adapters is None:
             raise UnsupportedError(f"LoRA adapter {asked.lora_name!r} needs enable_lora=True")
-        return NamedAdapter(asked.lora_name, self.adapters.opened(asked))
+        return NamedAdapter(asked.lora_name, self.adapters.open(asked))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once.
@@ -257,7 +257,7 @@ class Engine:
         try:
             # It is inside the `try`, so that a replay can fail where the logged step did.
             self.events.planned(plan)
-            slots = self.adapters.placed(plan) if self.adapters else NO_SLOTS
+            slots = self.adapters.load_for(plan) if self.adapters else NO_SLOTS
             result = self.runner.run(
                 self.builder.build(plan, masks_of(plan, self._strategies), slots)
             )

@@ -26,11 +26,11 @@ class Prompt:
     token_ids: tuple[int, ...] | None
 
 
-def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
+def accept_sampling_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Returns the method with `sampling_params`, vLLM's name, as another name of `params`."""
 
     @functools.wraps(method)
-    def renamed(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+    def call_renamed(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         if "sampling_params" in keywords:
             if "params" in keywords:
                 raise TypeError(
@@ -39,7 +39,7 @@ def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
             keywords["params"] = keywords.pop("sampling_params")
         return method(*arguments, **keywords)
 
-    return renamed
+    return call_renamed
 
 
 def normalise(prompts: Any) -> list[Prompt]:
@@ -58,32 +58,32 @@ def normalise(prompts: Any) -> list[Prompt]:
     raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
 
 
-def as_list(given: Any) -> Any:
+def as_list(values: Any) -> Any:
     """Returns an array (NumPy, JAX or PyTorch) as a list, and anything else unchanged."""
-    return given.tolist() if hasattr(given, "tolist") else given
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
-def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
     """Returns token ids, which may be an array with one axis, as a list.
 
     Raises:
         TypeError: It is no list of integers.
         ValueError: An id is none of the model's.
     """
-    given = as_list(token_ids)
+    values = as_list(token_ids)
     if (
-        not isinstance(given, Sequence)
-        or isinstance(given, str | bytes)
-        or not all(map(_is_integer, given))
+        not isinstance(values, Sequence)
+        or isinstance(values, str | bytes)
+        or not all(map(_is_integer, values))
     ):
         raise TypeError(
             f"token_ids must be a list of integers, or an array of them with one axis; got {token_ids!r:.80}"
         )
-    if wrong := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
+    if wrong := [token_id for token_id in values if not 0 <= token_id < vocab_size]:
         raise ValueError(
             f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}"
         )
-    return [int(token_id) for token_id in given]
+    return [int(token_id) for token_id in values]
 
 
 def chat_prompt(
@@ -98,11 +98,11 @@ def chat_prompt(
         raise TypeError(
             f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}"
         )
-    messages = [_checked_message(message) for message in messages]
-    if given := [
+    messages = [_check_message(message) for message in messages]
+    if options := [
         name for name in ("messages", "add_generation_prompt", "tokenize") if name in variables
     ]:
-        raise ValueError(f"chat_template_kwargs cannot have {', '.join(given)}")
+        raise ValueError(f"chat_template_kwargs cannot have {', '.join(options)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     asked = [*(["tools"] if tools else []), *variables]
     if unknown := [name for name in asked if not re.search(rf"\b{re.escape(name)}\b", template)]:
@@ -119,7 +119,7 @@ def chat_prompt(
     }
 
 
-def _checked_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the message with its parts joined as the server joins them.
 
     Raises:

@@ -94,7 +94,7 @@ class Reporter:
             prompt_logprobs = None if self.is_brief else self._prompt_logprobs()
         return self._output(completions, prompt_logprobs)
 
-    def completed(self, output: RequestOutput, *, is_delta: bool) -> RequestOutput:
+    def add_logprobs(self, output: RequestOutput, *, is_delta: bool) -> RequestOutput:
         """Returns an output that was brief with its log probabilities; any thread may call it.
 
         What it reads does not change any more: the scores of a prompt that is computed, or a
@@ -123,13 +123,13 @@ class Reporter:
 
     @property
     def _entries_per_token(self) -> int:
-        wanted = self._group.request.params.logprobs
-        return 1 if wanted is None else 2 + wanted
+        num_logprobs = self._group.request.params.logprobs
+        return 1 if num_logprobs is None else 2 + num_logprobs
 
     @property
     def _num_prompt_entries(self) -> int:
-        wanted = self._group.request.params.prompt_logprobs
-        return 0 if wanted is None else len(self._prompt_token_ids) * (1 + wanted)
+        num_logprobs = self._group.request.params.prompt_logprobs
+        return 0 if num_logprobs is None else len(self._prompt_token_ids) * (1 + num_logprobs)
 
     @property
     def _num_entries(self) -> int:
@@ -173,7 +173,7 @@ class Reporter:
             assert completion.cumulative_logprob is not None
             return completion.finish_reason == "error", -completion.cumulative_logprob
 
-        return _numbered(sorted(completions, key=rank)[: self._group.request.params.n])
+        return _number(sorted(completions, key=rank)[: self._group.request.params.n])
 
     def _hypotheses(self, beam: BeamSearchParams) -> list[CompletionOutput]:
         """Returns the result of a beam search, the best first.
@@ -194,23 +194,26 @@ class Reporter:
                 replace(self._completion(sequence, 0, 0), score=score if num_tokens else None)
             )
         ranked = sorted(completions, key=lambda completion: -(completion.score or 0.0))
-        return _numbered(ranked[: beam.n or beam.beam_width])
+        return _number(ranked[: beam.n or beam.beam_width])
 
     @property
     def _has_prompt_logprobs(self) -> bool:
         """Returns whether the prompt's log probabilities are wanted and complete."""
-        wanted = self._group.request.params.prompt_logprobs
-        return wanted is not None and not self._group.num_unscored
+        num_logprobs = self._group.request.params.prompt_logprobs
+        return num_logprobs is not None and not self._group.num_unscored
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Returns the prompt's log probabilities, or None if they are unwanted or not complete.
 
         The entry of the first token is None, since no token comes before it.
         """
-        wanted = self._group.request.params.prompt_logprobs
-        if wanted is None or not self._has_prompt_logprobs:
+        num_logprobs = self._group.request.params.prompt_logprobs
+        if num_logprobs is None or not self._has_prompt_logprobs:
             return None
-        return [None, *(self._logprobs(token, wanted) for token in self._group.prompt_logprobs)]
+        return [
+            None,
+            *(self._logprobs(token, num_logprobs) for token in self._group.prompt_logprobs),
+        ]
 
     def _output(
         self,
@@ -250,7 +253,7 @@ class Reporter:
         is_last = stop is None or stop >= sequence.num_output_tokens
         last_character = len(sequence.text) if is_last else _text_end(sequence, stop or 0)
         last_token = None if is_last else sequence.num_prompt_tokens + (stop or 0)
-        wanted = self._group.request.params.logprobs
+        num_logprobs = self._group.request.params.logprobs
         return CompletionOutput(
             index=sequence.sample_index,
             text=sequence.text[characters:last_character],
@@ -259,24 +262,23 @@ class Reporter:
             if self._group.request.num_logprobs is None
             else sequence.cumulative_logprob,
             logprobs=None
-            if wanted is None or is_brief
-            else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:stop]],
+            if num_logprobs is None or is_brief
+            else [self._logprobs(entry, num_logprobs) for entry in sequence.logprobs[tokens:stop]],
             finish_reason=sequence.finish_reason if is_last else None,
             stop_reason=sequence.stop_reason if is_last else None,
         )
 
-    def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
-        """Returns the entry of the token itself, then those of the `wanted` most likely tokens."""
-        entries = {
-            token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))
-        }
+    def _logprobs(self, token: TokenLogprobs, num_logprobs: int) -> dict[int, Logprob]:
+        """Returns the entry of the token itself, and those of the most likely tokens."""
+        entries = {token.token_id: Logprob(token.logprob, token.rank, self._decode(token.token_id))}
         for rank, (token_id, logprob) in enumerate(
-            zip(token.top_token_ids[:wanted], token.top_logprobs[:wanted], strict=True), start=1
+            zip(token.top_token_ids[:num_logprobs], token.top_logprobs[:num_logprobs], strict=True),
+            start=1,
         ):
-            entries.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
+            entries.setdefault(token_id, Logprob(logprob, rank, self._decode(token_id)))
         return entries
 
-    def _decoded(self, token_id: int) -> str | None:
+    def _decode(self, token_id: int) -> str | None:
         if self._tokenizer is None:
             return None
         # The most likely tokens are the same few ones again and again.
@@ -289,5 +291,5 @@ def _text_end(sequence: Sequence, num_tokens: int) -> int:
     return sequence.text_ends[num_tokens - 1] if num_tokens else 0
 
 
-def _numbered(completions: list[CompletionOutput]) -> list[CompletionOutput]:
+def _number(completions: list[CompletionOutput]) -> list[CompletionOutput]:
     return [replace(completion, index=index) for index, completion in enumerate(completions)]

@@ -21,7 +21,7 @@ from jaxpage.checkpoints import read_embedding_files
 from jaxpage.engine.embedding import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
-from jaxpage.settings.argument_checks import check_choice, shown
+from jaxpage.settings.argument_checks import check_choice, show
 from jaxpage.settings.sampling_params import MAX_LOGPROBS, SamplingParams
 
 RerankMethod = Literal["auto", "yes_no", "embedding"]
@@ -141,13 +141,13 @@ class YesNo:
             outputs: The outputs of the first round.
             others: Those of the second, by the index of the first.
         """
-        found = []
+        scores = []
         for index, output in enumerate(outputs):
             logprobs = _logprobs(output)
             if index in others:
                 logprobs |= _logprobs(others[index])
-            found.append(_sigmoid(logprobs[self.yes] - logprobs[self.no]))
-        return found
+            scores.append(_sigmoid(logprobs[self.yes] - logprobs[self.no]))
+        return scores
 
 
 def _drawing(*tokens: int) -> SamplingParams:
@@ -213,7 +213,7 @@ def reranker_of(
     return YesNo(vocabulary["yes"], vocabulary["no"])
 
 
-def checked_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
+def check_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
     """Returns the documents of a call as a list.
 
     Raises:
@@ -223,18 +223,18 @@ def checked_documents(query: Any, documents: Any, top_n: int | None, instruction
     if isinstance(documents, str) or not isinstance(documents, Iterable):
         raise TypeError(f"documents must be a list of strings; got {documents!r:.80}")
     texts: list[str] = list(documents)
-    if wrong := [one for one in (query, *texts) if not isinstance(one, str)]:
+    if wrong := [text for text in (query, *texts) if not isinstance(text, str)]:
         raise TypeError(f"query and documents must be strings; got {wrong[0]!r:.80}")
     if instruction is not None and not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string or None; got {instruction!r:.80}")
     if not texts:
         raise ValueError("rerank needs at least one document")
     if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
-        raise ValueError(f"top_n must be an integer of at least 1, or None; got {shown(top_n)}")
+        raise ValueError(f"top_n must be an integer of at least 1, or None; got {show(top_n)}")
     return texts
 
 
-def ranked(
+def rank(
     scores: Sequence[float], documents: Sequence[str], top_n: int | None
 ) -> list[RerankResult]:
     """Returns the documents with the highest scores first; of equal scores, in their order.

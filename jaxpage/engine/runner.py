@@ -104,13 +104,13 @@ class Runner:
     def read_blocks(self, blocks: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Returns the contents of blocks of the first cache group, each as an array of bytes."""
         size = self.executables.num_swapped
-        found = list[npt.NDArray[np.uint8]]()
+        contents = list[npt.NDArray[np.uint8]]()
         for start in range(0, len(blocks), size):
             padded = np.zeros(size, np.int32)  # padded with the null block
             part = blocks[start : start + size]
             padded[: len(part)] = part
-            found += list(np.array(self.executables.gather(self._pages, 0, padded))[: len(part)])
-        return found
+            contents += list(np.array(self.executables.gather(self._pages, 0, padded))[: len(part)])
+        return contents
 
     def write_blocks(self, contents: Sequence[tuple[int, npt.NDArray[np.uint8]]]) -> None:
         """Writes contents that `read_blocks` returned into blocks of the first cache group."""
@@ -120,7 +120,7 @@ class Runner:
             padded = np.zeros(size, np.int32)
             rows = np.zeros((size, len(part[0][1])), np.uint8)
             padded[: len(part)] = [block for block, _ in part]
-            rows[: len(part)] = [own for _, own in part]
+            rows[: len(part)] = [content for _, content in part]
             self._pages = self.executables.scatter(self._pages, 0, padded, rows)
 
     def wait(self) -> None:

@@ -38,7 +38,7 @@ def scores_of(
 
     Args:
         outputs: The outputs of the requests.
-        pairs: Their prompts and continuations, from `scored_pairs`.
+        pairs: Their prompts and continuations, from `pair_arguments`.
         single: True if the caller gave one prompt and not a list.
 
     Raises:
@@ -53,13 +53,13 @@ def scores_of(
         if each.finish_reason == "abort":
             raise WeightsReplaced("The request was ended: the model gets other weights")
     scores = [
-        [one.logprob for one in continuation_logprobs(output, len(prompt))]
+        [entry.logprob for entry in continuation_logprobs(output, len(prompt))]
         for (prompt, _), output in zip(pairs, outputs, strict=True)
     ]
     return scores[0] if single else scores
 
 
-def scored_pairs(
+def pair_arguments(
     prompts: Any, continuations: Any
 ) -> tuple[bool, list[tuple[list[int], list[int]]]]:
     """Returns whether one prompt was given and not a list, and each prompt with its continuation.
@@ -68,8 +68,8 @@ def scored_pairs(
         TypeError: They are no token ids, or one is a list of prompts and the other is not.
         ValueError: Their numbers differ, or one of them has no tokens.
     """
-    prompts = _listed("prompt_token_ids", prompts)
-    continuations = _listed("continuation_token_ids", continuations)
+    prompts = _as_list("prompt_token_ids", prompts)
+    continuations = _as_list("continuation_token_ids", continuations)
     kinds = {isinstance(each, list | tuple) for each in (*prompts, *continuations)}
     if len(kinds) > 1:
         raise TypeError(
@@ -88,19 +88,19 @@ def scored_pairs(
     return single, pairs
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _as_list(name: str, argument: Any) -> list[Any]:
     """Returns the argument as a list, arrays in it as lists too.
 
     Raises:
         TypeError: The argument is a text, has texts, or is no list.
     """
-    listed = as_list(given)
+    listed = as_list(argument)
     if isinstance(listed, str) or (
         isinstance(listed, list | tuple) and any(isinstance(each, str) for each in listed)
     ):
         raise TypeError("score takes token ids, and no texts: use those of llm.tokenizer")
     if not isinstance(listed, list | tuple):
         raise TypeError(
-            f"{name} must be a list of token ids, or a list of such lists; got {given!r:.80}"
+            f"{name} must be a list of token ids, or a list of such lists; got {argument!r:.80}"
         )
     return [as_list(each) for each in listed]

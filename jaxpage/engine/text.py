@@ -34,18 +34,18 @@ def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[in
         ValueError: The tokenizer has no token for a word.
     """
 
-    def spelled(text: str) -> tuple[int, ...]:
+    def spell(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    found: dict[tuple[int, ...], None] = {}  # used as an ordered set
+    spellings: dict[tuple[int, ...], None] = {}  # used as an ordered set
     for word in words:
         text = word.lstrip() or word  # a word may be only space
-        if not (plain := spelled(text)):
+        if not (plain := spell(text)):
             raise ValueError(f"bad_words has {word!r}, of which the tokenizer makes no token")
-        found[plain] = None
-        if (behind_space := spelled(f" {text}"))[-len(plain) :] != plain:
-            found[behind_space] = None
-    return tuple(found)
+        spellings[plain] = None
+        if (behind_space := spell(f" {text}"))[-len(plain) :] != plain:
+            spellings[behind_space] = None
+    return tuple(spellings)
 
 
 class _TokenBytes(dict[int, bytes | None]):
@@ -76,8 +76,8 @@ class _TokenBytes(dict[int, bytes | None]):
             letters = _byte_of_letter()
             is_spelled = all(letter in letters for letter in name)
             return bytes(map(letters.__getitem__, name)) if is_spelled else name.encode()
-        if self.has_fallback and (found := _BYTE_TOKEN.fullmatch(name)):
-            return bytes.fromhex(found[1])
+        if self.has_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(match[1])
         return None
 
 
@@ -179,8 +179,10 @@ class StreamDetokenizer:
                 begin -= 1
             if begin == least > 0:
                 # Bytes of a character that begins before these tokens would make the run invalid.
-                rest = range(begin, len(prompt_token_ids))
-                starts = (at for at in rest if not _continues(self._bytes[prompt_token_ids[at]]))
+                positions = range(begin, len(prompt_token_ids))
+                starts = (
+                    at for at in positions if not _continues(self._bytes[prompt_token_ids[at]])
+                )
                 begin = next(starts, len(prompt_token_ids))
         return prompt_token_ids[begin:]
 
@@ -206,7 +208,7 @@ class StreamDetokenizer:
         self._unfinished = b""
         return self._take(self._decode(self._window))
 
-    def held_back(self) -> str:
+    def flush_copy(self) -> str:
         """Returns what `flush` would give; it is empty between characters."""
         return self.fork().flush() if self._unfinished else ""
 

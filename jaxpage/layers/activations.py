@@ -46,7 +46,7 @@ ACTIVATIONS: dict[str, Activation] = {
 _IN_KERNELS = {_gelu_tanh: "gelu_tanh", jax.nn.silu: "silu"}
 
 
-def gated(both_TF: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:
+def gate(both_TF: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:
     """Returns `activation(gate) * up`, where each row has the gates and then the ups."""
     function = ACTIVATIONS[activation]
     kernels = row_kernels(both_TF.dtype)

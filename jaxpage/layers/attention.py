@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
             together (`clip_qkv` of OLMo); None to leave them.
         num_gates: The number of gates of a query head: none, one for each channel (Qwen3-Next,
-            Trinity), or one (LFM3). They follow their head in what `projected` returns, and their
+            Trinity), or one (LFM3). They follow their head in what `project` returns, and their
             sigmoids multiply the head's output.
         gates: The product for the gates; None if there are none, or `query_key_value` has them
             after the queries of each head (Qwen3-Next).
@@ -120,27 +120,29 @@ class Attention(nnx.Module):
                 self.query_key_value(x_TI), num_keys, self.head_width
             )
             return self._over_heads(*turned, layer_pages, context)
-        q, k, v = self.projected(x_TI)
+        q, k, v = self.project(x_TI)
         if self.norm_together:
-            q, k = self._normed(q, k)
-        return self.attended(q, k, v, layer_pages, context)
+            q, k = self._norm(q, k)
+        return self.attend(q, k, v, layer_pages, context)
 
-    def projected(
+    def project(
         self, x_TI: Float[Array, "T I"]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns queries, keys and values [T, heads x H]; see `query_key_value`.
 
         Each query head is followed by its gates, where it has any.
 
-        A model over several devices calls this and `attended` by themselves, with a norm over all
+        A model over several devices calls this and `attend` by themselves, with a norm over all
         devices in between.
         """
         fused = self.query_key_value(x_TI)
         if self.num_groups is None:
             ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-            q, *kept = jnp.split(fused, ends[:-1], axis=-1)
+            q, *keys_and_values = jnp.split(fused, ends[:-1], axis=-1)
             q = self._with_gates(q, x_TI)
-            return (q, kept[0], kept[-1]) if kept else (q, None, None)
+            return (
+                (q, keys_and_values[0], keys_and_values[-1]) if keys_and_values else (q, None, None)
+            )
         num_tokens = fused.shape[0]
         grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
         q = self._with_gates(grouped[:, :, :-2].reshape(num_tokens, -1), x_TI)
@@ -156,7 +158,7 @@ class Attention(nnx.Module):
         gate_TNG = self.gates(x_TI).reshape(*q_TNH.shape[:2], self.num_gates)
         return jnp.concatenate([q_TNH, gate_TNG], axis=-1).reshape(len(q), -1)
 
-    def attended(
+    def attend(
         self,
         q: jax.Array,
         k: jax.Array | None,
@@ -165,7 +167,7 @@ class Attention(nnx.Module):
         context: ForwardContext,
         place: jax.Array | int = 0,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output for the queries, keys and values that `projected` returned.
+        """Returns the output for the queries, keys and values that `project` returned.
 
         Norms over all heads together must have been applied already. `place` says which of the
         equal parts of the model's heads these are.
@@ -183,7 +185,7 @@ class Attention(nnx.Module):
         k_TKH = None if k is None else k.reshape(heads)
         v_TKH = None if v is None else self._values(v)
         if not self.norm_together and not self.turned_first:
-            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+            q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
         if self.value_norm is not None and v_TKH is not None:
             v_TKH = self.value_norm(v_TKH)
         if self.rope is not None:
@@ -191,7 +193,7 @@ class Attention(nnx.Module):
             q_TNH = angles.rotate(q_TNH)
             k_TKH = None if k_TKH is None else angles.rotate(k_TKH)
         if self.turned_first:
-            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+            q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
         return self._over_heads(q_TNH, k_TKH, v_TKH, layer_pages, context, gate_TNH, place)
 
     @property
@@ -215,7 +217,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output for queries and keys that have been normed and turned."""
         if self.query_growth is not None:
-            q_TNH = grown(q_TNH, context.positions_T, self.query_growth)
+            q_TNH = scale_by_position(q_TNH, context.positions_T, self.query_growth)
         options = AttentionOptions(
             scale=self.scale,
             sliding_window=None if self.chunked else self.sliding_window,
@@ -247,13 +249,13 @@ class Attention(nnx.Module):
         slopes_PN = jnp.asarray(self.alibi_slopes, jnp.float32).reshape(-1, num_heads)
         return jax.lax.dynamic_index_in_dim(slopes_PN, place, keepdims=False)
 
-    def _normed(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def _norm(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         if self.query_norm is not None:
             q = self.query_norm(q)
         return q, k if k is None or self.key_norm is None else self.key_norm(k)
 
 
-def grown(
+def scale_by_position(
     q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], growth: tuple[float, int, int]
 ) -> Float[Array, "T N H"]:
     """Returns queries scaled by their positions; see `Attention.query_growth`."""

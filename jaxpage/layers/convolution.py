@@ -94,12 +94,12 @@ class GatedConvolution(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         before_TD, after_TD, input_TD = jnp.split(self.input(x_TD), 3, axis=1)
-        recurrence = Recurrence(self._convolved, None, self.spec.state)
+        recurrence = Recurrence(self._convolve, None, self.spec.state)
         out_TD, layer_pages = context.recur(
             self.layer_index, before_TD * input_TD, recurrence, layer_pages
         )
         return self.output(after_TD * out_TD.astype(x_TD.dtype)), layer_pages
 
-    def _convolved(self, inputs_BWD: Float[Array, "B W D"]) -> Float[Array, "B D"]:
+    def _convolve(self, inputs_BWD: Float[Array, "B W D"]) -> Float[Array, "B D"]:
         bias_D = None if self.bias is None else self.bias[...]
         return short_convolution(inputs_BWD.astype(jnp.float32), self.kernel[...], bias_D)

@@ -200,7 +200,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         widths = self.widths
-        input_TE, gate = self._projected(x_TD)
+        input_TE, gate = self._project(x_TD)
         recurrence = Recurrence(self._prepare, self._update, widths.state)
         out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
         shape = (x_TD.shape[0], widths.value_heads, widths.value)
@@ -209,7 +209,7 @@ class GatedDeltaNet(nnx.Module):
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
-    def _projected(
+    def _project(
         self, x_TD: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
         """Returns the input of the recurrence, and the gates."""

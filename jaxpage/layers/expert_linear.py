@@ -72,13 +72,15 @@ class ExpertLinearSpec:
         """Returns the number of outputs of each module."""
         return self.num_out // self.num_parts
 
-    def sources(self, one: Callable[[str], Source]) -> list[Source]:
+    def sources(self, make_source: Callable[[str], Source]) -> list[Source]:
         """Returns the sources of a parameter that has the rows of every expert.
 
         Args:
-            one: Gives the source of the module that has this name.
+            make_source: Gives the source of the module that has this name.
         """
-        each = [concatenate([one(module) for module in modules]) for modules in self.modules]
+        each = [
+            concatenate([make_source(module) for module in modules]) for modules in self.modules
+        ]
         return [stack(each)] if each else []
 
     @property

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import gated
+from jaxpage.layers.activations import gate
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
@@ -118,30 +118,28 @@ class Experts(nnx.Module):
         if self.scales_input:
             # Each expert of a token gets an input of its own, as a token with one expert does.
             scaled_PD = (x_TD[:, None] * weight_TX[..., None]).reshape(-1, x_TD.shape[1])
-            made_PD = self.made(scaled_PD, expert_TX.reshape(-1, 1))
+            made_PD = self.run(scaled_PD, expert_TX.reshape(-1, 1))
             out_TXD = made_PD.reshape(*expert_TX.shape, -1)
             weight_TX = jnp.ones_like(weight_TX)
         else:
-            out_TXD = self.made(x_TD, expert_TX)
+            out_TXD = self.run(x_TD, expert_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         # One order for all: XLA could choose another for a sum.
         for place in range(1, expert_TX.shape[1]):
             total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
         return total_TD.astype(x_TD.dtype)
 
-    def made(
-        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
-    ) -> Float[Array, "T X D"]:
+    def run(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
         """Returns the output of each chosen expert for each token.
 
         A number that is no expert's gives zeros.
         """
         found_TXD = None
         if has_product_by_group(self.gate_up.weight(...)):
-            found_TXD = self._made_at_once(x_TD, expert_TX)
-        return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
+            found_TXD = self._run_at_once(x_TD, expert_TX)
+        return self._run_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
-    def _made_at_once(
+    def _run_at_once(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
     ) -> Float[Array, "T X D"] | None:
         """Multiplies by all experts' gates and ups at once, and by all their downs.
@@ -153,7 +151,7 @@ class Experts(nnx.Module):
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
         is_on_cpu = isinstance(self.gate_up.weight(...), Packed | PackedCodes)
-        order_P, place_P = _sorted(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
+        order_P, place_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
         sorted_P = expert_P[order_P]
         count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
         both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
@@ -164,7 +162,7 @@ class Experts(nnx.Module):
             return None
         return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
-    def _made_by_tiles(
+    def _run_by_tiles(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
     ) -> Float[Array, "T X D"]:
         """Multiplies tiles of rows one after another, each by the weights of one expert."""
@@ -196,10 +194,10 @@ class Experts(nnx.Module):
     def _between(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
         if self.swiglu is not None:
             return self.swiglu(both_PF)
-        return gated(both_PF, self.activation)
+        return gate(both_PF, self.activation)
 
 
-def _sorted(
+def _sort(
     expert_P: Int[Array, "P"], pairs_compared: int
 ) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
     """Returns the pair at each place after sorting by expert, and the place of each pair."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import grown
+from jaxpage.layers.attention import scale_by_position
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
@@ -130,7 +130,7 @@ class LatentAttention(nnx.Module):
             shared_T1E = angles.rotate(shared_T1E)
         q_TNH = jnp.concatenate([absorbed_TNR, turned_TNE], axis=-1)
         if self.query_growth is not None:
-            q_TNH = grown(q_TNH, context.positions_T, self.query_growth)
+            q_TNH = scale_by_position(q_TNH, context.positions_T, self.query_growth)
         k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], shared_T1E], axis=-1)
         options = AttentionOptions(scale=self.scale, value_width=widths.rank)
         out_TNR, layer_pages = context.attend(

@@ -82,14 +82,14 @@ class LinearSpec:
             (self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one)
         )
 
-    def sources(self, one: Callable[[str, int], Source]) -> list[Source]:
+    def sources(self, make_source: Callable[[str, int], Source]) -> list[Source]:
         """Returns the sources of a parameter that has a row for each output.
 
         Args:
-            one: Gives the source of a module's rows, from the module's name and their number.
+            make_source: Gives the source of a module's rows, from its name and their number.
         """
-        apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
-        together = [one(self.fused, self.num_out)] if self.fused else []
+        apart = [make_source(part.name, part.rows) for part in self.parts if part.name is not None]
+        together = [make_source(self.fused, self.num_out)] if self.fused else []
         return [concatenate(apart), *together] if apart else together
 
     @property

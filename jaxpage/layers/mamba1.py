@@ -133,7 +133,7 @@ class Mamba1(nnx.Module):
         spec = self.spec
         state_pages, convolution_pages = layer_pages
         x_TE, gate_TE = jnp.split(self.input(x_TD), 2, axis=1)
-        recurrence = Recurrence(self._convolved, None, spec.convolved)
+        recurrence = Recurrence(self._convolve, None, spec.convolved)
         x_TE, convolution_pages = context.recur(
             self.convolution_index, x_TE, recurrence, convolution_pages
         )
@@ -150,7 +150,7 @@ class Mamba1(nnx.Module):
         out_TE = out_TE * jax.nn.silu(gate_TE.astype(jnp.float32))
         return self.output(out_TE.astype(x_TD.dtype)), (state_pages, convolution_pages)
 
-    def _convolved(self, inputs_BWE: Float[Array, "B W E"]) -> Float[Array, "B E"]:
+    def _convolve(self, inputs_BWE: Float[Array, "B W E"]) -> Float[Array, "B E"]:
         bias_E = None if self.convolution_bias is None else self.convolution_bias[...]
         mixed_BE = short_convolution(inputs_BWE.astype(jnp.float32), self.convolution[...], bias_E)
         return ACTIVATIONS[self.spec.activation](mixed_BE)

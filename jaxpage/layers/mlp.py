@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS, gated
+from jaxpage.layers.activations import ACTIVATIONS, gate
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import parameter, tensor
 
@@ -58,8 +58,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        own = self.activation
-        function = ACTIVATIONS[own] if isinstance(own, str) else own
+        activation = self.activation
+        function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         return self.down(function(self.up(x_TD)))
 
 
@@ -79,4 +79,4 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        return self.down(gated(self.gate_up(x_TD), self.activation))
+        return self.down(gate(self.gate_up(x_TD), self.activation))

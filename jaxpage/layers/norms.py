@@ -107,7 +107,7 @@ def add_and_norm(
     return kernels.add_and_norm(x_TD, added_TD, norm.scale[...], norm.epsilon, norm.offset)
 
 
-def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
+def _standardise(wide: jax.Array, epsilon: float) -> jax.Array:
     """Returns `(x - mean) / sqrt(variance + epsilon)`."""
     centred = wide - mean(wide)
     return centred * jax.lax.rsqrt(mean(jnp.square(centred)) + epsilon)
@@ -140,7 +140,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
         # Two axes, as in `RMSNorm`.
-        normed = _standardised(x.astype(jnp.float32).reshape(-1, x.shape[-1]), self.epsilon)
+        normed = _standardise(x.astype(jnp.float32).reshape(-1, x.shape[-1]), self.epsilon)
         if self.scale is not None:
             normed = normed * _scale(self.scale, self.offset)
         if self.bias is not None:
@@ -164,5 +164,5 @@ class HeadNorm(nnx.Module):
         """Returns the normalised numbers in the type of the input."""
         # Two axes, as in `RMSNorm`.
         wide = x_TNH.astype(jnp.float32).reshape(-1, x_TNH.shape[-1])
-        normed_TNH = _standardised(wide, self.epsilon).reshape(x_TNH.shape)
+        normed_TNH = _standardise(wide, self.epsilon).reshape(x_TNH.shape)
         return (normed_TNH * self.scale[...].astype(jnp.float32)[None]).astype(x_TNH.dtype)

@@ -173,7 +173,7 @@ def parameter(
     if tuple(sum(size for _, size in axis) for axis in parts) != shape:
         raise ValueError(f"axes {axes} do not add up to {shape}")
     if not callable(sources):
-        sources = _checked(sources, shape)
+        sources = _check(sources, shape)
     struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return nnx.Param(cast(jax.Array, struct), axes=axes, sources=sources, keeps_dtype=keeps_dtype)
 
@@ -185,10 +185,10 @@ def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
         ValueError: A source does not fill the parameter.
     """
     sources = variable.get_metadata()["sources"]
-    return _checked(sources(), variable.get_value().shape) if callable(sources) else sources
+    return _check(sources(), variable.get_value().shape) if callable(sources) else sources
 
 
-def _checked(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, ...]:
+def _check(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, ...]:
     for source in sources:
         if source.shape != shape or sum(
             math.prod(piece.shape) for piece in source.pieces

@@ -33,7 +33,7 @@ def product(
         result: The type of the result and of its sums; None for the type of the inputs.
     """
     if isinstance(weight, Scaled):
-        return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
+        return _multiply_scaled(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
         return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
     if isinstance(weight, Packed | PackedCodes):
@@ -100,8 +100,8 @@ def product_by_head(
         out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
         return out.reshape(-1, *out.shape[2:])[:num_tokens]
 
-    found: jax.Array = jax.lax.platform_dependent(x_TNI, cpu=by_tiles, default=whole)
-    return found
+    product_TNO: jax.Array = jax.lax.platform_dependent(x_TNI, cpu=by_tiles, default=whole)
+    return product_TNO
 
 
 def product_by_state(
@@ -114,12 +114,12 @@ def product_by_state(
     return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
 
 
-def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
+def _multiply_scaled(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
     """Multiplies tokens that are rounded to eight bits, each with its own scale.
 
     The sums are of integers, which are exact in any order.
     """
-    sums_TO, scale_T1 = rounded_product(x_TI.astype(jnp.float32), weight.values_OI)
+    sums_TO, scale_T1 = multiply_rounded(x_TI.astype(jnp.float32), weight.values_OI)
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
@@ -159,24 +159,24 @@ def product_by_group(
         return None
     if not isinstance(weight, Scaled):
         return kernels.by_group(x_PI, weight, count_E, x_PI.dtype)
-    rounded_PI, scale_P1 = rounded_inputs(x_PI.astype(jnp.float32))
+    rounded_PI, scale_P1 = round_inputs(x_PI.astype(jnp.float32))
     sums_PO = kernels.by_group(rounded_PI, weight.values_OI, count_E, jnp.int32)
     if sums_PO is None:
         return None
     return (sums_PO.astype(jnp.float32) * scale_P1 * weight.scale_O[group_P]).astype(x_PI.dtype)
 
 
-def rounded_product(
+def multiply_rounded(
     x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
     """Returns the sums of products with x rounded to eight bits, and the scale of each token."""
-    rounded_TI, scale_T1 = rounded_inputs(x_TI)
+    rounded_TI, scale_T1 = round_inputs(x_TI)
     return jnp.einsum(
         "TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32
     ), scale_T1
 
 
-def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
+def round_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
     """Returns the inputs rounded to eight bits, and the scale of each token.
 
     The scale is NaN where an input is NaN, which XLA on CPU leaves out of a maximum. The inputs are

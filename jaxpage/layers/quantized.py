@@ -73,15 +73,15 @@ class StoredArray:
         stored_shape = stored_shape[::-1] if transpose else stored_shape
 
         def decode(numbers: np.ndarray, *others: np.ndarray) -> np.ndarray:
-            found = self.decode(numbers, num_out, num_in, *others)
-            return found if repeats == 1 else np.repeat(found, repeats, axis=0)[:num_out]
+            decoded = self.decode(numbers, num_out, num_in, *others)
+            return decoded if repeats == 1 else np.repeat(decoded, repeats, axis=0)[:num_out]
 
         # All modules share one object, because a model may have 100,000 of them.
         stored = Stored(self.dtypes, decode, self.check)
 
         def of_module(module: str) -> Source:
             aliases = tuple(f"{module}.{name}" for name in self.aliases)
-            own = Piece(
+            piece = Piece(
                 f"{module}.{self.name}",
                 stored_shape,
                 shape,
@@ -91,7 +91,7 @@ class StoredArray:
                 stored=stored,
             )
             if (other := self.beside) is None:
-                return Source(shape, (own,))
+                return Source(shape, (piece,))
             of_other = Stored(other.dtypes, check=other.check)
             beside = Piece(
                 f"{module}.{other.name}",
@@ -101,7 +101,7 @@ class StoredArray:
                 stored=of_other,
             )
             return Source(
-                shape, (own._replace(stored=replace(stored, beside=(beside.name,))), beside)
+                shape, (piece._replace(stored=replace(stored, beside=(beside.name,))), beside)
             )
 
         return of_module
@@ -244,8 +244,8 @@ class LinearOfParts(Linear):
         specs = [replace(spec, parts=(part,), fused=None) for part in spec.parts]
         self.parts = nnx.List(
             [
-                QuantizedLinear(one, form) if form else Linear(one)
-                for one, form in zip(specs, forms, strict=True)
+                QuantizedLinear(part_spec, form) if form else Linear(part_spec)
+                for part_spec, form in zip(specs, forms, strict=True)
             ]
         )
 

@@ -60,9 +60,9 @@ class QuantizedExpertLinear(ExpertLinear):
         shape = (spec.num_experts, rows * spec.num_parts, num_columns)
 
         def sources() -> list[Source]:
-            one = array.source(spec.rows_of_part, spec.num_in, (rows, num_columns))
+            source = array.source(spec.rows_of_part, spec.num_in, (rows, num_columns))
             return [
-                *spec.sources(one),
+                *spec.sources(source),
                 *([self._of_stacked(array, shape)] if array.rounded else []),
             ]
 

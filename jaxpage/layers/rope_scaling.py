@@ -151,9 +151,9 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

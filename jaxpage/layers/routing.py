@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.parameter import Source, parameter
 from jaxpage.layers.product import product
 
-ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._chosen_by_tiles`.
+ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._choose_by_tiles`.
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
         expert_TX, weight_TX = jax.lax.platform_dependent(
-            logits_TE, cpu=self._chosen_by_tiles, default=self._chosen
+            logits_TE, cpu=self._choose_by_tiles, default=self._choose
         )
         return expert_TX, weight_TX.astype(x_TD.dtype)
 
-    def _chosen(
+    def _choose(
         self, logits_TE: Float[Array, "T E"]
     ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         routing = self.routing
@@ -130,7 +130,7 @@ class Router(nnx.Module):
             weight_TX = weight_TX / _total(odds_TE)
         return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
 
-    def _chosen_by_tiles(
+    def _choose_by_tiles(
         self, logits_TE: Float[Array, "T E"]
     ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         """Chooses in one shape for any number of tokens.
@@ -141,7 +141,7 @@ class Router(nnx.Module):
         """
 
         def alone(tile_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-            return jax.lax.optimization_barrier(self._chosen(jax.lax.optimization_barrier(tile_TE)))
+            return jax.lax.optimization_barrier(self._choose(jax.lax.optimization_barrier(tile_TE)))
 
         num_tokens, num_experts = logits_TE.shape
         padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
@@ -199,10 +199,10 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
     total = best[..., 0]
     for place in range(1, groups.best):
         total = total + best[..., place]
-    kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(
+    is_kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(
         axis=1
     )
-    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
 
 
 def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
@@ -214,5 +214,5 @@ def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
     if width == 1:
         return x_TE
     half = 1 << (width - 1).bit_length() - 1
-    rest = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
-    return _total(x_TE[:, :half] + rest)
+    second_half = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
+    return _total(x_TE[:, :half] + second_half)

@@ -113,17 +113,17 @@ class Sharding:
 
     def part(self, axis: str | None, size: int, place: int) -> slice:
         """Returns the range of the whole axis that the part at this place has."""
-        own = self.size_of_part(axis, size)
+        size_of_part = self.size_of_part(axis, size)
         count = self.count(axis)
         if axis == "kv_heads":
             place = place * min(count, self.num_kv_heads) // count
-        return slice(min(place * own, size), min((place + 1) * own, size))
+        return slice(min(place * size_of_part, size), min((place + 1) * size_of_part, size))
 
 
 UNDIVIDED = Sharding(1)
 
 
-def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
+def gather(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
     """Returns the parts of all devices, joined along an axis in the order of the devices."""
     return (
         x
@@ -132,7 +132,7 @@ def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
     )
 
 
-def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
+def sum_over_devices(x: jax.Array, sharding: Sharding) -> jax.Array:
     """Returns the sum over all devices, in any order."""
     return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
 
@@ -145,11 +145,11 @@ def place_of_device(sharding: Sharding) -> jax.Array | int:
 def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     """Returns the sum over all logical shards, of which `parts` are this device's."""
     if not sharding.invariant:
-        (own,) = parts
-        return summed(own, sharding)
+        (part,) = parts
+        return sum_over_devices(part, sharding)
     # The barrier keeps XLA from computing products and sums in another way where both are on one
     # device.
-    stacked = jax.lax.optimization_barrier(gathered(jnp.stack(parts), 0, sharding))
+    stacked = jax.lax.optimization_barrier(gather(jnp.stack(parts), 0, sharding))
     sums = list(stacked)
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
@@ -211,13 +211,13 @@ def parts_of(axis: Axis, size: int) -> tuple[tuple[str | None, int], ...]:
 
 def _group_size_of_shard(whole: Quantized, sharding: Sharding) -> int:
     num_in = whole.spec.num_in
-    own = sharding.size_of_part(whole.spec.input_axis, num_in)
-    if own < num_in and whole.group_size < num_in and own % whole.group_size:
+    input_size = sharding.size_of_part(whole.spec.input_axis, num_in)
+    if input_size < num_in and whole.group_size < num_in and input_size % whole.group_size:
         raise ConfigError(
             f"tensor_parallel_size: {whole.spec.parts[0].name} has {num_in} inputs of which each {whole.group_size} share a scale, and "
-            f"cannot be divided into {num_in // own} parts of {own}"
+            f"cannot be divided into {num_in // input_size} parts of {input_size}"
         )
-    return min(whole.group_size, own)
+    return min(whole.group_size, input_size)
 
 
 def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
@@ -272,12 +272,12 @@ class ShardedAttention(nnx.Module):
         groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
-            own = shard_of(whole, sharding)
-            own.output = partial_of(whole.output, sharding)
-            own.num_groups = groups
+            shard_spec = shard_of(whole, sharding)
+            shard_spec.output = partial_of(whole.output, sharding)
+            shard_spec.num_groups = groups
             if whole.norm_together:
-                own.query_norm = own.key_norm = None
-            return own
+                shard_spec.query_norm = shard_spec.key_norm = None
+            return shard_spec
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.output = Summed(whole.output, sharding)
@@ -290,21 +290,24 @@ class ShardedAttention(nnx.Module):
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer, and the pages of each shard."""
-        projected = zip(*(shard.projected(x_TI) for shard in self.shards), strict=True)
+        projected = zip(*(shard.project(x_TI) for shard in self.shards), strict=True)
         queries, keys, values = map(list, projected)
         if self.query_norm is not None and self.key_norm is not None:
-            queries = self._normed(self.query_norm, queries, self.sharding.num_shards)
-            keys = self._normed(
+            queries = self._norm(self.query_norm, queries, self.sharding.num_shards)
+            keys = self._norm(
                 self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
             )
         each = zip(self.shards, queries, keys, values, layer_pages, self._places(), strict=True)
         parts, pages = zip(
-            *(shard.attended(q, k, v, own, context, at) for shard, q, k, v, own, at in each),
+            *(
+                shard.attend(q, k, v, shard_pages, context, at)
+                for shard, q, k, v, shard_pages, at in each
+            ),
             strict=True,
         )
         return self.output(parts, x_TI), pages
 
-    def _normed(
+    def _norm(
         self, norm: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array], count: int
     ) -> list[jax.Array]:
         """Returns this device's parts after a norm over the parts of all devices.
@@ -315,7 +318,7 @@ class ShardedAttention(nnx.Module):
             count: The number of different parts that all shards have.
         """
         copies = self.sharding.num_shards // count
-        every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
+        every = gather(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
         return [normed[:, place // copies] for place in self._places()]
 
@@ -337,7 +340,9 @@ class _OfShards(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer, and the pages of each shard."""
         each = zip(self.shards, layer_pages, strict=True)
-        parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
+        parts, pages = zip(
+            *(shard(x_TD, shard_pages, context) for shard, shard_pages in each), strict=True
+        )
         return self.output(parts, x_TD), pages
 
 
@@ -349,16 +354,16 @@ class ShardedLatentAttention(_OfShards):
 
     def __init__(self, whole: LatentAttention, sharding: Sharding):
         def shard() -> LatentAttention:
-            own = shard_of(whole, sharding)
-            own.num_heads = whole.num_heads // sharding.num_shards
-            own.output = partial_of(whole.output, sharding)
-            own.down = whole.down
-            own.norm = whole.norm
+            shard_spec = shard_of(whole, sharding)
+            shard_spec.num_heads = whole.num_heads // sharding.num_shards
+            shard_spec.output = partial_of(whole.output, sharding)
+            shard_spec.down = whole.down
+            shard_spec.norm = whole.norm
             if isinstance(whole.queries, LatentQueries):
-                own.queries = LatentQueries(
+                shard_spec.queries = LatentQueries(
                     whole.queries.down, whole.queries.norm, shard_of(whole.queries.up, sharding)
                 )
-            return own
+            return shard_spec
 
         super().__init__(shard, whole.output, sharding)
 
@@ -380,10 +385,10 @@ class ShardedDeltaNet(_OfShards):
         )
 
         def shard() -> GatedDeltaNet:
-            own = shard_of(whole, sharding)
-            own.widths = widths
-            own.output = partial_of(whole.output, sharding)
-            return own
+            shard_spec = shard_of(whole, sharding)
+            shard_spec.widths = widths
+            shard_spec.output = partial_of(whole.output, sharding)
+            return shard_spec
 
         super().__init__(shard, whole.output, sharding)
 
@@ -398,8 +403,12 @@ class ShardedMLP(nnx.Module):
                 return GatedMLP(
                     shard_of(whole.gate_up, sharding), down, activation=whole.activation
                 )
-            own = whole.activation
-            activation = own if isinstance(own, str) else shard_of(own, sharding)
+            whole_activation = whole.activation
+            activation = (
+                whole_activation
+                if isinstance(whole_activation, str)
+                else shard_of(whole_activation, sharding)
+            )
             return MLP(shard_of(whole.up, sharding), down, activation=activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
@@ -425,13 +434,13 @@ class ShardedEmbedding(nnx.Module):
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the rows of these ids. One shard has a row, and the others add zeros to it."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        found = []
+        embeddings = []
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
             row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
-            found.append(jnp.where(is_own_T1, row_TD, jnp.zeros_like(row_TD)))
-        return summed(functools.reduce(operator.add, found), self.sharding)
+            embeddings.append(jnp.where(is_own_T1, row_TD, jnp.zeros_like(row_TD)))
+        return sum_over_devices(functools.reduce(operator.add, embeddings), self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the whole vocabulary, or of this device's rows.
@@ -439,9 +448,9 @@ class ShardedEmbedding(nnx.Module):
         They are of this device's rows, with the padding after the last row, where the step divides
         the logits (`TraceScope`).
         """
-        own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
+        logits = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
         is_divided = trace_scope().divided_logits and self.sharding.num_devices > 1
-        return own if is_divided else gathered(own, 1, self.sharding)[:, : self.num_rows]
+        return logits if is_divided else gather(logits, 1, self.sharding)[:, : self.num_rows]
 
 
 class ShardedExperts(Experts):
@@ -452,11 +461,12 @@ class ShardedExperts(Experts):
 
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:
-            own = shard_of(layer, sharding, ("expert",))
-            own.spec = replace(
-                own.spec, num_experts=sharding.size_of_part("expert", own.spec.num_experts)
+            shard_spec = shard_of(layer, sharding, ("expert",))
+            shard_spec.spec = replace(
+                shard_spec.spec,
+                num_experts=sharding.size_of_part("expert", shard_spec.spec.num_experts),
             )
-            return own
+            return shard_spec
 
         super().__init__(
             part(whole.gate_up),
@@ -467,10 +477,10 @@ class ShardedExperts(Experts):
         )
         self.sharding = sharding
 
-    def made(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
+    def run(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
         """Returns the output of each chosen expert for each token, from all devices."""
         count = self.gate_up.spec.num_experts
         own_TX = expert_TX - place_of_device(self.sharding) * count
         # Experts of other devices get a number that is no expert's here.
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
-        return summed(super().made(x_TD, own_TX), self.sharding)
+        return sum_over_devices(super().run(x_TD, own_TX), self.sharding)

@@ -75,7 +75,7 @@ class LayerKernels(NamedTuple):
     rows: RowKernels | None = None
 
 
-class Adapters(NamedTuple):
+class TokenAdapters(NamedTuple):
     """Holds the LoRA adapters of the tokens of a pass."""
 
     slot_T: Int[Array, "T"]  # 0 for none
@@ -83,11 +83,11 @@ class Adapters(NamedTuple):
     num_present: Int[Array, ""]
 
 
-def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
+def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> TokenAdapters:
     """Returns the adapters of tokens that have them in these slots, of `num_slots` in all."""
     slots = jnp.arange(1, num_slots + 1)
     is_present = (slot_T[:, None] == slots).any(axis=0)
-    return Adapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
+    return TokenAdapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +103,11 @@ class TraceScope:
     """
 
     kernels: LayerKernels | None = None
-    adapters: Adapters | None = None
+    adapters: TokenAdapters | None = None
     divided_logits: bool = False
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Gives this scope to the layers that are traced inside."""
         token = _scope.set(self)
         try:

@@ -245,7 +245,7 @@ class BlockManager:
         whole pin is found or where the tokens end within it; a sequence that writes to it copies it
         first.
         """
-        found = self.nothing
+        longest = self.nothing
         for pin_id, pin in self.pins.items():
             if pin.salt != salt:
                 continue
@@ -253,15 +253,15 @@ class BlockManager:
             num_tokens = _num_common(token_ids, pin.token_ids, most)
             if num_tokens < most:
                 num_tokens = num_tokens // self.block_size * self.block_size
-            if num_tokens <= found.num_tokens:
+            if num_tokens <= longest.num_tokens:
                 continue
             num_blocks = self.blocks_for(num_tokens)
             prefix = [group.tables[pin_id].blocks[:num_blocks] for group in self.groups]
             passed = (group.num_passed(num_tokens) for group in self.groups)
             # A pin whose window has slid may lack a block that the new sequence sees.
             if all(NULL_BLOCK not in blocks[p:] for blocks, p in zip(prefix, passed, strict=True)):
-                found = Prefix(tuple(prefix), num_tokens)
-        return found
+                longest = Prefix(tuple(prefix), num_tokens)
+        return longest
 
     def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
         """Returns how many free blocks `begin` takes, for each group.

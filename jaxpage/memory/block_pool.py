@@ -60,13 +60,13 @@ class BlockPool:
             reason = f"block {NULL_BLOCK} is the null block and is never handed out"
             raise ValueError(f"{num_blocks=} must be above {first}: {reason}")
         ordered = list(free_order)
-        rest = set(range(first, num_blocks)) - set(ordered)
-        if len(ordered) + len(rest) != num_blocks - first:
+        free = set(range(first, num_blocks)) - set(ordered)
+        if len(ordered) + len(free) != num_blocks - first:
             span = f"between {first} and {num_blocks - 1}"
             raise ValueError(f"free_order={ordered} must name distinct blocks {span}")
         self.first = first
         self.num_blocks = num_blocks
-        self._free = deque([*ordered, *sorted(rest)])
+        self._free = deque([*ordered, *sorted(free)])
         # The blocks that are free and kept, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept = [False] * num_blocks

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from jaxpage.errors import CapacityError
 from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.invariants import check_references, check_table
-from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
+from jaxpage.memory.swapping import HostTables, Moves, move, num_distinct
 
 # (sequence id, start, stop): positions that a sequence is about to write.
 Span = tuple[int, int, int]
@@ -334,7 +334,9 @@ class BlockTables:
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
         """Returns whether there are host blocks for everything that these sequences hold."""
-        return self.swapped.has_room([self.tables[one].blocks for one in sequence_ids])
+        return self.swapped.has_room(
+            [self.tables[sequence_id].blocks for sequence_id in sequence_ids]
+        )
 
     def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
         """Moves the block tables of sequences to host blocks; shared blocks stay shared there.
@@ -368,7 +370,7 @@ class BlockTables:
             The pairs (host block, block) that must be moved before the step writes.
         """
         tables = [self.swapped.table(sequence_id) for sequence_id in sequence_ids]
-        copies, moves = moved(tables, self._allocate, self.pool.share)
+        copies, moves = move(tables, self._allocate, self.pool.share)
         for sequence_id, blocks in zip(sequence_ids, copies, strict=True):
             self.tables[sequence_id] = Table(blocks)
             self.swapped.drop(sequence_id)

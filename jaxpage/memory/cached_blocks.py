@@ -61,24 +61,24 @@ class CachedBlocks:
         """
         num_blocks = (len(token_ids) - 1) // self.index.block_size
         known_digests = self.index.extend(digests, token_ids, salt, num_blocks)[:num_blocks]
-        found = self.index.match(known_digests, token_ids, salt)
+        blocks = self.index.match(known_digests, token_ids, salt)
         numbers = range(len(self._others))
-        while found and not all(self._has_attached(number, found) for number in numbers):
-            found.pop()
-        return (found, *(self._attached_blocks(number, found) for number in numbers))
+        while blocks and not all(self._has_attached(number, blocks) for number in numbers):
+            blocks.pop()
+        return (blocks, *(self._find_attached_blocks(number, blocks) for number in numbers))
 
-    def _has_attached(self, number: int, found: list[int]) -> bool:
+    def _has_attached(self, number: int, blocks: list[int]) -> bool:
         """Returns whether another group has all blocks of a prefix that are in its window."""
-        passed = self._num_passed(number, found)
-        return all(block in self._attached[number] for block in found[passed:])
+        passed = self._num_passed(number, blocks)
+        return all(block in self._attached[number] for block in blocks[passed:])
 
-    def _attached_blocks(self, number: int, found: list[int]) -> list[int]:
+    def _find_attached_blocks(self, number: int, blocks: list[int]) -> list[int]:
         """Returns another group's blocks of a prefix, the null block where one has passed."""
-        passed = self._num_passed(number, found)
-        return [NULL_BLOCK] * passed + [self._attached[number][block] for block in found[passed:]]
+        passed = self._num_passed(number, blocks)
+        return [NULL_BLOCK] * passed + [self._attached[number][block] for block in blocks[passed:]]
 
-    def _num_passed(self, number: int, found: list[int]) -> int:
-        return self._others[number].num_passed(len(found) * self.index.block_size)
+    def _num_passed(self, number: int, blocks: list[int]) -> int:
+        return self._others[number].num_passed(len(blocks) * self.index.block_size)
 
     def add(
         self,
@@ -204,11 +204,11 @@ class CachedBlocks:
         The blocks after it cannot be found any more either, nor those attached to any of them.
         """
         after = self.index.forget(block)
-        for one in after:
-            self._first.pool.unkeep(one)
+        for forgotten in after:
+            self._first.pool.unkeep(forgotten)
         for number, group in enumerate(self._others):
-            for one in (block, *after):
-                if (attached := self._attached[number].pop(one, None)) is not None:
+            for forgotten in (block, *after):
+                if (attached := self._attached[number].pop(forgotten, None)) is not None:
                     del self._holders[number][attached]
                     group.pool.unkeep(attached)
 

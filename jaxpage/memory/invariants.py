@@ -55,15 +55,15 @@ def check_cached(
         cached: The leading blocks of each sequence that were offered to the index.
         slides: True in a group with a sliding window.
     """
-    kept = {block for block in range(pool.num_blocks) if pool.is_kept(block)}
+    kept_blocks = {block for block in range(pool.num_blocks) if pool.is_kept(block)}
     if index is None:
-        assert not kept, "blocks are kept without an index"
+        assert not kept_blocks, "blocks are kept without an index"
         return
     index.check()
-    is_kept_in_index = all(block in index for block in kept)
-    assert len(index) == len(kept) and is_kept_in_index, "kept blocks are those of the index"
+    is_kept_in_index = all(block in index for block in kept_blocks)
+    assert len(index) == len(kept_blocks) and is_kept_in_index, "kept blocks are those of the index"
     for table in cached.values():
-        assert slides or kept.issuperset(table), "a cached block is not kept"
+        assert slides or kept_blocks.issuperset(table), "a cached block is not kept"
         for before, block in itertools.pairwise(table):
             if block in index and before != NULL_BLOCK:
                 assert index.entry(block).parent == before, "cached blocks are no chain"

@@ -51,7 +51,7 @@ class MemoryReport:
     def mean_shares(self) -> dict[str, float]:
         """Returns the share of each kind of slots; they add up to 1, or there was no step."""
         shares: dict[str, float] = {}
-        weighted = list(self._weighted())
+        weighted = list(self._with_weights())
         total = sum(weight for _, weight in weighted)
         for split, weight in weighted:
             for kind, slots in split.kinds.items():
@@ -61,12 +61,12 @@ class MemoryReport:
     @property
     def saved_by_sharing(self) -> float:
         """Returns the share of blocks, 0 to 1, that sharing saved over all the time."""
-        weighted = list(self._weighted())
+        weighted = list(self._with_weights())
         unshared = sum(weight * split.unshared_blocks for split, weight in weighted)
         saved = sum(weight * split.saved_blocks for split, weight in weighted)
         return saved / unshared if unshared else 0.0
 
-    def _weighted(self) -> Iterator[tuple[MemorySplit, float]]:
+    def _with_weights(self) -> Iterator[tuple[MemorySplit, float]]:
         """Returns each split with the seconds until the next one, or 1.0 if no time has passed."""
         times = [*(sample.seconds for sample in self.samples), self.seconds]
         for sample, (start, end) in zip(self.samples, itertools.pairwise(times), strict=True):

@@ -98,15 +98,15 @@ def split_memory(
     num_used = num_full + len(partly)
     num_computed = num_full * block_size + sum(computed_slots[block] for block in partly)
     num_known = num_full * block_size + sum(known_slots[block] for block in partly)
-    own = [blocks for blocks, *_ in tables]
-    num_own = _num_entries(own)
+    block_lists = [blocks for blocks, *_ in tables]
+    num_own = _num_entries(block_lists)
     return MemorySplit(
         token_slots=num_computed,
         reserved_slots=num_known - num_computed,
         internal_fragmentation_slots=num_used * block_size - num_known,
         free_slots=num_free_blocks * block_size,
-        shared_blocks=_num_shared([*own, *(blocks for blocks, _ in pinned)], num_used),
-        saved_blocks=num_own - len(set().union(*own) - {NULL_BLOCK}),
+        shared_blocks=_num_shared([*block_lists, *(blocks for blocks, _ in pinned)], num_used),
+        saved_blocks=num_own - len(set().union(*block_lists) - {NULL_BLOCK}),
         unshared_blocks=num_own,
     )
 

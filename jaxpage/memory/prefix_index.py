@@ -212,11 +212,11 @@ class PrefixIndex:
         if block not in self._entries:
             return []
         taken = [block]
-        for one in taken:  # the list grows while it is walked
-            digest, parent, _ = self._entries.pop(one)
+        for removed in taken:  # the list grows while it is walked
+            digest, parent, _ = self._entries.pop(removed)
             del self._block_of[digest]
-            taken += self._children.pop(one, ())
-            if one == block and isinstance(parent, int):
+            taken += self._children.pop(removed, ())
+            if removed == block and isinstance(parent, int):
                 self._children[parent].discard(block)
                 if not self._children[parent]:
                     del self._children[parent]

@@ -15,7 +15,7 @@ def num_distinct(tables: Iterable[Sequence[int]]) -> int:
     return len({block for table in tables for block in table} - {NULL_BLOCK})
 
 
-def moved(
+def move(
     tables: Iterable[Sequence[int]],
     allocate: Callable[[], int],
     share: Callable[[int], None],
@@ -91,7 +91,7 @@ class HostTables:
             The pairs (block, host block) that must be moved.
         """
         assert self.pool is not None
-        copies, moves = moved(tables, self.pool.allocate, self.pool.share)
+        copies, moves = move(tables, self.pool.allocate, self.pool.share)
         self._tables.update(zip(sequence_ids, copies, strict=True))
         return moves
 

@@ -30,7 +30,7 @@ Of modules and their weights:
     other_names          gives the other names of a tensor in a checkpoint
     num_bytes            counts the bytes of weights
     FLOATS               names the types that a model's weights may have
-    ignored_tensors      names the tensors of a checkpoint that are not loaded
+    find_ignored_tensors      names the tensors of a checkpoint that are not loaded
     ignored              names those of a decoder
     Path                 is the place of a module or parameter in a model
     Rule                 gives the modules that replace those of a family
@@ -47,8 +47,8 @@ Of models that are divided among devices:
     with_sharding        gives the rule that divides its layers
     ShardedWeight        is a weight with the parameters that have parts of it
     Place                is one of these parameters
-    sharded_weights      finds them
-    joined               makes whole weights of them
+    shard_weights      finds them
+    join_weights         makes whole weights of them
     entry_at             gives the entry of a tree
 
 And of what comes next to a model:
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
         ModelSpec,
         abstract,
         abstract_model,
-        ignored_tensors,
+        find_ignored_tensors,
         make_model,
         model_weights,
         other_names,
@@ -90,10 +90,10 @@ if TYPE_CHECKING:
         Place,
         ShardedWeight,
         entry_at,
-        joined,
+        join_weights,
         kv_of_shard,
         make_sharding,
-        sharded_weights,
+        shard_weights,
         with_sharding,
     )
     from jaxpage.models.draft_model import DraftModel
@@ -146,10 +146,10 @@ __all__ = [
     "abstract_model",
     "adapter_weights",
     "entry_at",
+    "find_ignored_tensors",
     "ignored",
-    "ignored_tensors",
     "join",
-    "joined",
+    "join_weights",
     "kv_of_shard",
     "layer_spec",
     "leaves_tying_open",
@@ -163,7 +163,7 @@ __all__ = [
     "pack_modules",
     "register_model",
     "replace_modules",
-    "sharded_weights",
+    "shard_weights",
     "text_part",
     "weights_of",
     "with_sharding",
@@ -176,7 +176,7 @@ _HOMES = {
     "ModelSpec": "jaxpage.models.base",
     "abstract": "jaxpage.models.base",
     "abstract_model": "jaxpage.models.base",
-    "ignored_tensors": "jaxpage.models.base",
+    "find_ignored_tensors": "jaxpage.models.base",
     "make_model": "jaxpage.models.base",
     "model_weights": "jaxpage.models.base",
     "other_names": "jaxpage.models.base",
@@ -216,10 +216,10 @@ _HOMES = {
     "Place": "jaxpage.models.dividing",
     "ShardedWeight": "jaxpage.models.dividing",
     "entry_at": "jaxpage.models.dividing",
-    "joined": "jaxpage.models.dividing",
+    "join_weights": "jaxpage.models.dividing",
     "kv_of_shard": "jaxpage.models.dividing",
     "make_sharding": "jaxpage.models.dividing",
-    "sharded_weights": "jaxpage.models.dividing",
+    "shard_weights": "jaxpage.models.dividing",
     "with_sharding": "jaxpage.models.dividing",
     "FLOATS": "jaxpage.models.weights",
     "Weight": "jaxpage.models.weights",

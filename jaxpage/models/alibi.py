@@ -16,8 +16,8 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """
     power = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * head / power) for head in range(1, power + 1)]
-    rest = [2.0 ** (-4 * head / power) for head in range(1, 2 * (num_heads - power) + 1, 2)]
-    return (*first, *rest)
+    odd_slopes = [2.0 ** (-4 * head / power) for head in range(1, 2 * (num_heads - power) + 1, 2)]
+    return (*first, *odd_slopes)
 
 
 def alibi_sizes(fields: Fields, longest: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def alibi_sizes(fields: Fields, longest: int) -> dict[str, Any]:
     num_heads = fields.integer("num_attention_heads")
     return {
         "num_kv_heads": num_heads,
-        "head_width": fields.divided("hidden_size", "num_attention_heads"),
+        "head_width": fields.divide("hidden_size", "num_attention_heads"),
         "max_position_embeddings": longest,
         "feed_forward_width": 4 * fields.integer("hidden_size"),
         "rope": (NO_ROTATION, longest),

@@ -33,9 +33,9 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        given = config.get("rope_parameters") or config.get("rope_scaling")
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
         xielu = config.get("hidden_act", "xielu") == "xielu"
-        changed: dict[str, Any] = {} if given else {"rope_parameters": ROPE}
+        changed: dict[str, Any] = {} if rope else {"rope_parameters": ROPE}
         changed |= {"hidden_act": "silu"} if xielu else {}
         with Fields({**config, **changed}, "apertus") as fields:
             head_width = head_width_or_quotient(fields)

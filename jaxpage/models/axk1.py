@@ -8,7 +8,12 @@ from typing import Any
 
 from jaxpage.models import rotary_decoder
 from jaxpage.models.block_form import LLAMA_FORM
-from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, latent_knobs, sparse_by_type
+from jaxpage.models.deepseek_v3 import (
+    first_dense,
+    latent_knobs,
+    read_corrected_experts,
+    sparse_by_type,
+)
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import read_numbered_names
@@ -40,7 +45,7 @@ class Spec(RotaryDecoderSpec):
             sparse = sparse_by_type(fields, first_dense(fields, 1))
             return cls._from_fields(
                 fields,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     count=192,
                     per_token=8,

@@ -208,22 +208,22 @@ def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tup
     of modules that several layers share, each with those that the other layers give them.
     """
     prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
-    own, *others = prefixes
-    stem = name.removeprefix(own)
-    found = [stem, *(other + stem for other in others)] if name.startswith(own) else []
+    prefix, *others = prefixes
+    stem = name.removeprefix(prefix)
+    names = [stem, *(other + stem for other in others)] if name.startswith(prefix) else []
     for begin, others in (*getattr(family, "older_names", ()), *getattr(spec, "tied_names", ())):
         if name.startswith(begin):
-            found += [other + name.removeprefix(begin) for other in others]
+            names += [other + name.removeprefix(begin) for other in others]
     for part, other in getattr(family, "renamed", {}).items():
-        found += [each.replace(part, other) for each in (name, *found) if part in each]
-    return tuple(found)
+        names += [each.replace(part, other) for each in (name, *names) if part in each]
+    return tuple(names)
 
 
-def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
+def find_ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
     heads = getattr(spec, "draft_heads", None)
-    own = () if heads is None else heads.globs
-    return (*family.ignored, *own, *getattr(spec, "idle_tensors", ()))
+    head_globs = () if heads is None else heads.globs
+    return (*family.ignored, *head_globs, *getattr(spec, "idle_tensors", ()))
 
 
 def abstract_model(

@@ -60,8 +60,10 @@ class BlockForm:
                 offset=offset,
                 dtype=dtype,
             )
-        own = None if self.kind == "rms-plain" else name
-        return RMSNorm(width, name=own, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
+        weight_name = None if self.kind == "rms-plain" else name
+        return RMSNorm(
+            width, name=weight_name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype
+        )
 
     def head_norm(
         self,

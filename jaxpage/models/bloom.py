@@ -63,8 +63,8 @@ class Model(RotaryDecoder):
             dtype=dtype,
         )
 
-    def embedded(
+    def embed(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
         """Returns the input of the first layer."""
-        return self.tokens_norm(super().embedded(token_ids_T, positions_T))
+        return self.tokens_norm(super().embed(token_ids_T, positions_T))

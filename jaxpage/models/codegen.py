@@ -37,8 +37,8 @@ class Spec(gptj.Spec):
 class AttentionInParts(Attention):
     """Divides the one product in parts, each with the queries, values and keys of some heads."""
 
-    def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values; see `Attention.projected`."""
+    def project(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values; see `Attention.project`."""
         fused = self.query_key_value(x_TI)
         num_tokens = fused.shape[0]
         parts = fused.reshape(num_tokens, self.num_groups, 3, -1)

@@ -40,7 +40,7 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "deepseek_v3", ALIASES) as fields:
             return cls._from_fields(
                 fields,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
                 ),
                 expert_names=DEEPSEEK_NAMES,
@@ -73,7 +73,7 @@ def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
     return usual
 
 
-def corrected_experts(
+def read_corrected_experts(
     fields: Fields,
     *,
     count: Any,
@@ -131,21 +131,21 @@ def read_groups(
         per_token: The default of the number of experts of a token.
     """
     number = fields.optional_integer("n_group", default[0]) or 1
-    kept = fields.optional_integer("topk_group", default[1]) or 1
+    num_kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
-    if num_experts % number or kept > number or (number > 1 and num_experts // number < best):
+    if num_experts % number or num_kept > number or (number > 1 and num_experts // number < best):
         error = WrongField(
-            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken"
+            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {num_kept} are taken"
         )
         fields.note(error, **ONE_GROUP)
-        number = kept = 1
+        number = num_kept = 1
     per_token = fields.integer("num_experts_per_tok", per_token)
-    if per_token > num_experts // number * kept:
+    if per_token > num_experts // number * num_kept:
         error = WrongField(
-            f"topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
+            f"topk_group = {num_kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
         )
         fields.note(error, **ONE_GROUP, num_experts_per_tok=1)
-    return Groups(number, kept, best) if kept < number else None
+    return Groups(number, num_kept, best) if num_kept < number else None
 
 
 def latent_knobs(fields: Fields, **defaults: Any) -> dict[str, Any]:

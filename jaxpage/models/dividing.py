@@ -92,9 +92,9 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         )
         for state in kv.states
     )
-    own = sharding.kv_heads_of_shard
-    heads = tuple((own, width) for _, width in kv.heads)
-    return replace(kv, num_kv_heads=own, states=states, heads=heads)
+    kv_heads = sharding.kv_heads_of_shard
+    heads = tuple((kv_heads, width) for _, width in kv.heads)
+    return replace(kv, num_kv_heads=kv_heads, states=states, heads=heads)
 
 
 def _goes_into(num_kv_heads: int, count: int) -> bool:
@@ -111,8 +111,8 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
     if not sharding.is_divided:
         return rule
 
-    def divided(path: Path, module: nnx.Module) -> nnx.Module | None:
-        make = _divided_by(module, sharding)
+    def divide(path: Path, module: nnx.Module) -> nnx.Module | None:
+        make = _divide_by(module, sharding)
         if rule is None:
             return make and make(module, sharding)
         replacement = rule(path, module)
@@ -121,10 +121,10 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
         replace_modules(module, rule, path)
         return make(replacement or module, sharding)
 
-    return divided
+    return divide
 
 
-def _divided_by(
+def _divide_by(
     module: nnx.Module, sharding: Sharding
 ) -> Callable[[Any, Sharding], nnx.Module] | None:
     match module:
@@ -231,7 +231,7 @@ class Divisions:
 
         def note(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = None if rule is None else rule(path, module)
-            if _inside(path, layers) is None and _divided_by(module, Sharding(1, 2, 2)):
+            if _inside(path, layers) is None and _divide_by(module, Sharding(1, 2, 2)):
                 layers[path] = module, replacement or module
             return replacement
 
@@ -262,17 +262,19 @@ class Divisions:
         if not sharding.is_divided:
             return
         divided = set()
-        for path, (module, kept) in self._layers.items():
-            if make := _divided_by(module, sharding):
-                state = nnx.to_flat_state(nnx.state(make(kept, sharding)))
-                found = [_in_whole((*path, *cast(Path, own))) for own, _ in state]
-                divided |= {whole for whole, shard in found if shard is not None}
+        for path, (module, module_state) in self._layers.items():
+            if make := _divide_by(module, sharding):
+                state = nnx.to_flat_state(nnx.state(make(module_state, sharding)))
+                problems = [
+                    _in_whole((*path, *cast(Path, path_in_module))) for path_in_module, _ in state
+                ]
+                divided |= {whole for whole, shard in problems if shard is not None}
         for weight in self._to_check:
             if weight.path not in divided:
                 _refuse_heads(weight)
 
 
-def sharded_weights(
+def shard_weights(
     weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding
 ) -> list[ShardedWeight]:
     """Returns the weights, each with the parameters that have parts of it.
@@ -291,14 +293,14 @@ def sharded_weights(
         path = tuple(key.key for key in keys)
         whole, shard = _in_whole(path)
         places.setdefault(whole, []).append(Place(path, shard or 0, struct.shape))
-    found = []
+    weights_with_parts = []
     for weight in weights:
-        own = tuple(places[weight.path])
-        axis = _axis(weight, own[0])
-        if sharding.is_divided and "shards" not in own[0].path:
+        parts = tuple(places[weight.path])
+        axis = _axis(weight, parts[0])
+        if sharding.is_divided and "shards" not in parts[0].path:
             _refuse_heads(weight)
-        found.append(ShardedWeight(weight, own, axis, sharding))
-    return found
+        weights_with_parts.append(ShardedWeight(weight, parts, axis, sharding))
+    return weights_with_parts
 
 
 def _inside(path: Path, layers: Container[Path]) -> Path | None:
@@ -328,7 +330,7 @@ def entry_at(tree: Mapping[Any, Any], path: Path) -> Any:
     return functools.reduce(lambda branch, key: branch[key], path, tree)
 
 
-def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
+def join_weights(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns the whole weights, on the host, of a divided model's parameters."""
     tree: dict[Any, Any] = {}
     for sharded in weights:

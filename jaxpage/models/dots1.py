@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.deepseek_v3 import corrected_experts, first_dense
+from jaxpage.models.deepseek_v3 import first_dense, read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import REQUIRED, Fields
 from jaxpage.models.layer_windows import windows_of
@@ -43,7 +43,7 @@ class Spec(RotaryDecoderSpec):
                 sliding_windows=windows_of(fields, fields.layer_types(types), window),
                 attention_bias=fields.flag("attention_bias", False),
                 norm_heads=True,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     count=REQUIRED,
                     per_token=REQUIRED,

@@ -89,7 +89,7 @@ def join(graph: Any, parameters: Mapping[str, Any]) -> Drafter:
     """
     tables = {"tokens": parameters["target"]["tokens"]}
     tables["head"] = parameters["target"].get("head", tables["tokens"])
-    own = {
+    drafter_parameters = {
         name: tables[name] if part is None else part for name, part in parameters["drafter"].items()
     }
-    return cast(Drafter, nnx.merge(graph, own))
+    return cast(Drafter, nnx.merge(graph, drafter_parameters))

@@ -243,8 +243,8 @@ class Eagle3(_Eagle):
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Returns the hidden states, which are the next features, and the pages."""
         output_TD, first = self.fusion(self.tokens(token_ids_T), feature_TD, pages[0], context)
-        output_TD, rest, _ = run_layers(self.layers, None, output_TD, pages[1:], context)
-        return self.norm(output_TD) if self.spec.norm_output else output_TD, (first, *rest)
+        output_TD, layer_pages, _ = run_layers(self.layers, None, output_TD, pages[1:], context)
+        return self.norm(output_TD) if self.spec.norm_output else output_TD, (first, *layer_pages)
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the target's vocabulary."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpage.models import rotary_decoder
-from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, sparse_by_type
+from jaxpage.models.deepseek_v3 import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.exaone4 import usual_types
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
@@ -53,7 +53,7 @@ class Spec(RotaryDecoderSpec):
                 rope_by_layer=rope_with_windows(rope, types),
                 epsilon=("rms_norm_eps", 1e-5),
                 norm_heads=True,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     count_field="num_experts",
                     shared_field="num_shared_experts",

@@ -143,7 +143,7 @@ def make_experts(
     inner = spec.width
     count = spec.routing.num_experts
 
-    def stacked(
+    def stack(
         part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
     ) -> ExpertLinear:
         apart = [] if names.only_stacked or names.together else range(count)
@@ -170,10 +170,8 @@ def make_experts(
         return ExpertLinear(spec_of_all)
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stacked(
-        "gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up)
-    )
-    down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
+    gate_up = stack("gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up))
+    down = stack("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(
         gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
     )

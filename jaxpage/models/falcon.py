@@ -40,7 +40,7 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
             num_heads = fields.integer("num_attention_heads")
             width = fields.integer("hidden_size")
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             has_alibi = fields.flag("alibi", False)
             bias = fields.flag("bias", False)

@@ -100,16 +100,16 @@ def _in_and_out(fields: Fields, part: str) -> tuple[float, float]:
 
 def _factors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
     """Returns a list of factors, which are 1 where the field is absent or null."""
-    given = fields.get(name, None)
-    if given is None:
+    value = fields.get(name, None)
+    if value is None:
         return (1.0,) * count
     if (
-        isinstance(given, list)
-        and len(given) == count
-        and all(type(each) in (int, float) for each in given)
+        isinstance(value, list)
+        and len(value) == count
+        and all(type(each) in (int, float) for each in value)
     ):
-        return tuple(map(float, given))
-    fields.note(WrongField(f"{name} must have {count} numbers, not {given!r}"), **{name: None})
+        return tuple(map(float, value))
+    fields.note(WrongField(f"{name} must have {count} numbers, not {value!r}"), **{name: None})
     return (1.0,) * count
 
 

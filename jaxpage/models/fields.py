@@ -66,13 +66,13 @@ def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
     changed = dict(config)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(name), dict):
-            kept = {
+            fields = {
                 key: value
                 for key, value in rope.items()
                 if key not in ("mrope_section", "mrope_interleaved")
             }
-            plain = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
-            changed[name] = {**kept, **plain}
+            plain = {key: "default" for key in ("type", "rope_type") if fields.get(key) == "mrope"}
+            changed[name] = {**fields, **plain}
     return changed
 
 
@@ -143,15 +143,15 @@ class Fields(ConfigFields):
 
     def in_file(self, name: str) -> str:
         """Returns the name that the file has for a field."""
-        return next((own for own in self._names(name) if own in self.config), name)
+        return next((alias for alias in self._names(name) if alias in self.config), name)
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         """Returns an integer that is at least `least`."""
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        own = self.in_file(name)
-        error = WrongField(f"{own} must be an integer >= {least}, not {value!r}")
+        alias = self.in_file(name)
+        error = WrongField(f"{alias} must be an integer >= {least}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
 
@@ -229,12 +229,12 @@ class Fields(ConfigFields):
     def only(self, **values: Any) -> None:
         """Refuses fields that are neither absent, nor null, nor have these values."""
         for name, value in values.items():
-            given = self.get(name, None)
-            if given is not None and given != value:
-                error = RefusedField(f"{name} = {given!r} is not supported")
+            stated = self.get(name, None)
+            if stated is not None and stated != value:
+                error = RefusedField(f"{name} = {stated!r} is not supported")
                 self.note(error, **{name: None})
 
-    def divided(self, name: str, divisor_name: str) -> int:
+    def divide(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.
 
         This is the head width, where no field gives it.
@@ -294,14 +294,14 @@ class Fields(ConfigFields):
             theta: For each layer type the field of older configs, or "" for none, and the default.
             partial: See `rope`.
         """
-        given = self.get("rope_parameters", None) or {}
+        stated_ropes = self.get("rope_parameters", None) or {}
         scaling = self.get("rope_scaling", None) or {}
-        if not isinstance(given, dict) or not all(
-            value is None or isinstance(value, dict) for value in given.values()
+        if not isinstance(stated_ropes, dict) or not all(
+            value is None or isinstance(value, dict) for value in stated_ropes.values()
         ):
-            text = f"rope_parameters must have an object for each layer type, not {given!r}"
+            text = f"rope_parameters must have an object for each layer type, not {stated_ropes!r}"
             self.note(WrongField(text), **NO_ROPE)
-            given = {}
+            stated_ropes = {}
         if not isinstance(scaling, dict):
             text = f"rope_scaling must be an object or null, not {scaling!r}"
             self.note(WrongField(text), **NO_ROPE)
@@ -310,7 +310,7 @@ class Fields(ConfigFields):
         limit = max_position_embeddings
         for kind, (name, default) in theta.items():
             parameters = {
-                **(given.get(kind) or {}),
+                **(stated_ropes.get(kind) or {}),
                 **(scaling if kind == "full_attention" else {}),
             }
             parameters = _standard(parameters)
@@ -398,11 +398,11 @@ class Fields(ConfigFields):
         """
         old = self._object_or_null("rope_scaling")
         new = self._object_or_null("rope_parameters")
-        parameters = self._completed(old or new or {}, max_position_embeddings, theta, original)
+        parameters = self._complete(old or new or {}, max_position_embeddings, theta, original)
         if (
             old
             and new
-            and parameters != self._completed(new, max_position_embeddings, theta, original)
+            and parameters != self._complete(new, max_position_embeddings, theta, original)
         ):
             error: FieldError = WrongField("rope_scaling and rope_parameters contradict each other")
         elif any(isinstance(value, dict) for value in parameters.values()):
@@ -410,7 +410,7 @@ class Fields(ConfigFields):
         else:
             return parameters
         self.note(error, **NO_ROPE)
-        return self._completed({}, max_position_embeddings, theta, original)
+        return self._complete({}, max_position_embeddings, theta, original)
 
     def _object_or_null(self, name: str) -> Any:
         value = self.get(name, None)
@@ -419,11 +419,11 @@ class Fields(ConfigFields):
         error = WrongField(f"{name} must be an object or null, not {value!r}")
         return self._instead(error, name, None)
 
-    def _completed(
-        self, given: Mapping[str, Any], longest: int, theta: float, original: int | None
+    def _complete(
+        self, stated: Mapping[str, Any], longest: int, theta: float, original: int | None
     ) -> dict[str, Any]:
         """Returns rope parameters with what other fields say, and the defaults."""
-        parameters = _standard(given)
+        parameters = _standard(stated)
         parameters.setdefault("rope_theta", self.get("rope_theta", theta))
         parameters.setdefault("rope_type", "default")
         # In transformers too, a length at the top of the file outranks the one in the dict.
@@ -439,9 +439,9 @@ def _plain_rope(longest: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10_000.0, LENGTH: longest}
 
 
-def _standard(given: Mapping[str, Any]) -> dict[str, Any]:
+def _standard(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rope parameters under the names of transformers 5, without those that are null."""
-    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters = {name: value for name, value in stated.items() if value is not None}
     older = parameters.pop("type", None)
     if older is not None:
         parameters.setdefault("rope_type", older)

@@ -40,10 +40,10 @@ from jaxpage.models.gemma4_layer import (
     GatedInput,
     Gemma4Spec,
     PerLayerInputs,
+    find_shared_layers,
     make_attention,
     make_norm,
     make_product,
-    shared_places,
 )
 from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.rotary_decoder import (
@@ -90,7 +90,7 @@ class Spec(Gemma4Spec):
             types = layer_types(fields, 5)
             longest = fields.integer("max_position_embeddings", 32_768)
             ropes, longest = fields.ropes_by_type(head_width, longest, ROPES)
-            places = shared_places(fields, types, 15)
+            places = find_shared_layers(fields, types, 15)
             widths = _inner_widths(fields, len(types))
             spec = cls._from_fields(
                 fields,
@@ -118,20 +118,24 @@ class Spec(Gemma4Spec):
             )
             window = fields.integer("sliding_window", 512)
             windows = tuple(window if kind == SLIDING else None for kind in types)
-            kept = 1 + max(places)
+            num_with_pages = 1 + max(places)
             kv = KVSpec(
-                kept, spec.kv.num_kv_heads, head_width, windows[:kept], decoder_layers=len(types)
+                num_with_pages,
+                spec.kv.num_kv_heads,
+                head_width,
+                windows[:num_with_pages],
+                decoder_layers=len(types),
             )
             return dataclasses.replace(spec, kv=kv)
 
 
 def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Returns the width of the feed-forward half of each layer."""
-    given = fields.get("intermediate_size", 16_384)
-    widths = given if isinstance(given, list) else [given] * num_layers
+    stated = fields.get("intermediate_size", 16_384)
+    widths = stated if isinstance(stated, list) else [stated] * num_layers
     if len(widths) != num_layers or not all(type(each) is int and each > 0 for each in widths):
         text = f"intermediate_size must be a width, or one for each of {num_layers} layers, not"
-        fields.note(WrongField(f"{text} {given!r}"), intermediate_size=64)
+        fields.note(WrongField(f"{text} {stated!r}"), intermediate_size=64)
         widths = [64] * num_layers
     return tuple(widths)
 
@@ -140,15 +144,15 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     """Returns the share of gates that each layer cuts off; by default the first ten do."""
     num_sparse = 10 if num_layers > 10 else 0
     usual = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
-    given = fields.get("activation_sparsity_pattern", None)
-    shares = usual if given is None else given
+    pattern = fields.get("activation_sparsity_pattern", None)
+    shares = usual if pattern is None else pattern
     if (
         not isinstance(shares, list)
         or len(shares) != num_layers
         or not all(type(each) in (int, float) and 0 <= each < 1 for each in shares)
     ):
         text = f"activation_sparsity_pattern must have a share below 1 for each of {num_layers}"
-        fields.note(WrongField(f"{text} layers, not {given!r}"), activation_sparsity_pattern=None)
+        fields.note(WrongField(f"{text} layers, not {pattern!r}"), activation_sparsity_pattern=None)
         shares = usual
     return tuple(map(float, shares))
 
@@ -210,7 +214,7 @@ class AltUp(nnx.Module):
         routed_TU = self.router(self.norm(x_TD) * self.input_scale)
         return jnp.tanh(routed_TU.astype(jnp.float32)).astype(x_TD.dtype)
 
-    def predicted(self, state_UTD: Float[Array, "U T D"]) -> list[jax.Array]:
+    def predict(self, state_UTD: Float[Array, "U T D"]) -> list[jax.Array]:
         """Returns the predictions, each of which is a state plus a sum of all states."""
         share_TS = self.prediction(self._modalities(state_UTD[self.active]))
         count = len(state_UTD)
@@ -223,7 +227,7 @@ class AltUp(nnx.Module):
             predictions.append(total_TD + state_UTD[place])
         return predictions
 
-    def corrected(
+    def correct(
         self, predictions: list[jax.Array], computed_TD: Float[Array, "T D"]
     ) -> list[jax.Array]:
         """Returns the predictions with a share each of what the active one lacks."""
@@ -278,14 +282,14 @@ class Gemma3nLayer(nnx.Module):
         input_TI: Float[Array, "T I"],
     ) -> tuple[Float[Array, "U T D"], LayerPages]:
         """Returns the states after the layer and its pages; `input_TI` is its own input."""
-        predictions = self.altup.predicted(state_UTD)
+        predictions = self.altup.predict(state_UTD)
         x_TD = predictions[self.active]
         normed_TD = self.attention_norm(x_TD)
         low_rank_TD = normed_TD + self.behind_low_rank(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = (x_TD + self.behind_attention(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.behind_mlp(self.mlp(self.mlp_norm(added_TD)))
-        states = self.altup.corrected(predictions, computed_TD)
+        states = self.altup.correct(predictions, computed_TD)
         gate_TD = states[self.active]
         if self.scales_active:
             gate_TD = gate_TD * self.altup.scale[...][None]
@@ -325,20 +329,20 @@ class Model(RotaryDecoder):
             functools.partial(layer, input_TI=inputs_TLI[:, number])
             for number, layer in enumerate(self.layers)
         ]
-        made = [_sized(product(hidden_TD), hidden_TD) for product in self.entering]
+        made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
-        out_TD, pages, aux = run_layers(layers, self._left, state_UTD, pages, context, self.places)
+        out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, self.places)
         return out_TD, pages, tuple(each_UTD[self.active] for each_UTD in aux)
 
-    def _left(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
+    def _leave(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
         """Returns the norm of the mean of all states, each with the size of the first one."""
         total_TD = state_UTD[0]
         for product, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
-            total_TD = total_TD + _sized(product(each_TD), state_UTD[0])
+            total_TD = total_TD + _match_size(product(each_TD), state_UTD[0])
         return self.norm(total_TD / len(state_UTD))
 
 
-def _sized(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def _match_size(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """Returns the state with the root mean square of another one."""
     wide_TD = x_TD.astype(jnp.float32)
     size_T1 = jnp.sqrt(mean(jnp.square(other_TD.astype(jnp.float32))))

@@ -33,7 +33,7 @@ from jaxpage.models.gemma4_layer import (
     Gemma4Layer,
     Gemma4Spec,
     PerLayerInputs,
-    shared_places,
+    find_shared_layers,
 )
 from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.proportional_rope import read_rope
@@ -73,7 +73,7 @@ class Spec(Gemma4Spec):
             types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
             heads = _heads(fields, types, by_layer)
             ropes, longest = _ropes(fields, heads)
-            places = shared_places(fields, types, 0)
+            places = find_shared_layers(fields, types, 0)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=heads[SLIDING][0],
@@ -95,13 +95,13 @@ class Spec(Gemma4Spec):
                 **_experts(fields),
             )
             window = fields.integer("sliding_window", 512)
-            kept = types[: 1 + max(places)]
+            types_with_pages = types[: 1 + max(places)]
             kv = KVSpec(
-                len(kept),
+                len(types_with_pages),
                 *heads[SLIDING],
-                tuple(window if kind == SLIDING else None for kind in kept),
+                tuple(window if kind == SLIDING else None for kind in types_with_pages),
                 decoder_layers=len(types),
-                heads=tuple(heads[kind] for kind in kept),
+                heads=tuple(heads[kind] for kind in types_with_pages),
             )
             return dataclasses.replace(spec, kv=kv)
 
@@ -115,35 +115,35 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
         by_layer: `per_layer_config`, which transformers 5.24 writes in place of the fields for full
             layers.
     """
-    own = key_value_heads(fields, 4), fields.integer("head_dim", 256)
+    sliding_heads = key_value_heads(fields, 4), fields.integer("head_dim", 256)
     few = fields.optional_integer("num_global_key_value_heads", None)
     if few is None or not fields.flag("attention_k_eq_v", False):
-        few = own[0]
-    heads = {SLIDING: own, FULL: (few, fields.integer("global_head_dim", 512))}
+        few = sliding_heads[0]
+    heads = {SLIDING: sliding_heads, FULL: (few, fields.integer("global_head_dim", 512))}
     if by_layer is not None:
-        heads = _heads_by_layer(fields, types, by_layer, own)
+        heads = _heads_by_layer(fields, types, by_layer, sliding_heads)
     few = heads[FULL][0]
     num_heads = fields.integer("num_attention_heads")
-    if few != own[0] and num_heads % few:
+    if few != sliding_heads[0] and num_heads % few:
         text = f"num_global_key_value_heads = {few} must divide num_attention_heads = {num_heads}"
         fields.note(WrongField(text), num_global_key_value_heads=None)
     return heads
 
 
 def _heads_by_layer(
-    fields: Fields, types: tuple[str, ...], by_layer: Any, own: tuple[int, int]
+    fields: Fields, types: tuple[str, ...], by_layer: Any, default_heads: tuple[int, int]
 ) -> dict[str, tuple[int, int]]:
     """Returns what `_heads` does; the keys of `by_layer` are the numbers of layers, as in "05"."""
-    heads = {SLIDING: own, FULL: own}
+    heads = {SLIDING: default_heads, FULL: default_heads}
     changes = {int(layer): each for layer, each in by_layer.items()}
-    default = dict(zip(("num_key_value_heads", "head_dim"), own, strict=True))
+    default = dict(zip(("num_key_value_heads", "head_dim"), default_heads, strict=True))
     alike = True
     for layer, kind in enumerate(types):
         of_layer = {**default, **changes.get(layer, {})}
-        found = tuple(of_layer.values())
-        if layer == types.index(kind) and len(found) == 2:
-            heads[kind] = found
-        alike = alike and found == heads[kind]
+        pairs = tuple(of_layer.values())
+        if layer == types.index(kind) and len(pairs) == 2:
+            heads[kind] = pairs
+        alike = alike and pairs == heads[kind]
     if not alike:
         text = "per_layer_config is supported for num_key_value_heads and head_dim alone, alike in"
         fields.note(RefusedField(f"{text} all layers of a type"), per_layer_config=None)
@@ -153,15 +153,15 @@ def _heads_by_layer(
 def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions."""
     longest = fields.integer("max_position_embeddings", 131_072)
-    given = fields.get("rope_parameters", None)
-    scaling = fields.get("rope_scaling", given)  # It replaces the other one in transformers too.
-    if given is not None and scaling != given:
+    stated = fields.get("rope_parameters", None)
+    scaling = fields.get("rope_scaling", stated)  # It replaces the other one in transformers too.
+    if stated is not None and scaling != stated:
         text = "rope_scaling and rope_parameters contradict each other"
         fields.note(WrongField(text), rope_parameters=None, rope_scaling=None)
-    given = scaling or ROPES
+    stated = scaling or ROPES
     ropes = {}
     for kind, (_, width) in heads.items():
-        of_kind = given.get(kind) if isinstance(given, dict) else None
+        of_kind = stated.get(kind) if isinstance(stated, dict) else None
         ropes[kind] = read_rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
     return ropes, longest
 

@@ -67,7 +67,7 @@ class Gemma4Spec(RotaryDecoderSpec):
         )
 
 
-def shared_places(fields: Fields, types: tuple[str, ...], default: int) -> tuple[int, ...]:
+def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> tuple[int, ...]:
     """Returns, for each layer, the place of the layer whose pages it reads.
 
     Args:
@@ -76,13 +76,13 @@ def shared_places(fields: Fields, types: tuple[str, ...], default: int) -> tuple
         default: The default of `num_kv_shared_layers`.
     """
     first = len(types) - fields.integer("num_kv_shared_layers", default, least=0)
-    own = types[: max(0, first)]
-    if missing := {*types[len(own) :]} - {*own}:
+    types_with_pages = types[: max(0, first)]
+    if missing := {*types[len(types_with_pages) :]} - {*types_with_pages}:
         text = f"num_kv_shared_layers leaves no layer of type {', '.join(missing)} with keys"
         fields.note(WrongField(text), num_kv_shared_layers=0)
         return tuple(range(len(types)))
-    last = {kind: place for place, kind in enumerate(own)}
-    return (*range(len(own)), *(last[kind] for kind in types[len(own) :]))
+    last = {kind: place for place, kind in enumerate(types_with_pages)}
+    return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))
 
 
 def make_norm(
@@ -159,7 +159,7 @@ class Gemma4Experts(nnx.Module):
         count = experts.routing.num_experts
         inner = experts.width
 
-        def stacked(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
+        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
             return ExpertLinear(
                 ExpertLinearSpec(
                     count,
@@ -175,8 +175,8 @@ class Gemma4Experts(nnx.Module):
 
         both: Axis = (("ffn", inner), ("ffn", inner))
         self.experts = Experts(
-            stacked("gate_up_proj", (width, 2 * inner), ("embed", both)),
-            stacked("down_proj", (inner, width), ("ffn", "embed")),
+            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
+            stack("down_proj", (inner, width), ("ffn", "embed")),
             activation=spec.activation,
             swiglu=None,
         )
@@ -223,10 +223,10 @@ def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike)
     parts = [Part(queries, "heads", f"{name}.q_proj")]
     key_norm = value_norm = None
     if place == layer:
-        kept = ["k_proj", "v_proj"]
+        projections = ["k_proj", "v_proj"]
         if spec.keys_are_values and spec.layer_types[layer] == FULL:
-            kept = ["k_proj"]
-        parts += [Part(num_kv_heads * head, "kv_heads", f"{name}.{part}") for part in kept]
+            projections = ["k_proj"]
+        parts += [Part(num_kv_heads * head, "kv_heads", f"{name}.{part}") for part in projections]
         key_norm = make_norm(spec, f"{name}.k_norm", dtype, head)
         value_norm = make_norm(spec, None, dtype, head)
     bias = spec.attention_input_bias

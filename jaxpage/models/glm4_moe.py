@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models import rotary_decoder
-from jaxpage.models.deepseek_v3 import ALIASES, corrected_experts, first_dense
+from jaxpage.models.deepseek_v3 import ALIASES, first_dense, read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import read_numbered_names
@@ -43,7 +43,7 @@ class Spec(RotaryDecoderSpec):
                 rope=fields.rope(head_width, longest, partial=0.5),
                 epsilon=("rms_norm_eps", 1e-5),
                 norm_heads=fields.flag("use_qk_norm", False),
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields, count=128, per_token=8, width=1408, groups=(1, 1), factor=1.0
                 ),
                 expert_names=DEEPSEEK_NAMES,

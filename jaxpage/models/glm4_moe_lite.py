@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models import rotary_decoder
-from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs, sparse_by_type
+from jaxpage.models.deepseek_v3 import latent_knobs, read_corrected_experts, sparse_by_type
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import read_numbered_names
@@ -31,7 +31,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 epsilon=("rms_norm_eps", 1e-5),
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8
                 ),
                 expert_names=DEEPSEEK_NAMES,

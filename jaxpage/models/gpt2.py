@@ -59,7 +59,7 @@ class Spec:
             num_heads, num_layers, width = (
                 fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
             )
-            head_width = fields.divided("n_embd", "n_head")
+            head_width = fields.divide("n_embd", "n_head")
             scale = head_width**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
             by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
             fields.flag("reorder_and_upcast_attn", False)

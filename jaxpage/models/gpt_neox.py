@@ -40,7 +40,7 @@ class Spec(RotaryDecoderSpec):
         # transformers writes it into files, and passes it over in favour of rotary_pct.
         config = without(config, "partial_rotary_factor")
         with Fields(config, "gpt_neox") as fields:
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             theta = fields.number("rotary_emb_base", 10_000.0)
             share = fields.number("rotary_pct", 0.25)

@@ -40,9 +40,9 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        given = config.get("rope_parameters") or config.get("rope_scaling")
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
         with Fields(
-            config if given else {**config, "rope_parameters": ROPE},
+            config if rope else {**config, "rope_parameters": ROPE},
             "gpt_oss",
             {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
         ) as fields:

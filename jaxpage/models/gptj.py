@@ -49,7 +49,7 @@ class Spec(RotaryDecoderSpec):
     ) -> RotaryDecoderSpec:
         """Returns the spec of a family of this model type, whose modules have these names."""
         with Fields(config, model_type, ALIASES) as fields:
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             return cls._from_fields(
                 fields,

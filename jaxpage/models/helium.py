@@ -29,7 +29,7 @@ class Spec(RotaryDecoderSpec):
         """Returns the spec of a config.json."""
         with Fields(config, "helium") as fields:
             head_width = fields.integer("head_dim", 128)
-            usual = fields.divided("hidden_size", "num_attention_heads")
+            usual = fields.divide("hidden_size", "num_attention_heads")
             if head_width != usual:
                 text = f"head_dim = {head_width} is not hidden_size / num_attention_heads = {usual}"
                 fields.note(RefusedField(text), head_dim=usual)

@@ -147,13 +147,17 @@ class Model(RotaryDecoder):
         """Returns hidden states, pages and auxiliary hidden states."""
         more = iter(pages[len(self.layers) :])
         by_layer = tuple(
-            (own, next(more)) if is_mamba else own
-            for own, is_mamba in zip(pages, self.is_mamba, strict=False)
+            (layer_pages, next(more)) if is_mamba else layer_pages
+            for layer_pages, is_mamba in zip(pages, self.is_mamba, strict=False)
         )
-        hidden_TD = self.embedded(token_ids_T, context.positions_T)
+        hidden_TD = self.embed(token_ids_T, context.positions_T)
         output_TD, by_layer, entering = run_layers(
             self.layers, self.norm, hidden_TD, by_layer, context
         )
-        kept = list(zip(by_layer, self.is_mamba, strict=True))
-        own = tuple(each[0] if is_mamba else each for each, is_mamba in kept)
-        return output_TD, (*own, *(each[1] for each, is_mamba in kept if is_mamba)), entering
+        new_pages = list(zip(by_layer, self.is_mamba, strict=True))
+        layer_pages = tuple(each[0] if is_mamba else each for each, is_mamba in new_pages)
+        return (
+            output_TD,
+            (*layer_pages, *(each[1] for each, is_mamba in new_pages if is_mamba)),
+            entering,
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, knobs_of, sparse_by_type
+from jaxpage.models.deepseek_v3 import first_dense, knobs_of, read_corrected_experts, sparse_by_type
 from jaxpage.models.delta_config import check_activation
 from jaxpage.models.experts import ExpertNames
 from jaxpage.models.fields import Fields
@@ -56,7 +56,10 @@ class Spec(RotaryDecoderSpec):
         """Returns the spec of a config.json."""
         inner = config.get("linear_attn_config")
         nested = inner if isinstance(inner, dict) else {}
-        config = {**config, **{own: nested[name] for name, own in NESTED.items() if name in nested}}
+        config = {
+            **config,
+            **{field: nested[name] for name, field in NESTED.items() if name in nested},
+        }
         with Fields(config, "kimi_linear", ALIASES) as fields:
             if inner is not None and inner is not nested:
                 text = f"linear_attn_config must be an object, not {inner!r}"
@@ -73,7 +76,7 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 states=tuple(delta.state if kind == LINEAR else None for kind in types),
                 recurrent=delta,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     count=256,
                     count_field="num_local_experts",

@@ -74,7 +74,7 @@ def refuse_rope_scaling(fields: Fields) -> None:
 
     transformers replaces `rope_parameters` by it, even if it is null, and then fails.
     """
-    given = fields.get("rope_parameters", None)
-    if fields.get("rope_scaling", given) != given:
+    rope = fields.get("rope_parameters", None)
+    if fields.get("rope_scaling", rope) != rope:
         text = "rope_scaling is not supported in this family, which has rope_parameters instead"
         fields.note(RefusedField(text), **NO_ROPE)

@@ -91,8 +91,8 @@ def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, R
 
     As in transformers, fields at the top of the config are defaults for all types.
     """
-    given = fields.get("rope_scaling", None) or fields.get("rope_parameters", None)
-    given = ROPES if given is None else given
+    stated = fields.get("rope_scaling", None) or fields.get("rope_parameters", None)
+    stated = ROPES if stated is None else stated
     usual = {
         "rope_theta": fields.get("rope_theta", 1_000_000.0),
         "partial_rotary_factor": fields.get("partial_rotary_factor", None),
@@ -102,10 +102,10 @@ def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, R
         fields.note(WrongField(text), head_dim=128)
     ropes = {}
     for kind in [kind for kind in ROPES if kind in types]:
-        own = given.get(kind) if isinstance(given, dict) else None
-        if not isinstance(own, dict):
-            text = f"rope_parameters must have an object for {kind}, not {given!r}"
+        rope = stated.get(kind) if isinstance(stated, dict) else None
+        if not isinstance(rope, dict):
+            text = f"rope_parameters must have an object for {kind}, not {stated!r}"
             fields.note(WrongField(text), **NO_ROPE)
-            own = ROPES[kind]
-        ropes[kind] = read_rope(fields, kind, {**usual, **own}, head_width)
+            rope = ROPES[kind]
+        ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_width)
     return ropes

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model, other_names
-from jaxpage.models.dividing import ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models.dividing import ShardedWeight, shard_weights, with_sharding
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight
 
@@ -100,7 +100,7 @@ def adapter_weights(
         if "lora" in path
     ]
     _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
-    return sharded_weights(weights, shapes, sharding)
+    return shard_weights(weights, shapes, sharding)
 
 
 def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:

@@ -22,7 +22,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.deepseek_v3 import corrected_experts, sparse_by_type
+from jaxpage.models.deepseek_v3 import read_corrected_experts, sparse_by_type
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
@@ -80,7 +80,7 @@ class Spec(RotaryDecoderSpec):
                 rope=(ropes[FULL], longest),
                 rope_by_layer=tuple(ropes[kind] for kind in types),
                 epsilon=("rms_norm_eps", 1e-5),
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     shared_field=None,
                     count=256,
@@ -127,11 +127,11 @@ def _ropes(fields: Fields, head_width: int) -> tuple[dict[str, Rope], int]:
     refuse_rope_scaling(fields)
     # transformers reads none of these.
     fields.only(rope_theta=5_000_000, swa_rope_theta=10_000, partial_rotary_factor=SHARE)
-    given = fields.get("rope_parameters", None)
-    if isinstance(given, dict):
+    ropes = fields.get("rope_parameters", None)
+    if isinstance(ropes, dict):
         fields.config["rope_parameters"] = {
             kind: {"partial_rotary_factor": 1.0, **each} if _is_scaled(each) else each
-            for kind, each in given.items()
+            for kind, each in ropes.items()
         }
     longest = fields.integer("max_position_embeddings", 131_072)
     return fields.ropes_by_type(head_width, longest, THETA, partial=SHARE)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models import ministral3
-from jaxpage.models.deepseek_v3 import corrected_experts, first_dense, latent_knobs
+from jaxpage.models.deepseek_v3 import first_dense, latent_knobs, read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
@@ -35,7 +35,7 @@ class Spec(RotaryDecoderSpec):
             longest = fields.integer("max_position_embeddings", 1_048_576)
             return cls._from_fields(
                 fields,
-                experts=corrected_experts(
+                experts=read_corrected_experts(
                     fields,
                     count=128,
                     per_token=4,

@@ -54,18 +54,18 @@ def make_gated_mlp(
         dtype: The type of the parameters.
     """
 
-    def named(part: str | None) -> str | None:
+    def name_part(part: str | None) -> str | None:
         return part and f"{module}.{part}"
 
     gate_up = linear(
         width,
-        Part(inner, "ffn", named(names.gate)),
-        Part(inner, "ffn", named(names.up)),
-        fused=named(names.fused),
+        Part(inner, "ffn", name_part(names.gate)),
+        Part(inner, "ffn", name_part(names.up)),
+        fused=name_part(names.fused),
         input_axis="embed",
         bias=bias,
         dtype=dtype,
     )
-    part = Part(width, "embed", named(names.down))
+    part = Part(width, "embed", name_part(names.down))
     down = linear(inner, part, input_axis="ffn", bias=bias, dtype=dtype)
     return GatedMLP(gate_up, down, activation=activation)

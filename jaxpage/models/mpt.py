@@ -50,8 +50,8 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(_with_attention(config), "mpt", ALIASES) as fields:
-            if not isinstance(given := fields.get("attn_config", None), dict | None):
-                error = WrongField(f"attn_config must be an object or null, not {given!r}")
+            if not isinstance(attention := fields.get("attn_config", None), dict | None):
+                error = WrongField(f"attn_config must be an object or null, not {attention!r}")
                 fields.note(error, attn_config=None)
             fields.only(attn_type="multihead_attention", alibi=True, alibi_bias_max=8)
             fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
@@ -75,6 +75,6 @@ class Spec(RotaryDecoderSpec):
 
 def _with_attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config with the fields of `attn_config` next to its own."""
-    given = config.get("attn_config")
-    attention = given if isinstance(given, dict) else {}
+    stated = config.get("attn_config")
+    attention = stated if isinstance(stated, dict) else {}
     return {**config, **{name: attention[name] for name in ATTENTION if name in attention}}

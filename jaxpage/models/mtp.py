@@ -52,8 +52,8 @@ class MtpHead(nnx.Module):
             names: The names of the head's tensors.
             dtype: The type of the parameters.
         """
-        width, own = spec.model_width, layer_spec(spec)
-        self.kv = own.kv
+        width, spec_of_layer = spec.model_width, layer_spec(spec)
+        self.kv = spec_of_layer.kv
         self.tokens = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
         self.head = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
         self.embedding_norm, self.hidden_norm, self.norm = (
@@ -67,7 +67,7 @@ class MtpHead(nnx.Module):
             bias=False,
             dtype=dtype,
         )
-        self.layers = nnx.List([DecoderLayer(own, 0, name=names.layer, dtype=dtype)])
+        self.layers = nnx.List([DecoderLayer(spec_of_layer, 0, name=names.layer, dtype=dtype)])
 
     def __call__(
         self,

@@ -71,7 +71,7 @@ def read_numbered_names(fields: Fields) -> MtpNames | None:
     )
 
 
-def named_apart(count: int, field: str, refusal: str = "") -> MtpNames:
+def name_apart(count: int, field: str, refusal: str = "") -> MtpNames:
     """Returns the names of Qwen's form: a module of its own, `mtp`, outside of the model.
 
     Args:
@@ -101,5 +101,5 @@ def unread_heads(fields: Fields, start: str = "mtp.") -> MtpNames:
     """
     field = "num_nextn_predict_layers"
     count = 0 if fields.get(field, None) is None else fields.integer(field, 0, least=0)
-    names = named_apart(count, field, "heads of this family are not read")
+    names = name_apart(count, field, "heads of this family are not read")
     return replace(names, prefixes=(start,))

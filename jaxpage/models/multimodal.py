@@ -32,7 +32,7 @@ OLDER_NAMES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapper:
+class MultimodalCheckpoint:
     """Describes the checkpoints of one architecture.
 
     Attributes:
@@ -63,43 +63,43 @@ _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 8
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 MULTIMODAL = {
-    "Exaone4_5_ForConditionalGeneration": Wrapper(
+    "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
         {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}
     ),
-    "Gemma3ForConditionalGeneration": Wrapper(
+    "Gemma3ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3_text": "gemma3"},
         _LLAVA,
         "images",
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
     ),
-    "Gemma3nForConditionalGeneration": Wrapper(
+    "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3n_text": "gemma3n"}, _GEMMA, "images, videos and sound"
     ),
-    "Gemma4ForConditionalGeneration": Wrapper(
+    "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma4_text": "gemma4"}, _GEMMA, "images, videos and sound"
     ),
-    "Llama4ForConditionalGeneration": Wrapper(
+    "Llama4ForConditionalGeneration": MultimodalCheckpoint(
         {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
-    "Mistral3ForConditionalGeneration": Wrapper(
+    "Mistral3ForConditionalGeneration": MultimodalCheckpoint(
         {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
         _LLAVA,
         "images",
         tied_by_files=True,
     ),
-    "Qwen2VLForConditionalGeneration": Wrapper(
+    "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
     ),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+    "Qwen2_5_VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
     ),
-    "Qwen3VLForConditionalGeneration": Wrapper(
+    "Qwen3VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_text": "qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
     ),
-    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+    "Qwen3VLMoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_moe_text": "qwen3_moe"},
         defaults={
             **_QWEN3,
@@ -110,8 +110,8 @@ MULTIMODAL = {
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
         spec={"expert_names": ExpertNames(only_stacked=True, in_rows_too=True)},
     ),
-    "Qwen3_5ForConditionalGeneration": Wrapper({"qwen3_5_text": "qwen3_5"}),
-    "Qwen3_5MoeForConditionalGeneration": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_5"}),
+    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_moe_text": "qwen3_5_moe"}),
 }
 
 
@@ -119,7 +119,7 @@ MULTIMODAL = {
 class TextSpecs:
     """Reads the config of a text model with that of its family."""
 
-    wrapper: Wrapper
+    wrapper: MultimodalCheckpoint
     family: Family
 
     def from_config(self, config: Mapping[str, Any]) -> ModelSpec:

@@ -56,8 +56,8 @@ class Spec(RotaryDecoderSpec):
 class Model(RotaryDecoder):
     """Computes nanochat; see `models.base.Model`."""
 
-    def embedded(
+    def embed(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
-        return self.norm(super().embedded(token_ids_T, positions_T))
+        return self.norm(super().embed(token_ids_T, positions_T))

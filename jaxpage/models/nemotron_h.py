@@ -68,7 +68,7 @@ class Spec(RotaryDecoderSpec):
                 fields.note(RefusedField(text), tie_word_embeddings=False)
             mamba = _read_mamba(fields)
             head_width = fields.integer("head_dim", 128)
-            kept = [kind for kind in types if kind != MLP]
+            with_pages = [kind for kind in types if kind != MLP]
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_key_value_heads", 8),
@@ -78,16 +78,16 @@ class Spec(RotaryDecoderSpec):
                 activation=("mlp_hidden_act", "relu2"),
                 mlp_bias=fields.flag("mlp_bias", False),
                 plain_mlp=("up_proj", "down_proj"),
-                rope_by_layer=(None,) * len(kept),
+                rope_by_layer=(None,) * len(with_pages),
                 recurrent=mamba,
                 types=types,
             )
         kv = KVSpec(
-            len(kept),
+            len(with_pages),
             spec.kv.num_kv_heads,
             head_width,
-            (None,) * len(kept),
-            states=tuple(mamba.state if kind == LINEAR else None for kind in kept),
+            (None,) * len(with_pages),
+            states=tuple(mamba.state if kind == LINEAR else None for kind in with_pages),
             decoder_layers=len(types),
         )
         return replace(spec, kv=kv)
@@ -97,26 +97,26 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
     """Returns the kind of each layer, from a list or from a pattern of letters."""
     pattern = fields.get("hybrid_override_pattern", None)
     if fields.get("layer_types", None) is not None:
-        found = fields.in_file("layer_types")
+        layer_types = fields.in_file("layer_types")
         types = fields.get("layer_types", None)
     elif isinstance(pattern, str):
-        found = f"hybrid_override_pattern = {pattern!r}"
+        layer_types = f"hybrid_override_pattern = {pattern!r}"
         types = [PATTERN.get(letter, letter) for letter in pattern]
     elif pattern is None:
-        found = "without layers_block_type and hybrid_override_pattern, a model"
+        layer_types = "without layers_block_type and hybrid_override_pattern, a model"
         types = [LINEAR, EXPERTS, FULL, MLP]
     else:
-        found = f"hybrid_override_pattern = {pattern!r}"
+        layer_types = f"hybrid_override_pattern = {pattern!r}"
         types = None
     types = [OLDER.get(str(kind), kind) for kind in types] if isinstance(types, list) else []
     if not {*map(str, types)} - {MLP}:
-        text = f"{found} must name layers of {FULL} (*), {LINEAR} (M) and {MLP} (-), and not the last alone"
+        text = f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M) and {MLP} (-), and not the last alone"
         fields.note(WrongField(text), **_CORRECTED)
     elif EXPERTS in types:
-        text = f"{found} has layers with experts (Nemotron 3), which are not supported"
+        text = f"{layer_types} has layers with experts (Nemotron 3), which are not supported"
         fields.note(RefusedField(text), **_CORRECTED)
     elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
-        text = f"{found} has layers {', '.join(unknown)}, which are not supported"
+        text = f"{layer_types} has layers {', '.join(unknown)}, which are not supported"
         fields.note(RefusedField(text), **_CORRECTED)
     else:
         return tuple(types)
@@ -199,9 +199,10 @@ class Model(nnx.Module):
             tied=spec.tie_word_embeddings,
             dtype=dtype,
         )
-        kept = [kind != MLP for kind in spec.types]
+        has_pages = [kind != MLP for kind in spec.types]
         self.layers = nnx.List(
-            Layer(spec, index, sum(kept[:index]), dtype=dtype) for index in range(len(kept))
+            Layer(spec, index, sum(has_pages[:index]), dtype=dtype)
+            for index in range(len(has_pages))
         )
         self.norm = spec.form.norm(
             width, name=f"{spec.name}.norm_f", epsilon=spec.norm_epsilon, dtype=dtype
@@ -216,8 +217,12 @@ class Model(nnx.Module):
         output_TD, by_layer, entering = run_layers(
             self.layers, self.norm, self.tokens(token_ids_T), by_layer, context
         )
-        kept = zip(self.layers, by_layer, strict=True)
-        return output_TD, tuple(own for layer, own in kept if layer.keeps), entering
+        new_pages = zip(self.layers, by_layer, strict=True)
+        return (
+            output_TD,
+            tuple(layer_pages for layer, layer_pages in new_pages if layer.keeps),
+            entering,
+        )
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits in float32."""

@@ -101,8 +101,8 @@ def _read_rope(fields: Fields, head_width: int) -> tuple[Rope, int]:
     There is no rotary embedding if `rope_theta` is null.
     """
     longest = fields.integer("max_position_embeddings", 65_536)
-    given = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
+    rope = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     theta = fields.get("rope_theta", 10_000.0)
-    if isinstance(given, dict):
-        theta = given.get("rope_theta", theta)
+    if isinstance(rope, dict):
+        theta = rope.get("rope_theta", theta)
     return (NO_ROTATION, longest) if theta is None else fields.rope(head_width, longest)

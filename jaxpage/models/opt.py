@@ -54,7 +54,7 @@ class Spec:
             num_heads = fields.integer("num_attention_heads")
             num_layers = fields.integer("num_hidden_layers")
             width = fields.integer("hidden_size")
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             norm_first = fields.flag("do_layer_norm_before", True)
             return cls(
                 vocab_size=fields.integer("vocab_size"),

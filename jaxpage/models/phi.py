@@ -35,7 +35,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "phi") as fields:
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             return cls._from_fields(
                 fields,

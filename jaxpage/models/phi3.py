@@ -33,7 +33,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "phi3") as fields:
-            head_width = fields.divided("hidden_size", "num_attention_heads")
+            head_width = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 4096)
             window = fields.optional_integer("sliding_window", None)
             return cls._from_fields(

@@ -15,7 +15,7 @@ from jaxpage.models.fields import Fields
 NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
 
 
-def read_rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: int) -> Rope:
+def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_width: int) -> Rope:
     """Returns the rotary embedding of one type of layer.
 
     A proportional one turns only the first pairs of a head. Their frequencies are those that they
@@ -24,13 +24,16 @@ def read_rope(fields: Fields, kind: str, given: Mapping[str, Any], head_width: i
     Args:
         fields: The fields of the config.
         kind: The type of layer.
-        given: The rope parameters of this type.
+        parameters: The rope parameters of this type.
         head_width: The width of a head.
     """
-    numbers = {**NUMBERS, **{name: value for name, value in given.items() if value is not None}}
+    numbers = {
+        **NUMBERS,
+        **{name: value for name, value in parameters.items() if value is not None},
+    }
     rope_type = numbers.pop("rope_type", "default")
     theta, share, factor = (numbers[name] for name in NUMBERS)
-    about = f"rope_parameters of {kind}: {dict(given)!r}"
+    about = f"rope_parameters of {kind}: {dict(parameters)!r}"
     if rope_type not in ("default", "proportional") or numbers.keys() != NUMBERS.keys():
         text = f"{about} is not supported: only default and proportional are"
         fields.note(RefusedField(text), rope_parameters=None)

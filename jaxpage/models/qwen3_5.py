@@ -14,7 +14,7 @@ from jaxpage.models.block_form import BlockForm
 from jaxpage.models.delta_config import check_activation, read_delta
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, without_axes
-from jaxpage.models.mtp_names import MtpNames, named_apart
+from jaxpage.models.mtp_names import MtpNames, name_apart
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -86,7 +86,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
 def _mtp_names(fields: Fields, field: str) -> MtpNames:
     """Returns the names of MTP heads; `field` is that of their number."""
     dedicated = fields.flag("mtp_use_dedicated_embeddings", False)
-    return named_apart(
+    return name_apart(
         fields.integer(field, 1, least=0),
         field,
         "mtp_use_dedicated_embeddings = true of config.json" if dedicated else "",

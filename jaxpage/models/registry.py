@@ -167,23 +167,23 @@ def load_family(config: Mapping[str, Any]) -> Family:
     if name in FAMILIES and name not in _registered:
         if name in MULTIMODAL:
             return _text_family(name, text_module(name, config))
-        return _imported(FAMILIES[name])
+        return _import(FAMILIES[name])
     if name not in _registered:
         _register_installed(name, brings_code=bool(config.get("auto_map")))
     return _registered[name]
 
 
-def _imported(module: str) -> Family:
+def _import(module: str) -> Family:
     return cast(Family, importlib.import_module(f"jaxpage.models.{module}"))
 
 
 # Families are compared by identity, so that each is made once.
 @functools.cache
 def _text_family(architecture: str, module: str) -> Family:
-    return text_family(architecture, _imported(module))
+    return text_family(architecture, _import(module))
 
 
-def _known() -> set[str]:
+def _list_known() -> set[str]:
     return {*FAMILIES, *_registered, *entry_points(group=ENTRY_POINTS).names}
 
 
@@ -193,22 +193,24 @@ def _register_installed(architecture: str, *, brings_code: bool) -> None:
     Raises:
         UnsupportedError: No package has it, several have it, or it cannot be imported.
     """
-    found = entry_points(group=ENTRY_POINTS, name=architecture)
-    if not found:
+    installed = entry_points(group=ENTRY_POINTS, name=architecture)
+    if not installed:
         code = (
             " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
         )
         raise UnsupportedError(
-            f"config.json: architecture {architecture!r} is not one of the {len(_known())} that `jaxpage doctor` lists{code}; "
+            f"config.json: architecture {architecture!r} is not one of the {len(_list_known())} that `jaxpage doctor` lists{code}; "
             "register_model adds one of your own"
         )
-    packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
-    if len(found) > 1:
+    packages = ", ".join(
+        sorted(entry.dist.name if entry.dist else entry.value for entry in installed)
+    )
+    if len(installed) > 1:
         raise UnsupportedError(
             f"config.json: several packages have architecture {architecture!r}: {packages}; keep one"
         )
     try:
-        register_model(architecture, next(iter(found)).load())
+        register_model(architecture, next(iter(installed)).load())
     except Exception as error:
         raise UnsupportedError(
             f"config.json: {architecture!r} of the package {packages} cannot be used: {error}"

@@ -189,7 +189,7 @@ def head_width_or_quotient(fields: Fields) -> int:
 
     If it is absent or null, it is the model width over the number of query heads.
     """
-    return fields.optional_integer("head_dim", None) or fields.divided(
+    return fields.optional_integer("head_dim", None) or fields.divide(
         "hidden_size", "num_attention_heads"
     )
 
@@ -346,10 +346,10 @@ def make_feed_forward(
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
     if experts.shared_width is not None:
-        one, gate = spec.expert_names.shared
+        shared_name, gate = spec.expert_names.shared
         expert = make_mlp(
             spec,
-            name=f"{module}.{one}" if one else module,
+            name=f"{module}.{shared_name}" if shared_name else module,
             inner_width=experts.shared_width,
             dtype=dtype,
         )
@@ -415,22 +415,22 @@ class DecoderLayer(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        normed_TD = _normed(self.attention_norm, x_TD)
+        normed_TD = _norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
-        attended_TD = self._scaled(_normed(self.behind_attention, attended_TD))
+        attended_TD = self._scale(_norm(self.behind_attention, attended_TD))
         if self.parallel:
             added_TD = x_TD + attended_TD
             entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)
         else:
             added_TD, entering_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
         fed_TD = self.mlp(entering_TD)
-        return added_TD + self._scaled(_normed(self.behind_mlp, fed_TD)), layer_pages
+        return added_TD + self._scale(_norm(self.behind_mlp, fed_TD)), layer_pages
 
-    def _scaled(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def _scale(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
 
 
-def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def _norm(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x_TD if norm is None else norm(x_TD)
 
 
@@ -481,10 +481,10 @@ class RotaryDecoder(nnx.Module):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.embedded(token_ids_T, context.positions_T)
+        hidden_TD = self.embed(token_ids_T, context.positions_T)
         return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
-    def embedded(
+    def embed(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
         """Returns the input of the first layer."""

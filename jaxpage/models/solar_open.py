@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.deepseek_v3 import corrected_experts
+from jaxpage.models.deepseek_v3 import read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
@@ -32,7 +32,7 @@ class Spec(RotaryDecoderSpec):
             fields.only(first_k_dense_replace=0, use_qk_norm=False)
             head_width = fields.integer("head_dim", 128)
             longest = fields.integer("max_position_embeddings", 131_072)
-            experts = corrected_experts(
+            experts = read_corrected_experts(
                 fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
             )
             return cls._from_fields(

@@ -49,27 +49,27 @@ def weights_of(
         module: The module.
         others: Gives the other names that a tensor may have in a checkpoint.
     """
-    found = []
+    weights = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         metadata = variable.get_metadata()
         struct = variable.get_value()
         if found_sources := sources_of(variable):
-            own = (
+            dtype_rule = (
                 struct.dtype.name
                 if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS
                 else None
             )
             sources = tuple(_with_names(others, source) for source in found_sources)
-            found.append(
+            weights.append(
                 Weight(
                     cast("tuple[str | int, ...]", path),
                     struct.shape,
                     metadata["axes"],
                     sources,
-                    own,
+                    dtype_rule,
                 )
             )
-    return found
+    return weights
 
 
 def num_bytes(weights: Iterable[Weight], dtype: str) -> int:

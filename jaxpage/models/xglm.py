@@ -46,7 +46,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
-                head_width=fields.divided("hidden_size", "num_attention_heads"),
+                head_width=fields.divide("hidden_size", "num_attention_heads"),
                 max_position_embeddings=longest,
                 feed_forward_width=fields.integer("ffn_dim"),
                 rope=(NO_ROTATION, longest),
@@ -66,11 +66,11 @@ class Spec(RotaryDecoderSpec):
 class Model(RotaryDecoder):
     """Computes an XGLM model; see `models.base.Model`."""
 
-    def embedded(
+    def embed(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
         """Returns the input of the first layer."""
-        hidden_TD = super().embedded(token_ids_T, positions_T)
+        hidden_TD = super().embed(token_ids_T, positions_T)
         half = hidden_TD.shape[1] // 2
         frequencies = np.exp(np.arange(half, dtype=np.float32) * -(np.log(10_000.0) / (half - 1)))
         moved_T = (positions_T + POSITION_OFFSET).astype(jnp.float32)

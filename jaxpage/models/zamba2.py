@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import gated
+from jaxpage.layers.activations import gate
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.embedding import token_tables
@@ -98,7 +98,7 @@ class Spec(RotaryDecoderSpec):
             _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
             _refuse(fields)
             longest = fields.integer("max_position_embeddings", 4096)
-            kept = num_layers + len(hybrid)
+            num_with_pages = num_layers + len(hybrid)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
@@ -123,10 +123,10 @@ class Spec(RotaryDecoderSpec):
         for kind in types:
             states += [None, mamba.state] if kind == HYBRID else [mamba.state]
         kv = KVSpec(
-            kept,
+            num_with_pages,
             spec.kv.num_kv_heads,
             head_width,
-            (None,) * kept,
+            (None,) * num_with_pages,
             states=tuple(states),
             decoder_layers=num_layers,
         )
@@ -175,8 +175,8 @@ def _read_head_width(fields: Fields, width: int) -> int:
 def _same(fields: Fields, **derived: Any) -> None:
     """Refuses fields that say something else than what follows from others."""
     for name, value in derived.items():
-        if (given := fields.get(name, None)) not in (None, value):
-            text = f"{name} = {given!r} is not supported: from other fields follows {value}"
+        if (stated := fields.get(name, None)) not in (None, value):
+            text = f"{name} = {stated!r} is not supported: from other fields follows {value}"
             fields.note(RefusedField(text), **{name: value})
 
 
@@ -202,7 +202,7 @@ def _refuse(fields: Fields) -> None:
         fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 
-class Adapter(nnx.Module):
+class LowRankLinear(nnx.Module):
     """Computes products of a low rank, several of the same input.
 
     Attributes:
@@ -227,7 +227,7 @@ class Adapter(nnx.Module):
             linear(rank, Part(num_out, axis, f"{name}.1"), input_axis=None, bias=False, dtype=dtype)
             for name in names
         )
-        replace_modules(self, _shared)
+        replace_modules(self, _share)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
         """Returns the outputs."""
@@ -271,31 +271,31 @@ class Block(nnx.Module):
             activation=spec.activation,
             dtype=dtype,
         )
-        replace_modules(self, _shared)
+        replace_modules(self, _share)
 
     def __call__(
         self,
         x_TI: Float[Array, "T I"],
-        of_attention: Adapter | None,
-        of_mlp: Adapter,
+        of_attention: LowRankLinear | None,
+        of_mlp: LowRankLinear,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the block, with what a layer adds, and the pages of the layer."""
         x_TI = self.norm(x_TI)
-        q, k, v = self.attention.projected(x_TI)
+        q, k, v = self.attention.project(x_TI)
         if of_attention is not None:
             assert k is not None and v is not None
             more_q, more_k, more_v = of_attention(x_TI)
             q, k, v = q + more_q, k + more_k, v + more_v
-        x_TD, layer_pages = self.attention.attended(q, k, v, layer_pages, context)
+        x_TD, layer_pages = self.attention.attend(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
         (added_TF,) = of_mlp(x_TD)
         gate_up_TF = self.mlp.gate_up(x_TD) + added_TF
-        return self.mlp.down(gated(gate_up_TF, self.mlp.activation)), layer_pages
+        return self.mlp.down(gate(gate_up_TF, self.mlp.activation)), layer_pages
 
 
-def _shared(path: Path, module: nnx.Module) -> nnx.Module | None:
+def _share(path: Path, module: nnx.Module) -> nnx.Module | None:
     return Linear(replace(module.spec, shared=True)) if isinstance(module, Linear) else None
 
 
@@ -366,16 +366,18 @@ class Layer(nnx.Module):
         return x_TD + mixed_TD, (*of_block, state_pages)
 
 
-def _adapters(spec: Spec, number: int, *, dtype: DTypeLike) -> tuple[Adapter | None, Adapter]:
+def _adapters(
+    spec: Spec, number: int, *, dtype: DTypeLike
+) -> tuple[LowRankLinear | None, LowRankLinear]:
     """Returns what a layer, the one of this number that has a block, adds to its products."""
     name = _block(spec.name, spec.hybrid[number % spec.num_blocks])
     width = spec.model_width
     of_attention = None
     if spec.adapts_attention:
         names = [f"{name}self_attn.linear_{kind}_adapter_list.{number}" for kind in "qkv"]
-        of_attention = Adapter(spec, names, 2 * width, 2 * width, axis="heads", dtype=dtype)
+        of_attention = LowRankLinear(spec, names, 2 * width, 2 * width, axis="heads", dtype=dtype)
     names = [f"{name}feed_forward.gate_up_proj_adapter_list.{number}"]
-    return of_attention, Adapter(
+    return of_attention, LowRankLinear(
         spec, names, width, 2 * spec.feed_forward_width, axis="ffn", dtype=dtype
     )
 

@@ -99,14 +99,14 @@ class PrefixFiles:
             make_private(self._own)
             if directory.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user")
-            found = _found(directory)
+            files = _find_files(directory)
         except OSError as error:
             raise ConfigError(
                 f"prefix_cache_directory {str(directory)!r} cannot be used: {error.strerror}"
             ) from None
         self.counts = FileCounts()
         self._lock = threading.Lock()  # guards the next three
-        self._sizes = OrderedDict(found)
+        self._sizes = OrderedDict(files)
         self._num_bytes = sum(self._sizes.values())
         self._pending: set[bytes] = set()
         self._intact: set[bytes] = set()  # digests whose files were read or written here
@@ -127,7 +127,7 @@ class PrefixFiles:
 
     def read(self, block: StoredBlock) -> Contents | None:
         """Returns the contents of a block, or None if its file is missing or damaged."""
-        contents = self._checked(block)
+        contents = self._check(block)
         self.counts.restored += contents is not None
         return contents
 
@@ -135,9 +135,9 @@ class PrefixFiles:
         """Deletes the damaged files of these blocks; each file is checked once."""
         for block in blocks:
             if block.digest not in self._intact:
-                self._checked(block)
+                self._check(block)
 
-    def _checked(self, block: StoredBlock) -> Contents | None:
+    def _check(self, block: StoredBlock) -> Contents | None:
         path = self._path(block.digest)
         with self._lock:
             if str(path) not in self._sizes:
@@ -228,21 +228,21 @@ class PrefixFiles:
         return self._own / f"{digest.hex()}{_SUFFIX}"
 
 
-def _found(directory: Path) -> list[tuple[str, int]]:
+def _find_files(directory: Path) -> list[tuple[str, int]]:
     """Returns the paths and sizes of all blocks, the least recently used first.
 
     Files of other names are ignored. Temporary files that a dead process left are deleted.
     """
-    found = []
+    files = []
     for path in directory.glob("*/*"):
         about = path.lstat()
         if not _NAME.fullmatch(path.name) or not stat.S_ISREG(about.st_mode):
             continue
         if path.suffix == _SUFFIX:
-            found.append((about.st_mtime, str(path), about.st_size))
+            files.append((about.st_mtime, str(path), about.st_size))
         elif time.time() - about.st_mtime > _LONGEST_WRITE:
             _delete(path)
-    return [(path, size) for _, path, size in sorted(found)]
+    return [(path, size) for _, path, size in sorted(files)]
 
 
 def _delete(path: Path) -> None:

@@ -80,27 +80,27 @@ class PrefixTier(Events):
         """Writes the blocks of finished sequences, which are free but still have their contents."""
         if not self._is_current:
             return
-        wanted: dict[int, StoredBlock] = {}
+        blocks: dict[int, StoredBlock] = {}
         for group in report.groups:
             if group.finished:
                 for sequence in group.sequences:
                     if sequence.finish_reason in ("stop", "length"):
-                        wanted |= self._new(sequence.block_digests, sequence.token_ids)
-        if wanted:
-            contents = self._access.read_blocks(list(wanted))
-            for block, own in zip(wanted.values(), contents, strict=True):
-                self._files.write(block, own)
+                        blocks |= self._new(sequence.block_digests, sequence.token_ids)
+        if blocks:
+            contents = self._access.read_blocks(list(blocks))
+            for block, content in zip(blocks.values(), contents, strict=True):
+                self._files.write(block, content)
 
     def _new(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> dict[int, StoredBlock]:
         """Returns the sequence's blocks that are cached and have no file, by block id."""
-        found = {}
+        blocks = {}
         for block in self._blocks(digests, token_ids):
             if (
                 not self._files.has(block.digest)
                 and (place := self._index.block_of(block.digest)) is not None
             ):
-                found[place] = block
-        return found
+                blocks[place] = block
+        return blocks
 
     def _blocks(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> Iterator[StoredBlock]:
         """Yields a sequence's full blocks."""

@@ -8,7 +8,7 @@ Other rooms take:
     Record              is one JSON object of a log
     engine_header       makes the first record of a log, which says what engine it is
     package_versions    gives the versions of Python and of the packages that decide the numbers
-    encoded_record      gives a record as a line
+    encode_record      gives a record as a line
     MAX_LINE_BYTES      is the length of the longest line
     write_log           writes records to a file
     check_new           checks that a log can be begun at a path
@@ -30,7 +30,7 @@ Other rooms take:
 
 from jaxpage.replay.differences import Differs, Leave, differ
 from jaxpage.replay.engine_opening import open_engine, open_in_memory
-from jaxpage.replay.event_log import MAX_LINE_BYTES, check_new, encoded_record, write_log
+from jaxpage.replay.event_log import MAX_LINE_BYTES, check_new, encode_record, write_log
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import engine_header, package_versions
 from jaxpage.replay.looking import (
@@ -57,7 +57,7 @@ __all__ = [
     "check_new",
     "check_until",
     "differ",
-    "encoded_record",
+    "encode_record",
     "engine_header",
     "first_difference",
     "header_differences",

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from jaxpage.replay.recorder import Record, usual_draws
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 _LEGENDS = {  # explains the entries of a list, next to a difference
     "rows": "[sequence, first position, tokens]",
@@ -80,21 +80,21 @@ def without_text(record: Record) -> Record:
 
     These are stop strings and bad words as text, and the messages of failed steps.
     """
-    kept = {name: value for name, value in record.items() if name != "error"}
-    if isinstance(kept.get("params"), dict):
-        kept["params"] = {
+    fields = {name: value for name, value in record.items() if name != "error"}
+    if isinstance(fields.get("params"), dict):
+        fields["params"] = {
             name: value
-            for name, value in kept["params"].items()
+            for name, value in fields["params"].items()
             if name not in ("stop", "bad_words")
         }
-    return kept
+    return fields
 
 
 def _summary(record: Record | None) -> str:
     if record is None:
         return _NOTHING
     fields = {name: value for name, value in record.items() if name not in ("event", "step")}
-    return f"{record['event']} {shown(fields) if fields else ''}".rstrip()
+    return f"{record['event']} {show(fields) if fields else ''}".rstrip()
 
 
 def _contrast(place: str, logged: Any, came: Any, names: tuple[str, str]) -> str:

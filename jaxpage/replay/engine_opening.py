@@ -79,10 +79,13 @@ def open_in_memory(
             "from_parameters takes no model: the config and the parameters are the model"
         )
     path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
-    own = None if path else tokenizer
-    if own is not None and getattr(own, "backend_tokenizer", None) is None:
+    tokenizer_of_model = None if path else tokenizer
+    if (
+        tokenizer_of_model is not None
+        and getattr(tokenizer_of_model, "backend_tokenizer", None) is None
+    ):
         raise TypeError(
-            f"tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a directory; got {own!r:.80}"
+            f"tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a directory; got {tokenizer_of_model!r:.80}"
         )
     config = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
     if config.event_log is not None:
@@ -90,7 +93,7 @@ def open_in_memory(
             "event_log is not supported with from_parameters: a replay could not find the weights"
         )
     files = open_parameters(model, parameters, config.quantization)
-    return config, open_engine(config, hooks, files=files, tokenizer=own)
+    return config, open_engine(config, hooks, files=files, tokenizer=tokenizer_of_model)
 
 
 def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixTier:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EventLog(Recorder):
     def _write(self, record: Record) -> None:
         if self._file is None:
             return
-        line = encoded_record(record)
+        line = encode_record(record)
         try:
             while line:
                 line = line[os.write(self._file, line) :]
@@ -78,7 +78,7 @@ class EventLog(Recorder):
             self._file = None
 
 
-def encoded_record(record: Record) -> bytes:
+def encode_record(record: Record) -> bytes:
     """Returns a record as a line of the file."""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -95,7 +95,7 @@ def write_log(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
         OSError: The file exists, or cannot be written.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.writelines(map(encoded_record, records))
+        file.writelines(map(encode_record, records))
 
 
 def check_new(path: str | os.PathLike[str]) -> None:
@@ -152,7 +152,7 @@ class LogReader(AbstractContextManager["LogReader"]):
         try:
             record = json.loads(line, parse_constant=_no_number)
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-                raise ValueError(f"got {shown(record)}")
+                raise ValueError(f"got {show(record)}")
             self.next = record
         except (ValueError, RecursionError) as error:
             if line.endswith(b"\n"):

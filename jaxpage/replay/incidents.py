@@ -88,7 +88,7 @@ class IncidentRing(Recorder):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """Records the failure, and hands out the incident."""
         super().failed(plan, error)
-        self.failure(self.taken("a step failed"))
+        self.failure(self.read_ring("a step failed"))
 
     def weights_replaced(self) -> None:
         """Drops all records, because a replay would compute them with other weights."""
@@ -97,7 +97,7 @@ class IncidentRing(Recorder):
         self._before = Walk()
         self._is_whole = False
 
-    def taken(self, reason: str) -> Incident:
+    def read_ring(self, reason: str) -> Incident:
         """Returns the content of the ring."""
         why_not = None
         if not self._is_whole:
@@ -111,7 +111,7 @@ class IncidentRing(Recorder):
 
     def _keep(self, record: Record) -> None:
         try:
-            self._add(record if self._keeps_token_ids else scrubbed(record))
+            self._add(record if self._keeps_token_ids else scrub(record))
         except Exception:  # no request may fail because of its records
             logger.exception("the records of the last steps are lost, and kept anew from here on")
             self.weights_replaced()
@@ -182,7 +182,7 @@ class Incidents:
             logger.error("the incident cannot be written: %s", error)
 
 
-def scrubbed(record: Record) -> Record:
+def scrub(record: Record) -> Record:
     """Returns a record without token ids, texts, and log probabilities, which could tell texts.
 
     The numbers of tokens stay.
@@ -190,35 +190,38 @@ def scrubbed(record: Record) -> Record:
     match record["event"]:
         case "arrival":
             left_out = {"prompt_token_ids", "bad_word_token_ids"}
-            kept = {name: value for name, value in record.items() if name not in left_out}
+            fields = {name: value for name, value in record.items() if name not in left_out}
             params = {
                 name: value
-                for name, value in kept.get("params", {}).items()
+                for name, value in fields.get("params", {}).items()
                 if name not in _OF_TEXT
             }
             beam = {
-                name: value for name, value in kept.get("beam", {}).items() if name not in _OF_TEXT
+                name: value
+                for name, value in fields.get("beam", {}).items()
+                if name not in _OF_TEXT
             }
             both = {"params": params, "beam": beam}
-            asked = {name: value for name, value in both.items() if name in kept}
-            return {**kept, **asked, "num_prompt_tokens": len(record["prompt_token_ids"])}
+            asked = {name: value for name, value in both.items() if name in fields}
+            return {**fields, **asked, "num_prompt_tokens": len(record["prompt_token_ids"])}
         case "plan" if "drafts" in record:
             return {
                 **record,
                 "drafts": [
-                    [one, [None] * len(token_ids)] for one, token_ids, *_ in record["drafts"]
+                    [sequence_id, [None] * len(token_ids)]
+                    for sequence_id, token_ids, *_ in record["drafts"]
                 ],
             }
         case "result":
-            edits = [_scrubbed_edit(edit) for edit in record.get("edits", [])]
-            kept = {
+            edits = [_scrub_edit(edit) for edit in record.get("edits", [])]
+            fields = {
                 name: value for name, value in record.items() if name not in ("logprobs", "scores")
             }
             tokens = [token if token < 0 else None for token in record["tokens"]]
-            return {**kept, "tokens": tokens, **({"edits": edits} if edits else {})}
+            return {**fields, "tokens": tokens, **({"edits": edits} if edits else {})}
     return record
 
 
-def _scrubbed_edit(edit: list[Any]) -> list[Any]:
+def _scrub_edit(edit: list[Any]) -> list[Any]:
     """Returns an edit without the stop string or token."""
     return [*edit[:3], None, *edit[4:]] if edit[0] == "finish" else edit

@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import ModelFiles, load_shards
-from jaxpage.device import Packings, cpu_kernels, unpacked_weight
+from jaxpage.device import Packings, cpu_kernels, unpack_weight
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -109,13 +109,13 @@ def read_header(log: LogReader) -> Record:
         log.refuse("this is not an event log: it does not begin with a header")
     if logged.get("format") != FORMAT:
         log.refuse(
-            f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}. "
+            f"the log has format {show(logged.get('format'))}; this version reads format {FORMAT}. "
             "Replay it with the version that wrote it, or record a new log"
         )
     for name, kind in _FIELDS.items():
         if not isinstance(logged.get(name), kind):
             log.refuse(
-                f"{name} of the header must be a {kind.__name__}, got {shown(logged.get(name))}"
+                f"{name} of the header must be a {kind.__name__}, got {show(logged.get(name))}"
             )
     return logged
 
@@ -132,7 +132,7 @@ def check_replayable(log: LogReader, incident: Record) -> None:
         )
 
 
-def logged_config(
+def read_logged_config(
     log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool
 ) -> EngineConfig:
     """Returns the settings of the log, with the values that "auto" had on its machine.
@@ -192,11 +192,11 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
     if logged["weights_hash"] != ours["weights_hash"]:
         problems.append(
             f"the weights of {ours['config']['model']!r} are not those of the log (hash {ours['weights_hash']}, there "
-            f"{shown(logged['weights_hash'])}); --model names another directory"
+            f"{show(logged['weights_hash'])}); --model names another directory"
         )
     for name, value in ours["engine"].items():
         if logged["engine"].get(name) != value:
-            problems.append(f"{name} is {value}, in the log {shown(logged['engine'].get(name))}")
+            problems.append(f"{name} is {value}, in the log {show(logged['engine'].get(name))}")
     if problems and not force:
         raise EventLogError("\n".join([*problems, "--force replays the log all the same"]))
     for problem in problems:
@@ -221,7 +221,7 @@ def weights_hash(parameters: Any, packed: Packings | None = None) -> str:
     def plain(path: tuple[Any, ...], leaf: Any) -> Any:
         keys = tuple(key.key for key in path)
         size = sizes.get(keys) or sizes.get(("target", *keys))
-        return unpacked_weight(leaf, size) if size and isinstance(leaf, jax.Array) else leaf
+        return unpack_weight(leaf, size) if size and isinstance(leaf, jax.Array) else leaf
 
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:

@@ -64,19 +64,25 @@ class Walk:
             case "abort" | "pin":
                 self._end(self.sequences_of(record["request_id"]), record["event"])
             case "plan":
-                self._planned(record)
+                self._follow_plan(record)
             case "result":
                 self._drew(record)
             case "failure":
                 self._end(
-                    [one for one, sequence in self.sequences.items() if sequence.is_running],
+                    [
+                        sequence_id
+                        for sequence_id, sequence in self.sequences.items()
+                        if sequence.is_running
+                    ],
                     "error",
                 )
 
     def sequences_of(self, request_id: str) -> list[int]:
         """Returns the ids of a request's sequences."""
         return [
-            one for one, sequence in self.sequences.items() if sequence.request_id == request_id
+            sequence_id
+            for sequence_id, sequence in self.sequences.items()
+            if sequence.request_id == request_id
         ]
 
     def _is_beam(self, sequence_id: int) -> bool:
@@ -88,15 +94,15 @@ class Walk:
         return {
             "event": "snapshot",
             "step": self.step,
-            "requests": list(map(self._described, self.arrivals)),
+            "requests": list(map(self._describe, self.arrivals)),
         }
 
-    def _described(self, request_id: str) -> Record:
+    def _describe(self, request_id: str) -> Record:
         present = []
-        for one in self.sequences_of(request_id):
-            fields = asdict(self.sequences[one])  # a copy, because the walk goes on
+        for sequence_id in self.sequences_of(request_id):
+            fields = asdict(self.sequences[sequence_id])  # a copy, because the walk goes on
             del fields["request_id"]
-            present.append({"sequence": one, **fields})
+            present.append({"sequence": sequence_id, **fields})
         return {**self.arrivals[request_id], "present": present}
 
     def _arrive(self, record: Record) -> None:
@@ -104,15 +110,15 @@ class Walk:
         self.arrivals[request_id] = {
             name: value for name, value in record.items() if name not in ("event", "present")
         }
-        for given in record.get("present", [{"sequence": record["sequences"][0]}]):
-            fields = {name: value for name, value in given.items() if name != "sequence"}
-            self.sequences[given["sequence"]] = SequenceWalk(request_id, **fields)
+        for present in record.get("present", [{"sequence": record["sequences"][0]}]):
+            fields = {name: value for name, value in present.items() if name != "sequence"}
+            self.sequences[present["sequence"]] = SequenceWalk(request_id, **fields)
 
-    def _planned(self, plan: Record) -> None:
+    def _follow_plan(self, plan: Record) -> None:
         self._plan = plan
         for request_id in plan.get("preempted", ()):
-            for one in self.sequences_of(request_id):
-                self.sequences[one].is_running = False
+            for sequence_id in self.sequences_of(request_id):
+                self.sequences[sequence_id].is_running = False
         for sequence_id, *change in plan.get("tables", ()):
             _change(self.sequences[sequence_id].tables, 0, change)
         for group, sequence_id, *change in plan.get("further_tables", ()):
@@ -123,14 +129,22 @@ class Walk:
     def _drew(self, result: Record) -> None:
         edits: list[Any] = result.get("edits", [])
         cuts = {edit[1]: edit[4] for edit in edits if edit[0] == "finish" and len(edit) > 4}
-        before = {one: len(sequence.token_ids) for one, sequence in self.sequences.items()}
+        before = {
+            sequence_id: len(sequence.token_ids) for sequence_id, sequence in self.sequences.items()
+        }
         drawn = [*tokens_drawn(self._plan, result, [edit for edit in edits if edit[0] == "fork"])]
         self.drawn = {
-            one: tokens[: cuts.get(one)] for one, tokens in drawn if not self._is_beam(one)
+            sequence_id: tokens[: cuts.get(sequence_id)]
+            for sequence_id, tokens in drawn
+            if not self._is_beam(sequence_id)
         }
-        grown = {self.sequences[one].request_id for one, _ in drawn if self._is_beam(one)}
-        for one in self.drawn.keys() & before.keys():
-            self.sequences[one].token_ids += self.drawn[one]
+        grown = {
+            self.sequences[sequence_id].request_id
+            for sequence_id, _ in drawn
+            if self._is_beam(sequence_id)
+        }
+        for sequence_id in self.drawn.keys() & before.keys():
+            self.sequences[sequence_id].token_ids += self.drawn[sequence_id]
         # Keep the order of the edits: a beam search drops a sequence and then gives its id to a
         # fork.
         for kind, sequence_id, *edit in edits:
@@ -149,10 +163,10 @@ class Walk:
                 sequence.token_ids.append(None)
 
     def _end(self, sequence_ids: Iterable[int], reason: str) -> None:
-        for one in sequence_ids:
-            if (sequence := self.sequences.pop(one, None)) is not None:
+        for sequence_id in sequence_ids:
+            if (sequence := self.sequences.pop(sequence_id, None)) is not None:
                 sequence.finish_reason = reason
-                self.ended[one] = sequence
+                self.ended[sequence_id] = sequence
                 if not self.sequences_of(sequence.request_id):
                     self.arrivals.pop(sequence.request_id, None)
 

@@ -15,7 +15,7 @@ from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
 from jaxpage.replay.log_walk import SequenceWalk, Walk
 from jaxpage.replay.recorder import Record, usual_draws
-from jaxpage.settings.argument_checks import counted
+from jaxpage.settings.argument_checks import count
 
 Path = str | os.PathLike[str]
 _MOST_SHOWN = 16  # the most entries of a list in a line
@@ -50,8 +50,8 @@ def check_until(until: int, path: Path) -> None:
             steps.append(record.get("step", 0))
             if steps[0] <= until <= steps[-1]:
                 return
-    found = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
-    raise NotInLogError(f"--until {until}: {os.fspath(path)} {found}")
+    contents = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    raise NotInLogError(f"--until {until}: {os.fspath(path)} {contents}")
 
 
 def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
@@ -63,9 +63,9 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
     walk = Walk()
     for record in records_of(path, until):
         _follow(walk, record)
-    yield f"After step {walk.step}: {counted(len(walk.arrivals), 'request')}"
+    yield f"After step {walk.step}: {count(len(walk.arrivals), 'request')}"
     for request_id, arrival in walk.arrivals.items():
-        yield f"{request_id}: {counted(_num_prompt_tokens(arrival), 'prompt token')}"
+        yield f"{request_id}: {count(_num_prompt_tokens(arrival), 'prompt token')}"
         for sequence_id in walk.sequences_of(request_id):
             sequence = walk.sequences[sequence_id]
             state = f"blocks {_tables(sequence)}" if sequence.is_running else "waits"
@@ -94,7 +94,11 @@ def request_lines(
     seen = False
     plan: Record = {"rows": []}
     for record in records_of(path, until):
-        before = {one for one in walk.sequences if walk.sequences[one].request_id == request_id}
+        before = {
+            sequence_id
+            for sequence_id in walk.sequences
+            if walk.sequences[sequence_id].request_id == request_id
+        }
         _follow(walk, record)
         place = f"step {walk.step}".ljust(10)
         if record["event"] == "plan":
@@ -105,7 +109,7 @@ def request_lines(
             record["event"] in ("arrival", "snapshot") and request_id in walk.arrivals and not seen
         ):
             seen = True
-            yield f"{place}{_arrived(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
+            yield f"{place}{_describe_arrival(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
         elif record["event"] == "result":
             yield from (
                 f"{place}{line}" for line in _row_lines(plan, record, walk, request_id, text_of)
@@ -147,8 +151,8 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
     the path of the model.
     """
     headers = []
-    for one in (path, other):
-        with LogReader(one) as log:
+    for log_path in (path, other):
+        with LogReader(log_path) as log:
             headers.append(read_header(log))
     first, second = headers
     unsaid = {"config_hash", "incident", "config.event_log"}
@@ -165,9 +169,9 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
         else:
             pairs = [(name, ours, theirs)]
         yield from (
-            f"{label}: {one!r}, and {two!r}"
-            for label, one, two in pairs
-            if one != two and label not in unsaid
+            f"{label}: {log_path!r}, and {two!r}"
+            for label, log_path, two in pairs
+            if log_path != two and label not in unsaid
         )
 
 
@@ -193,34 +197,34 @@ def _row_lines(
         )
         line = f"sequence {sequence_id}: computed {computed}, blocks {_tables(sequence)}"
         if (drawn := walk.drawn.get(sequence_id)) is not None:
-            line += f", drew {_drawn(drawn, text_of)}"
+            line += f", drew {_describe_tokens(drawn, text_of)}"
         if sequence_id in logprobs:
             line += f" (log probability {logprobs[sequence_id]:.4f})"
         yield line
     for kind, *edit in result.get("edits", ()):
         child = walk.sequences.get(edit[1]) or walk.ended.get(edit[1]) if kind == "fork" else None
         if child is not None and child.request_id == request_id:
-            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_drawn(walk.drawn.get(edit[1], []), text_of)}"
+            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_describe_tokens(walk.drawn.get(edit[1], []), text_of)}"
 
 
 def _logprobs(plan: Record, result: Record) -> dict[int, float]:
     """Returns the log probability of each sequence's token, if it has one draw in the step."""
     draws = plan.get("draws", usual_draws(plan))
     rows = plan["rows"]
-    found = {}
+    logprobs = {}
     for draw, _, _, bits in result.get("logprobs", ()):
         if draws.count(draws[draw]) == 1:
-            found[rows[draws[draw]][0]] = float(np.array(bits[:1], np.int32).view(np.float32)[0])
-    return found
+            logprobs[rows[draws[draw]][0]] = float(np.array(bits[:1], np.int32).view(np.float32)[0])
+    return logprobs
 
 
-def _arrived(arrival: Record, *, is_late: bool) -> str:
+def _describe_arrival(arrival: Record, *, is_late: bool) -> str:
     asked: Record = arrival.get("beam") or arrival.get("params") or {}
-    given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    parameters = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     was_there = "was there when the log begins" if is_late else "arrived"
     return (
-        f"{was_there}: {counted(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
-        + (given and f", {given}")
+        f"{was_there}: {count(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
+        + (parameters and f", {parameters}")
     )
 
 
@@ -233,34 +237,34 @@ def _num_prompt_tokens(arrival: Record) -> int:
 
 
 def _tables(sequence: SequenceWalk) -> str:
-    return " and ".join(map(_listed, sequence.tables))
+    return " and ".join(map(_list_values, sequence.tables))
 
 
-def _drawn(token_ids: list[Any], text_of: Callable[[int], str] | None) -> str:
+def _describe_tokens(token_ids: list[Any], text_of: Callable[[int], str] | None) -> str:
     if None in token_ids:
         return f"{len(token_ids)} tokens"
     texts = (
         " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MOST_SHOWN]) if text_of else ""
     )
-    return f"{_listed(token_ids)} {texts}".rstrip()
+    return f"{_list_values(token_ids)} {texts}".rstrip()
 
 
-def _listed(values: list[Any]) -> str:
+def _list_values(values: list[Any]) -> str:
     if len(values) <= _MOST_SHOWN:
         return str(values)
     return f"[{', '.join(map(str, values[: _MOST_SHOWN - 1]))}, ... {values[-1]}] ({len(values)})"
 
 
 def _names(path: Path, until: int | None) -> str:
-    found: dict[str, None] = {}
+    ids: dict[str, None] = {}
     for record in records_of(path, until):
         arrivals = (
             record["requests"]
             if record["event"] == "snapshot"
             else [record] * (record["event"] == "arrival")
         )
-        found |= dict.fromkeys(str(arrival["request_id"]) for arrival in arrivals)
-    names = list(found)
+        ids |= dict.fromkeys(str(arrival["request_id"]) for arrival in arrivals)
+    names = list(ids)
     return (
         f"; it has {', '.join(names[:8])}"
         + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -50,9 +50,9 @@ class Recorder(Events):
             sequences=group.sequence_ids,
             prompt_token_ids=list(request.prompt_token_ids),
             **(
-                {"beam": _given_beam(request.beam)}
+                {"beam": _find_changed_beam(request.beam)}
                 if request.beam
-                else {"params": _given(request.params)}
+                else {"params": _find_changed_params(request.params)}
             ),
             seed=request.seed,
             eos_token_ids=sorted(request.eos_token_ids),
@@ -107,7 +107,7 @@ class Recorder(Events):
         fields = {
             "logprobs": _logprobs(plan, result),
             "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],
-            "edits": _described(plan, result, edits),
+            "edits": _describe(plan, result, edits),
             "paths": _paths(plan, result),
         }
         present = {name: value for name, value in fields.items() if value}
@@ -154,7 +154,7 @@ class Recorder(Events):
             known = self._tables.get(row.sequence_id) or ((),) * len(row.block_tables)
             for group, (before, table) in enumerate(zip(known, row.block_tables, strict=True)):
                 if table is not before:
-                    change = [row.sequence_id, len(table), *_changed_runs(before, table)]
+                    change = [row.sequence_id, len(table), *_find_changed_runs(before, table)]
                     if group:
                         further.append([group, *change])
                     else:
@@ -167,7 +167,7 @@ class Recorder(Events):
             self._tables.pop(sequence_id, None)
 
 
-def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
+def _find_changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
     """Returns the changes of a block table as runs [first position, block, block, ...].
 
     From [3, 9, 4] to [3, 7, 8, 5] the only run is [1, 7, 8, 5]. Blocks that were cut off show only
@@ -185,7 +185,7 @@ def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[
     return runs
 
 
-def _given(params: SamplingParams) -> Record:
+def _find_changed_params(params: SamplingParams) -> Record:
     """Returns the parameters that differ from their defaults.
 
     The seed is not among them; it is a field of its own.
@@ -198,15 +198,15 @@ def _given(params: SamplingParams) -> Record:
     }
 
 
-def _given_beam(beam: BeamSearchParams) -> Record:
+def _find_changed_beam(beam: BeamSearchParams) -> Record:
     """Returns the beam width, and the parameters that differ from their defaults."""
     fields = (field.name for field in dataclasses.fields(beam))
-    given = {
+    parameters = {
         name: getattr(beam, name)
         for name in fields
         if getattr(beam, name) != getattr(_NEUTRAL_BEAM, name)
     }
-    return {"beam_width": beam.beam_width, **given}
+    return {"beam_width": beam.beam_width, **parameters}
 
 
 def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
@@ -283,7 +283,7 @@ def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
     return paths
 
 
-def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
+def _describe(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
     """Returns the edits that are more than a new token.
 
     If a sequence ends before its last drawn token, its end has the number of tokens before it.

@@ -22,16 +22,16 @@ from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine import Engine, EngineParts, NamedAdapter, NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, Leave, differ, without_text
-from jaxpage.replay.event_log import LogReader, encoded_record, is_after
+from jaxpage.replay.event_log import LogReader, encode_record, is_after
 from jaxpage.replay.log_header import (
     check_replayable,
     compare_engines,
     engine_header,
-    logged_config,
     read_header,
+    read_logged_config,
 )
 from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.speculation import NoSpeculation
 from jaxpage.step.draft import PLACEHOLDER, Candidates, Draft, Drafts, chain
@@ -87,11 +87,11 @@ def replay(
         logged = read_header(log)
         if incident := logged.get("incident"):
             check_replayable(log, incident)
-        config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
+        config = read_logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         follower = Replay(log)
         built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
-            ours = json.loads(encoded_record(engine_header(config, built.engine, built.spec)))
+            ours = json.loads(encode_record(engine_header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(
@@ -172,7 +172,7 @@ class Replay:
                 self._pin(record)
             case "unpin":
                 if type(pin_id := record.get("pin_id")) is not int:
-                    self._log.refuse(f"pin_id must be a number, got {shown(pin_id)}")
+                    self._log.refuse(f"pin_id must be a number, got {show(pin_id)}")
                 self._engine.unpin(pin_id)
             case "plan":
                 self._drafts.next = self._drafts_of(record)
@@ -216,7 +216,7 @@ class Replay:
     def _compare(self, record: Record) -> None:
         """Compares a record of the engine with the logged one."""
         logged = self._log.next
-        came = json.loads(encoded_record(record))
+        came = json.loads(encode_record(record))
         if logged is None:
             raise _EndsInside(came["step"])
         if without_text(logged) != without_text(came):
@@ -322,10 +322,10 @@ class _LoggedEnds(SamplingStrategy):
         return super().advance(draws)
 
     def _advance(self, draw: Draw) -> list[Edit]:
-        append, *own = super()._advance(draw)
+        append, *ends = super()._advance(draw)
         self._num_tokens[draw.sequence_id] += 1
         if draw.sequence_id not in self._ends:
-            return [append, *own]
+            return [append, *ends]
         end, num_tokens = self._ends[draw.sequence_id]
         if num_tokens == 0:
             return [end]  # an error replaced all draws
@@ -335,11 +335,11 @@ class _LoggedEnds(SamplingStrategy):
             else self._num_tokens[draw.sequence_id] == num_tokens
         )
         if not is_here:
-            return [append, *own]
-        if end.reason == "error" and own != [end]:
+            return [append, *ends]
+        if end.reason == "error" and ends != [end]:
             # Either the text's error replaced the only token, or the draw after this one found no
             # token that it may draw.
-            return [end] if num_tokens is None else [append, *own]
+            return [end] if num_tokens is None else [append, *ends]
         return [append, end]  # if the grammar ended it, `own` has the same end
 
 
@@ -374,26 +374,26 @@ def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None
         AttributeError, LookupError, TypeError, ValueError: The record is not valid.
     """
     words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-    checked = engine.admission.check_params(_given_params(record))
-    checked = checked._replace(bad_word_token_ids=engine.admission.checked_words(words))
+    checked = engine.admission.check_params(_read_params(record))
+    checked = checked._replace(bad_word_token_ids=engine.admission.check_words(words))
     prepared = engine.prepare(None, record["prompt_token_ids"], checked)
     engine.add(record["request_id"], prepared._replace(lora=lora))
 
 
-def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
+def _read_params(record: Record) -> SamplingParams | BeamSearchParams:
     """Returns the parameters of a recorded request.
 
     Raises:
         LookupError, TypeError, ValueError: The record is not valid.
     """
     fields = record["beam" if "beam" in record else "params"]
-    given: Any = {
+    values: Any = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
     return (
-        BeamSearchParams(**given)
+        BeamSearchParams(**values)
         if "beam" in record
-        else SamplingParams(**given, seed=record["seed"])
+        else SamplingParams(**values, seed=record["seed"])
     )
 
 
@@ -438,18 +438,18 @@ def _draft(
     """
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
-        raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
+        raise ValueError(f"they must be numbers, got {show([sequence_id, token_ids, parents])}")
     if multi_step and set(draft.token_ids) != {PLACEHOLDER}:
         raise ValueError(
-            f"a step of several has {PLACEHOLDER} for each of its tokens, got {shown(token_ids)}"
+            f"a step of several has {PLACEHOLDER} for each of its tokens, got {show(token_ids)}"
         )
     if not multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
-        raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
+        raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {show(token_ids)}")
     if len(draft.parents) != len(draft.token_ids) or not all(
         -1 <= p < place for place, p in enumerate(draft.parents)
     ):
         raise ValueError(
-            f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}"
+            f"each of {len(draft.token_ids)} needs a parent before it or -1, got {show(parents)}"
         )
     if q is not None:
         candidates = Candidates.from_lists(q)

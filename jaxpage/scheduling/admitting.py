@@ -92,7 +92,7 @@ def admit_with_hits(
     counts: PrefixCounts,
 ) -> None:
     """Begins the block tables of a group, and counts what it found."""
-    new = [(one.sequence_id, one.num_known_tokens, prefix) for one, prefix in hits]
+    new = [(sequence.sequence_id, sequence.num_known_tokens, prefix) for sequence, prefix in hits]
     step.add_copies(manager.begin(new), manager)
     for sequence, prefix in hits:
         sequence.num_computed_tokens = prefix.num_tokens
@@ -119,4 +119,7 @@ def admit_swapped(group: SequenceGroup, manager: BlockManager, step: PlanBuilder
 def _spans(group: SequenceGroup) -> list[tuple[int, int, int]]:
     """Returns the positions of the known tokens that each sequence has to compute."""
     unfinished = group.unfinished
-    return [(one.sequence_id, one.num_computed_tokens, one.num_known_tokens) for one in unfinished]
+    return [
+        (sequence.sequence_id, sequence.num_computed_tokens, sequence.num_known_tokens)
+        for sequence in unfinished
+    ]

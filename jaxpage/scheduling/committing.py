@@ -39,7 +39,7 @@ def apply_edit(
         case Score():
             _score(group, edit)
         case Fork():
-            child = _forked(sequence, edit)
+            child = _fork(sequence, edit)
             group.sequences.append(child)
             sequences[child.sequence_id] = (group, child)
             block_manager.fork(edit.parent_id, edit.child_id)
@@ -76,7 +76,7 @@ def _finish(sequence: Sequence, edit: Finish) -> None:
     sequence.stop_reason = edit.stop_reason
 
 
-def _forked(parent: Sequence, edit: Fork) -> Sequence:
+def _fork(parent: Sequence, edit: Fork) -> Sequence:
     """Returns a sequence that begins with everything that is known of its parent."""
     return Sequence(
         sequence_id=edit.child_id,

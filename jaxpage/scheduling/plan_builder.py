@@ -91,7 +91,7 @@ class PlanBuilder:
                 row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence.sequence_id):
                 row = _with_draft(row, draft)
-                samples += drafted_samples(samples[-1], draft, sequence, group.request)
+                samples += make_draft_samples(samples[-1], draft, sequence, group.request)
             # Most rows decode, and no token of the prompt follows theirs.
             decodes = draws and num_tokens == 1
             rows.append(row if decodes else _scoring(row, group))
@@ -162,7 +162,7 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
     )
 
 
-def drafted_samples(
+def make_draft_samples(
     sample: Sample,
     draft: Draft,
     sequence: Sequence,

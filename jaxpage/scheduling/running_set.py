@@ -325,7 +325,7 @@ class RunningSet:
     def _check_blocks(self) -> None:
         """Asserts that exactly the running sequences and the pins have blocks."""
         manager = self.block_manager
-        running = [one for group in self._running.values() for one in group.unfinished]
+        running = [sequence for group in self._running.values() for sequence in group.unfinished]
         owners = {sequence.sequence_id for sequence in running} | manager.pins.keys()
         assert owners == set(manager.sequence_ids), "blocks belong to others than those that run"
         for sequence in running:
@@ -336,7 +336,7 @@ class RunningSet:
             assert sequence.num_computed_tokens <= num_slots, f"{name} outgrew its block table"
             self._check_prefix(sequence)
         num_swapped = 0
-        for sequence in [one for group in self._queue for one in group.unfinished]:
+        for sequence in [sequence for group in self._queue for sequence in group.unfinished]:
             num_blocks = manager.blocks_for(sequence.num_computed_tokens)
             if manager.is_swapped(sequence.sequence_id):
                 num_swapped += 1

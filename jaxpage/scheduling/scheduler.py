@@ -28,7 +28,9 @@ Members = tuple[SequenceGroup, list[Sequence]]
 
 def decodes(sequences: list[Sequence]) -> bool:
     """Returns whether each sequence of a group has exactly one token left to compute."""
-    return all([len(one.token_ids) - one.num_computed_tokens == 1 for one in sequences])
+    return all(
+        [len(sequence.token_ids) - sequence.num_computed_tokens == 1 for sequence in sequences]
+    )
 
 
 class Scheduler:
@@ -171,7 +173,7 @@ class Scheduler:
             CapacityError: Another request could not run alone any more. Nothing has changed.
         """
         manager = self.block_manager
-        (group,) = (one for one in self.running if one.request.request_id == request_id)
+        (group,) = (group for group in self.running if group.request.request_id == request_id)
         prompt = group.request.prompt_token_ids
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
@@ -298,7 +300,12 @@ class Scheduler:
           * a prefix that is computed for a pin, because accepted drafts would end it before
             it is pinned.
         """
-        if any([one.num_pending_tokens > 1 or group.pending_forks for group, one, _ in step.work]):
+        if any(
+            [
+                sequence.num_pending_tokens > 1 or group.pending_forks
+                for group, sequence, _ in step.work
+            ]
+        ):
             return
         num_rows = len(step.work)
         budget = self.limits.draft_budget(num_rows)
@@ -343,9 +350,14 @@ class Scheduler:
         if manager.slides:
             for sequence in sequences:
                 manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
-        if all([manager.can_write(one.sequence_id, one.num_computed_tokens) for one in sequences]):
+        if all(
+            [
+                manager.can_write(sequence.sequence_id, sequence.num_computed_tokens)
+                for sequence in sequences
+            ]
+        ):
             return True  # the common case: the last block of 16 still has room
-        starts = [(one.sequence_id, one.num_computed_tokens) for one in sequences]
+        starts = [(sequence.sequence_id, sequence.num_computed_tokens) for sequence in sequences]
         spans = [(sequence_id, start, start + 1) for sequence_id, start in starts]
         while not manager.has_room(spans):
             if step.num_admitted or self._requests.preempt_last(step) is group:
@@ -442,7 +454,7 @@ class Scheduler:
             if type(edit) is Append:
                 self._requests.served(changed)
                 if edit.drafted:
-                    self._computed_ahead(changed, edit.sequence_id)
+                    self._count_computed_ahead(changed, edit.sequence_id)
         for row in plan.rows:
             if row.parents and row.sequence_id in self.block_manager.sequence_ids:
                 _, sequence = self._requests.sequences[row.sequence_id]
@@ -463,7 +475,7 @@ class Scheduler:
         if self.block_manager.num_to_cache(stop) > self.block_manager.num_to_cache(start):
             self._cache(group, sequence)
 
-    def _computed_ahead(self, group: SequenceGroup, sequence_id: int) -> None:
+    def _count_computed_ahead(self, group: SequenceGroup, sequence_id: int) -> None:
         """Counts a draft that became a token of its sequence as computed."""
         _, sequence = self._requests.sequences[sequence_id]
         before = sequence.num_computed_tokens

@@ -11,14 +11,14 @@ jax and Starlette are imported. Other rooms and the tools take:
     AUTO            is the coordinator's address that a job says itself
     hosts_of_job    takes the hosts from the job that runs the process
     find_job        asks JAX for the job that the process belongs to
-    bound_socket    binds the address of the server
+    bind_socket    binds the address of the server
     start           runs a server until a signal ends it
     start_several   runs a server of several models, which are loaded when they are asked for
     read_models_file  reads which models these are
     run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
-    derived_form    does so for a tokenizer
+    derive_form    does so for a tokenizer
     TokenTexts      gives the text of each token
     open_incidents  lets an engine keep its last steps, to write them when something goes wrong
 """
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.incident_files import open_incidents
-    from jaxpage.serving.listening import bound_socket
+    from jaxpage.serving.listening import bind_socket
     from jaxpage.serving.several.models_file import read_models_file
     from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start
-    from jaxpage.serving.wire.derived_forms import chat_format, derived_form
+    from jaxpage.serving.wire.derived_forms import chat_format, derive_form
     from jaxpage.serving.wire.logprobs import TokenTexts
 
 __all__ = [
     "AUTO",
     "ServerConfig",
     "TokenTexts",
-    "bound_socket",
+    "bind_socket",
     "chat_format",
-    "derived_form",
+    "derive_form",
     "find_job",
     "follow",
     "hosts_of_job",
@@ -66,14 +66,14 @@ _HOMES = {
     "resolve_both": "jaxpage.serving.config",
     "hosts_of_job": "jaxpage.serving.hosts.job",
     "find_job": "jaxpage.serving.hosts.processes",
-    "bound_socket": "jaxpage.serving.listening",
+    "bind_socket": "jaxpage.serving.listening",
     "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
     "read_models_file": "jaxpage.serving.several.models_file",
     "start_several": "jaxpage.serving.several.starting",
     "chat_format": "jaxpage.serving.wire.derived_forms",
-    "derived_form": "jaxpage.serving.wire.derived_forms",
+    "derive_form": "jaxpage.serving.wire.derived_forms",
     "TokenTexts": "jaxpage.serving.wire.logprobs",
 }
 

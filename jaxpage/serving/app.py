@@ -34,11 +34,16 @@ from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
 from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.embedding_requests import Embedding
+from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.allowed_origins import for_pages_of
-from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer, whole_answer
+from jaxpage.serving.http.answers import (
+    error_answer,
+    json_answer,
+    make_ignored_header,
+    whole_answer,
+)
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
@@ -125,7 +130,7 @@ class Server:
         self._generating = Generating(driver, self.preparing, metrics)
         answered_by = (driver, self.preparing, context, driver.built.new_embedder())
         self._reranking = Reranking(*answered_by)
-        embed = partial(self._compute, Embedding(*answered_by))
+        embed = partial(self._compute, EmbeddingRequests(*answered_by))
         rerank = partial(self._compute, self._reranking, open_rerank)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
@@ -144,7 +149,7 @@ class Server:
             post_route("/api/embed", partial(embed, open_ollama_embed)),
             post_route("/api/embeddings", partial(embed, open_ollama_embeddings)),
             Route("/api/tags", self._tags),
-            Route("/api/ps", self._loaded),
+            Route("/api/ps", self._list_loaded),
             Route("/api/version", self._version),
             post_route("/v1/embeddings", partial(embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
@@ -167,7 +172,7 @@ class Server:
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
             load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
-            read = partial(self._opened, opened, raw, load_seconds)
+            read = partial(self._open, opened, raw, load_seconds)
             if opened is open_score:  # encodes a prompt with each of its continuations
                 open_exchange = partial(self.preparing.aside, read)
             else:
@@ -175,7 +180,7 @@ class Server:
             await self._generating.answer(open_exchange, arrived, scope, receive, send)
 
     async def _compute(
-        self, by: Embedding, opened: OpenVectors, scope: Scope, receive: Receive, send: Send
+        self, by: EmbeddingRequests, opened: OpenVectors, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if self._num_hosts > 1:
             refused = "reranking is" if by is self._reranking else "embeddings are"
@@ -185,7 +190,7 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
 
-    def _opened(self, opened: Open, raw: bytes, load_seconds: float) -> Exchange:
+    def _open(self, opened: Open, raw: bytes, load_seconds: float) -> Exchange:
         body = parse_object(raw)
         exchange = opened(body, self._context)
         exchange.load_seconds = load_seconds
@@ -199,16 +204,16 @@ class Server:
         arrived = time.monotonic()
         raw = await json_body(scope, receive)
 
-        def transformed() -> ASGIApp:
+        def transform_body() -> ASGIApp:
             result = transform(parse_object(raw), self._context)
-            return whole_answer(result.body, ignored_header(result.ignored_fields))
+            return whole_answer(result.body, make_ignored_header(result.ignored_fields))
 
-        async def answered() -> None:
+        async def answer_request() -> None:
             async with self._driver.in_time(arrived):
-                answer = await self.preparing.aside(transformed)
+                answer = await self.preparing.aside(transform_body)
             await answer(scope, receive, send)
 
-        await while_connected(receive, answered())
+        await while_connected(receive, answer_request())
 
     async def _models(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._names]})
@@ -240,7 +245,7 @@ class Server:
         models = [{**card.body(name), "modified_at": since} for name in self._names]
         return json_answer({"models": models})
 
-    async def _loaded(self, request: Request) -> Response:
+    async def _list_loaded(self, request: Request) -> Response:
         """Answers Ollama's list of the models in memory, which has all models of the server."""
         card = self._context.card
         length = self._context.max_model_len
@@ -339,10 +344,10 @@ def build_app(
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     # The page comes first, so that its route for / wins over the index of the server.
     routes = [*pages, *server.routes, *lora, *weights, *debug]
-    return guarded(server, routes, config, api_keys, tracing)
+    return guard(server, routes, config, api_keys, tracing)
 
 
-def guarded(
+def guard(
     server: Any,
     routes: Sequence[BaseRoute],
     config: ServerConfig,

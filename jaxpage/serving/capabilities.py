@@ -10,7 +10,7 @@ from jaxpage.assembly import Built, chat_defaults
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
 from jaxpage.serving.wire.context import RequestLimits
-from jaxpage.serving.wire.derived_forms import chosen, derived_form
+from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.support import support_matrix
 
@@ -30,7 +30,7 @@ def capabilities(
         limits: The limits of the fields of a request.
     """
     tokenizer = built.tokenizer
-    form = chosen(derived_form(tokenizer).form, server.tool_parser, server.reasoning_parser)
+    form = choose_form(derive_form(tokenizer).form, server.tool_parser, server.reasoning_parser)
     return {
         "version": __version__,
         "model": {

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
-from jaxpage.serving.origins import checked_origin
+from jaxpage.serving.origins import check_origin
 from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, setting
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
@@ -92,7 +92,7 @@ def _lora_module(value: str) -> str:
 
 
 _LoRAModule = Annotated[str, Field(max_length=4096), AfterValidator(_lora_module)]
-_Origin = Annotated[str, Field(max_length=300), AfterValidator(checked_origin)]
+_Origin = Annotated[str, Field(max_length=300), AfterValidator(check_origin)]
 _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 _TracesURL = Annotated[str, Field(max_length=4096), AfterValidator(_traces_url)]
 
@@ -407,19 +407,21 @@ def resolve_both(
     file = read_file(path)
     below = file.pop("server").value if "server" in file else {}
     problems: list[str] = []
-    for settings, own, other, there in (
+    for settings, names, other, there in (
         (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
         (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
     ):
         for name in [
-            name for name in settings if name in other.model_fields and name not in own.model_fields
+            name
+            for name in settings
+            if name in other.model_fields and name not in names.model_fields
         ]:
             problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
     errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
     resolved: list[Any] = []
-    for kind, given, by_hand in ((EngineConfig, file, engine), (ServerConfig, below, server)):
+    for kind, values, by_hand in ((EngineConfig, file, engine), (ServerConfig, below, server)):
         try:
-            resolved.append(resolve_settings(kind, given, by_hand, environment, overrides_origin))
+            resolved.append(resolve_settings(kind, values, by_hand, environment, overrides_origin))
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
     if not errors:
@@ -435,11 +437,11 @@ def resolve_both(
 
 
 def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
-    given = [
+    explicit = [
         name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None
     ]
     errors: list[JaxpageError] = [
-        ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora
+        ConfigError(f"{name}: needs enable_lora") for name in explicit if not engine.enable_lora
     ]
     if server.kv_events is not None and not engine.enable_prefix_caching:
         errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
@@ -467,14 +469,14 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
                 f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}"
             )
         )
-    given: dict[str, Any] = {
+    explicit: dict[str, Any] = {
         "prefix_cache_directory": engine.prefix_cache_directory,
         "weights_directory": server.weights_directory,
         "lora_directory": server.lora_directory,
     }
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")
-        for name, value in given.items()
+        for name, value in explicit.items()
         if value is not None
     ]
     of_leader = {"event_log": engine.event_log, "incident_steps": server.incident_steps}

@@ -18,17 +18,17 @@ _OUT_OF_SOMETHING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SECONDS = 1.0  # the least time between two lines of the log
 
 
-def room_for_connections(wanted: int) -> int:
+def room_for_connections(requested: int) -> int:
     """Raises the limit of open files as far as needed and allowed.
 
     Args:
-        wanted: The number of connections that the server may have.
+        requested: The number of connections that the server may have.
 
     Returns:
-        The number of connections that there is room for, at most `wanted`.
+        The number of connections that there is room for, at most `requested`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _PER_CONNECTION * wanted + _OTHERS
+    needed = _PER_CONNECTION * requested + _OTHERS
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         # macOS refuses numbers above a second limit, which it does not report.
@@ -36,12 +36,12 @@ def room_for_connections(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return requested
     room = max(1, (soft - _OTHERS) // _PER_CONNECTION)
     logger.warning(
         "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and needs %d",
         room,
-        wanted,
+        requested,
         soft,
         needed,
     )

@@ -21,8 +21,8 @@ def directory_inside(directory: Path, path: str, *, setting: str, param: str) ->
             same for both, so that it tells nothing about the rest of the machine.
     """
     try:
-        found = (directory / path).resolve(strict=True)
-        is_inside = found.is_relative_to(directory.resolve()) and found.is_dir()
+        resolved = (directory / path).resolve(strict=True)
+        is_inside = resolved.is_relative_to(directory.resolve()) and resolved.is_dir()
     except (
         OSError,
         ValueError,  # the path has a NUL
@@ -33,4 +33,4 @@ def directory_inside(directory: Path, path: str, *, setting: str, param: str) ->
         raise ApiError(
             404, f"There is no such directory below {setting}", param=param, code="not_found"
         )
-    return found
+    return resolved

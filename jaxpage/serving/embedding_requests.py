@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
-from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.http.answers import make_ignored_header, refusal_of, to_api_error, whole_answer
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
@@ -29,7 +29,7 @@ Vectors = EmbeddingAnswer | RerankAnswer
 Open = Callable[[dict[str, Any], ModelContext], Vectors]
 
 
-class Embedding:
+class EmbeddingRequests:
     """Computes the vectors of texts.
 
     An executable for a new length is compiled on another thread, so that generation goes on
@@ -74,7 +74,7 @@ class Embedding:
             values = await self._values(asked, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
         record_of(scope).read(num_tokens)
-        headers = ignored_header(asked.ignored_fields)
+        headers = make_ignored_header(asked.ignored_fields)
         answer = await self._preparing.answer(
             lambda: whole_answer(asked.whole(values, num_tokens), headers),
             sum(map(np.size, values)),

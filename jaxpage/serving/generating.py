@@ -18,7 +18,7 @@ from jaxpage.async_driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.http.answers import ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.http.answers import make_ignored_header, refusal_of, to_api_error, whole_answer
 from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
@@ -64,9 +64,9 @@ class Generating:
             ClientDisconnect: The client has left.
             ApiError: The request cannot be answered, and nothing of the answer was sent.
         """
-        await while_connected(receive, self._answered(open_exchange, arrived, scope, receive, send))
+        await while_connected(receive, self._answer(open_exchange, arrived, scope, receive, send))
 
-    async def _answered(
+    async def _answer(
         self,
         open_exchange: Callable[[], Awaitable[Exchange]],
         arrived: float,
@@ -79,16 +79,16 @@ class Generating:
             async with self._driver.in_time(arrived):
                 exchange = await open_exchange()
                 record.opened(exchange)
-                submitted = await self._submitted(exchange, arrived)
+                submitted = await self._submit(exchange, arrived)
                 record.submitted(submitted)
         except DeadlineExceeded as error:
             raise self._failure_of(error) from error
-        headers = ignored_header(exchange.ignored_fields)
+        headers = make_ignored_header(exchange.ignored_fields)
         try:
             if exchange.stream:
                 await self._stream(exchange, submitted, headers, scope, send)
             else:
-                outputs = await asyncio.gather(*(one.whole() for one in submitted))
+                outputs = await asyncio.gather(*(handle.whole() for handle in submitted))
                 for index, output in enumerate(outputs):
                     record.add(index, output)
                 answer = await self._preparing.answer(
@@ -99,10 +99,10 @@ class Generating:
         except Exception as error:
             raise self._failure_of(error) from error
         finally:
-            for one in submitted:
-                one.cancel()
+            for handle in submitted:
+                handle.cancel()
 
-    async def _submitted(self, exchange: Exchange, arrived: float) -> list[AwaitedHandle]:
+    async def _submit(self, exchange: Exchange, arrived: float) -> list[AwaitedHandle]:
         if not exchange.prompts:
             return []
         try:
@@ -183,7 +183,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         ClientDisconnect: The client has left.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -195,7 +195,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -207,7 +207,7 @@ async def updates_of(
 
     After a long silence it yields an empty list.
     """
-    waited = {one.next_delta(): index for index, one in enumerate(submitted)}
+    waited = {handle.next_delta(): index for index, handle in enumerate(submitted)}
     while waited:
         done, _ = await asyncio.wait(
             waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -227,9 +227,9 @@ async def _send_part(send: Send, body: bytes) -> None:
 def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
     """Raises ValueError if the answer would be too long to be kept in memory and written."""
     number = sum(
-        len(request.token_ids) * (1 + wanted) * getattr(request.params, "n", 1)
+        len(request.token_ids) * (1 + num_logprobs) * getattr(request.params, "n", 1)
         for request in requests
-        if (wanted := getattr(request.params, "prompt_logprobs", None)) is not None
+        if (num_logprobs := getattr(request.params, "prompt_logprobs", None)) is not None
     )
     if number > MAX_PROMPT_LOGPROBS:
         raise ValueError(

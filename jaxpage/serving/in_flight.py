@@ -42,7 +42,7 @@ class InFlightRequests:
             if not self._number:
                 self._nobody.set()
 
-    async def left(self, timeout: float) -> bool:
+    async def wait_until_idle(self, timeout: float) -> bool:
         """Waits until all requests have ended, and returns whether they have within `timeout`."""
         try:
             await asyncio.wait_for(self._nobody.wait(), timeout)

@@ -62,7 +62,7 @@ def incident_routes(driver: AsyncDriver, incidents: Incidents | None) -> list[Ro
 
     async def answer(request: Request) -> Response:
         check_origin(request.headers)
-        incident = await driver.snapshot(lambda engine: incidents.ring.taken("asked for"))
+        incident = await driver.snapshot(lambda engine: incidents.ring.read_ring("asked for"))
         try:
             path = await asyncio.to_thread(incidents.write, incident)
         except FileExistsError as error:

@@ -46,11 +46,9 @@ class KVPublisher:
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
         self._context = zmq.Context()
-        self._sending = self._bound("kv_events", zmq.PUB, endpoint)
+        self._sending = self._bind("kv_events", zmq.PUB, endpoint)
         self._replaying = (
-            self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint)
-            if replay_endpoint
-            else None
+            self._bind("kv_events_replay", zmq.ROUTER, replay_endpoint) if replay_endpoint else None
         )
         self._thread = threading.Thread(target=self._run, name="jaxpage-kv-events", daemon=True)
         self._thread.start()
@@ -67,15 +65,15 @@ class KVPublisher:
         self._waiting.put(None)
         self._thread.join(5)
 
-    def _bound(self, setting: str, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        found = self._context.socket(kind)
-        found.linger = 1000  # milliseconds
+    def _bind(self, setting: str, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 1000  # milliseconds
         try:
-            found.bind(endpoint)
+            socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"{setting}: cannot listen on {endpoint}: {error.strerror}") from None
-        return found
+        return socket
 
     def _run(self) -> None:
         patience = None if self._replaying is None else REPLAY_SECONDS

@@ -15,7 +15,7 @@ from jaxpage.serving.config import ServerConfig
 
 
 @contextlib.contextmanager
-def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
+def bind_socket(config: ServerConfig) -> Iterator[socket.socket]:
     """Binds the server's address, and closes it at the end of the context.
 
     No client can connect yet: the socket does not listen. The file of a Unix socket is removed at
@@ -34,7 +34,7 @@ def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
     place = f"{config.host} port {config.port}"
     try:
         # With SO_REUSEADDR two servers could bind one address at first, until one of them listens.
-        listener = _bound(config, reuse=False)
+        listener = _bind(config, reuse=False)
     except UnicodeError:  # the name cannot be encoded for DNS
         raise ConfigError(f"cannot listen on {place}: the host name cannot be resolved") from None
     except OSError as error:
@@ -42,14 +42,14 @@ def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
         try:
             # Connections that an earlier server left in TIME_WAIT must not prevent a restart.
-            listener = _bound(config, reuse=True)
+            listener = _bind(config, reuse=True)
         except OSError as error:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
     with listener:
         yield listener
 
 
-def _bound(config: ServerConfig, *, reuse: bool) -> socket.socket:
+def _bind(config: ServerConfig, *, reuse: bool) -> socket.socket:
     family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

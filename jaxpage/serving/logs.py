@@ -44,10 +44,10 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the text of a record."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        lines = [f"{clock} {record.levelname} {_escaped(record.getMessage())}{_fields(record)}"]
+        lines = [f"{clock} {record.levelname} {_escape(record.getMessage())}{_fields(record)}"]
         if record.exc_info:
             lines += [
-                f"    {_escaped(line)}"
+                f"    {_escape(line)}"
                 for line in self.formatException(record.exc_info).splitlines()
             ]
         return "\n".join(lines)
@@ -61,7 +61,7 @@ class JSONFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the JSON of a record."""
-        found = {
+        fields = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -69,8 +69,8 @@ class JSONFormatter(logging.Formatter):
             **_extra(record),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
 def configure(config: ServerConfig) -> None:
@@ -132,11 +132,11 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
         The line; None if no step ran and no request is running or waiting.
     """
 
-    def gained(name: str) -> float:
+    def add_number(name: str) -> float:
         return float(after[name] - before[name])
 
     if (
-        not gained("engine_steps_total")
+        not add_number("engine_steps_total")
         and not after["num_requests_running"]
         and not after["num_requests_waiting"]
     ):
@@ -145,8 +145,8 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
         f"Running {after['num_requests_running']}",
         f"Waiting {after['num_requests_waiting']}",
         f"KV {after['kv_cache_usage_perc']:.1%}",
-        f"prefill {_thousands(gained('prompt_tokens_total') / seconds)} tok/s",
-        f"decode {_thousands(gained('generation_tokens_total') / seconds)} tok/s",
+        f"prefill {_thousands(add_number('prompt_tokens_total') / seconds)} tok/s",
+        f"decode {_thousands(add_number('generation_tokens_total') / seconds)} tok/s",
     ]
     for label, part, whole in (
         ("prefix hit", "prefix_cache_hits_total", "prefix_cache_queries_total"),
@@ -156,8 +156,8 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
             "spec_decode_num_draft_tokens_total",
         ),
     ):
-        if asked := gained(whole):
-            parts.append(f"{label} {gained(part) / asked:.0%}")
+        if asked := add_number(whole):
+            parts.append(f"{label} {add_number(part) / asked:.0%}")
     return " · ".join(parts)
 
 
@@ -185,7 +185,7 @@ def _thousands(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -196,6 +196,6 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 def _fields(record: logging.LogRecord) -> str:
     """Returns the `extra` fields of a record as they follow the message in a line of text."""
     return "".join(
-        f" {name}={_escaped(json.dumps(value, default=str))}"
+        f" {name}={_escape(json.dumps(value, default=str))}"
         for name, value in _extra(record).items()
     )

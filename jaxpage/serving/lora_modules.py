@@ -29,7 +29,7 @@ from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 
@@ -70,7 +70,7 @@ def check_lora_modules(
         for name, count in names.items()
         if count > 1
     ]
-    for asked in _asked(modules):
+    for asked in _parse_modules(modules):
         try:
             read_adapter(directory_of(asked), spec)
         except (CheckpointError, ModelNotFoundError) as error:
@@ -83,13 +83,13 @@ def check_lora_modules(
 
 def open_lora_modules(engine: Engine, config: ServerConfig) -> dict[str, LoRARequest]:
     """Opens the adapters of `lora_modules`, and returns them by name; check them first."""
-    served = {asked.lora_name: asked for asked in _asked(config.lora_modules or ())}
+    served = {asked.lora_name: asked for asked in _parse_modules(config.lora_modules or ())}
     for asked in served.values():
-        engine.opened_adapter(asked)
+        engine.open_adapter(asked)
     return served
 
 
-def _asked(modules: Sequence[str]) -> list[LoRARequest]:
+def _parse_modules(modules: Sequence[str]) -> list[LoRARequest]:
     named = [module.partition("=") for module in modules]
     return [
         LoRARequest(name, number, path) for number, (name, _, path) in enumerate(named, start=1)
@@ -127,7 +127,7 @@ class RuntimeAdapters:
             )
         served = self._context.adapters
         if name in self._context.model_names or (name in served and not in_place):
-            raise ApiError(400, f"The name {shown(name)} is taken", param="lora_name")
+            raise ApiError(400, f"The name {show(name)} is taken", param="lora_name")
         if name not in served and len(served) >= MAX_ADAPTERS:
             raise ApiError(
                 400,
@@ -139,7 +139,7 @@ class RuntimeAdapters:
         )
         asked = LoRARequest(name, next(self._numbers), str(inside))
         try:
-            self._engine.opened_adapter(asked)
+            self._engine.open_adapter(asked)
         except (CheckpointError, ModelNotFoundError) as error:
             raise ApiError(400, str(error), param="lora_path").quoting(body) from error
         self._forget(served.get(name))
@@ -158,7 +158,7 @@ class RuntimeAdapters:
         if asked is None:
             raise ApiError(
                 404,
-                f"The LoRA adapter {shown(name)} does not exist",
+                f"The LoRA adapter {show(name)} does not exist",
                 param="lora_name",
                 code="not_found",
             )

@@ -88,7 +88,7 @@ class ServerMetrics:
         Args:
             stats: The values of `Engine.stats`; empty if the engine gives none.
         """
-        return joined_exposition([(self, stats)])
+        return join_expositions([(self, stats)])
 
     def families(self, stats: Mapping[str, Any]) -> list[Metric]:
         """Returns the metrics of this server's model; for `stats` see `exposition`."""
@@ -102,7 +102,7 @@ class ServerMetrics:
         return [*_families(facts, self._model_name), *theirs]
 
 
-def joined_exposition(each: Iterable[tuple[ServerMetrics, Mapping[str, Any]]]) -> bytes:
+def join_expositions(each: Iterable[tuple[ServerMetrics, Mapping[str, Any]]]) -> bytes:
     """Returns the metrics of several models in Prometheus' text format, each metric once.
 
     Args:

@@ -8,7 +8,7 @@ _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _DEFAULT_PORTS = (("http://", ":80"), ("https://", ":443"))
 
 
-def checked_origin(value: str) -> str:
+def check_origin(value: str) -> str:
     """Returns an origin of the setting `allowed_origins`.
 
     Raises:

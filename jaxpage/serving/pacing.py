@@ -30,15 +30,15 @@ class Pace:
         return max(self._asked, default=0.0)
 
     @contextlib.contextmanager
-    def held(self, seconds: float) -> Iterator[None]:
+    def hold(self, seconds: float) -> Iterator[None]:
         """Asks for a least time while the context lasts; of several requests the longest counts."""
         self._asked = (*self._asked, seconds)
         try:
             yield
         finally:
-            rest = list(self._asked)
-            rest.remove(seconds)
-            self._asked = tuple(rest)
+            seconds_of_others = list(self._asked)
+            seconds_of_others.remove(seconds)
+            self._asked = tuple(seconds_of_others)
 
     def lets_step(self, has_orders: Callable[[], bool]) -> bool:
         """Waits until the next step is due. Returns False if it is not, but the driver has orders.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
-from jaxpage.driver import prepared
+from jaxpage.driver import prepare
 from jaxpage.engine import CheckedParams, Engine, PreparedRequest, Prompt
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
@@ -38,7 +38,7 @@ _LARGE_THREADS = 1
 LARGE_ANSWER_VALUES = 1 << 14
 
 
-def _contained(function: Callable[[], _Result]) -> _Result:
+def _contain(function: Callable[[], _Result]) -> _Result:
     """Returns the function's result, and turns a panic of native code into an error.
 
     Native code (tokenizers, their regular expressions) panics with a BaseException that is no
@@ -76,7 +76,7 @@ class Workers:
         if not self._places.acquire(blocking=False):
             raise QueueFull("Too many requests are being read; try again later")
         try:
-            future = self._pool.submit(_contained, function)
+            future = self._pool.submit(_contain, function)
         except BaseException:
             self._places.release()
             raise
@@ -160,25 +160,25 @@ class Preparing:
             QueueFull: Too many requests are being read.
             TimeoutError: The grammar has waited too long for those of other requests.
             ValueError, JaxpageError: A prompt or the parameters cannot be served; see `Admission`
-                and `Engine.compiled`.
+                and `Engine.compile_grammar`.
         """
         params = prompt_requests[0].params
         checked = await self._reading.run(partial(self._engine.admission.check_params, params), 0)
         # One prompt at a time goes to the threads, so that other exchanges come in between.
         requests = [
             await self._reading.run(
-                partial(self._prepared, prompt_request, checked), len(prompt_request.prompt)
+                partial(self._prepare, prompt_request, checked), len(prompt_request.prompt)
             )
             for prompt_request in prompt_requests
         ]
         if (asked := getattr(params, "structured_outputs", None)) is None:
             return requests
-        grammar = self._engine.grammars.found(asked)  # a known grammar does not queue
+        grammar = self._engine.grammars.find(asked)  # a known grammar does not queue
         if grammar is None:
-            grammar = await self._grammars.run(partial(self._compiled, params, time.monotonic()))
+            grammar = await self._grammars.run(partial(self._compile, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]
 
-    def _compiled(
+    def _compile(
         self, params: SamplingParams | BeamSearchParams, asked_at: float
     ) -> Grammar | None:
         """Compiles a grammar, or raises TimeoutError if the request has waited for it too long."""
@@ -186,7 +186,7 @@ class Preparing:
             raise TimeoutError(
                 f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting for the grammar compiler; try again"
             )
-        return self._engine.compiled(params)
+        return self._engine.compile_grammar(params)
 
     def close(self) -> None:
         """Takes back what the threads have not begun."""
@@ -195,17 +195,17 @@ class Preparing:
         self._answers.close()
         self._grammars.close()
 
-    def _prepared(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:
+    def _prepare(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:
         text, token_ids = (
             (prompt_request.prompt, None)
             if isinstance(prompt_request.prompt, str)
             else (None, prompt_request.prompt)
         )
-        request = prepared(
+        request = prepare(
             self._engine,
             Prompt(text, token_ids),
             checked,
             add_special_tokens=prompt_request.add_special_tokens,
         )
         lora = prompt_request.lora
-        return request if lora is None else request._replace(lora=self._engine.opened_adapter(lora))
+        return request if lora is None else request._replace(lora=self._engine.open_adapter(lora))

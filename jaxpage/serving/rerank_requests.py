@@ -7,12 +7,12 @@ from typing import Any
 
 from jaxpage.engine import ByVectors, PreparedRequest, YesNo
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.embedding_requests import Embedding
+from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.http.answers import refusal_of, to_api_error
 from jaxpage.serving.wire.rerank import RerankAnswer
 
 
-class Reranking(Embedding):
+class Reranking(EmbeddingRequests):
     """Scores documents in the way of the model: by two tokens, or by vectors."""
 
     async def _values(
@@ -36,8 +36,8 @@ class Reranking(Embedding):
         for token in sorted(set(missing.values())):
             indices = [index for index, lacking in missing.items() if lacking == token]
             again = await self._preparing.requests(asked.prompts_drawing(indices, token))
-            found = await self._outputs(asked, again, arrived)
-            others |= zip(indices, found, strict=True)
+            more_outputs = await self._outputs(asked, again, arrived)
+            others |= zip(indices, more_outputs, strict=True)
         return reranker.scores(outputs, others)
 
     async def _outputs(

@@ -147,7 +147,7 @@ async def _serve(
 ) -> int:
     serving = Serving(app, driver, config, listener, announce)
 
-    def signalled(number: int) -> None:
+    def handle_signal(number: int) -> None:
         serving.signal()
         what = (
             "ending at once"
@@ -163,7 +163,7 @@ async def _serve(
             ending.start()
 
     asyncio.get_running_loop().set_exception_handler(Complaints())
-    with _handled_signals(signalled):
+    with _handle_signals(handle_signal):
         return await serving.run()
 
 
@@ -183,7 +183,7 @@ class Driving(Protocol):
         """Returns the values of all metrics, or raises JaxpageError if there are none."""
         ...
 
-    async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished."""
         ...
 
@@ -236,14 +236,16 @@ class Serving:
         if batches is not None:
             batches.start()
         serving = asyncio.ensure_future(self._uvicorn.serve([self._listener]))
-        died = asyncio.ensure_future(_ended(self._driver))
+        died = asyncio.ensure_future(_wait_for_end(self._driver))
         signalled = asyncio.ensure_future(self._signalled.wait())
         hurried = asyncio.ensure_future(self._hurried.wait())
         activity = asyncio.ensure_future(log_activity(self._driver.stats))
         try:
             await _first(serving, died, signalled)
             self._server.visitors.is_closed = True
-            await _first(self._server.visitors.left(self._shutdown_seconds), died, hurried)
+            await _first(
+                self._server.visitors.wait_until_idle(self._shutdown_seconds), died, hurried
+            )
             status = 1 if died.done() else 0
             await _first(self._part(), hurried)
             if hurried.done():
@@ -268,8 +270,10 @@ class Serving:
         The streams of the inspector end with the engine's thread.
         """
         with contextlib.suppress(TimeoutError, JaxpageError):
-            await asyncio.wait_for(self._driver.drained(0, "The server"), PARTING_SECONDS)
-        await self._server.visitors.left(PARTING_SECONDS)
+            await asyncio.wait_for(
+                self._driver.wait_until_drained(0, "The server"), PARTING_SECONDS
+            )
+        await self._server.visitors.wait_until_idle(PARTING_SECONDS)
         await asyncio.to_thread(self._driver.stop, PARTING_SECONDS)
 
 
@@ -324,7 +328,7 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
 
 @contextlib.contextmanager
-def _handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
+def _handle_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Handles SIGINT, SIGTERM and SIGHUP while the context lasts.
 
     Outside the main thread it does nothing: Python delivers signals to the main thread alone.
@@ -357,15 +361,15 @@ def _end_process() -> None:
     os._exit(1)
 
 
-async def _ended(driver: Driving) -> None:
+async def _wait_for_end(driver: Driving) -> None:
     with contextlib.suppress(Exception):  # the driver has logged it
         await asyncio.wrap_future(driver.ended)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
     """Waits until one of the awaitables is done, then cancels the coroutines; tasks go on."""
-    tasks = [asyncio.ensure_future(one) for one in awaitables]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task, one in zip(tasks, awaitables, strict=True):
-        if task is not one:
+    for task, awaitable in zip(tasks, awaitables, strict=True):
+        if task is not awaitable:
             task.cancel()

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.dialects import encoded
+from jaxpage.serving.wire.dialects import encode
 from jaxpage.serving.wire.openapi import openapi
 
 _Answer = TypeVar("_Answer")
@@ -39,11 +39,11 @@ class Shared(Generic[_Answer]):
     async def answer(self) -> _Answer:
         """Returns an answer that is not older than the call; raises what making it raises."""
         if self._next is None:
-            self._next = asyncio.ensure_future(self._made())
+            self._next = asyncio.ensure_future(self._make_answer())
         # A request whose client leaves does not end the answer of others.
         return await asyncio.shield(self._next)
 
-    async def _made(self) -> _Answer:
+    async def _make_answer(self) -> _Answer:
         if self._last is not None and not self._last.done():
             await asyncio.wait([self._last])
         left = self._began + self._seconds - time.monotonic()
@@ -69,9 +69,9 @@ class OpenApiDocument:
         async with self._making:
             names = (*self._context.model_names, *self._context.adapters)
             if names != self._names:
-                self._body = await asyncio.to_thread(self._encoded)
+                self._body = await asyncio.to_thread(self._encode)
                 self._names = names
             return self._body
 
-    def _encoded(self) -> bytes:
-        return encoded(openapi(self._context))
+    def _encode(self) -> bytes:
+        return encode(openapi(self._context))

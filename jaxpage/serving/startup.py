@@ -48,7 +48,7 @@ from jaxpage.serving.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_server
 from jaxpage.serving.tracing import open_tracing
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.derived_forms import chosen, derived_form
+from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 
@@ -135,7 +135,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     )
 
 
-def described_context(engine: EngineConfig, server: ServerConfig) -> ModelContext:
+def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns what a model's config and tokenizer say of it, for which no weights are read.
 
     The length is that of the settings or of the config; an engine may have less memory than that.
@@ -147,14 +147,14 @@ def described_context(engine: EngineConfig, server: ServerConfig) -> ModelContex
         resolve_model_config(engine.model, engine.revision), engine.quantization
     )
     tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
-    derived, _ = derived_form(tokenizer)
+    derived, _ = derive_form(tokenizer)
     return ModelContext(
         model_names=model_names(engine, server),
         max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
         vocab_size=described.spec.vocab_size,
         tokenizer=tokenizer,
         card=card_of_settings(engine),
-        chat_format=chosen(derived, server.tool_parser, server.reasoning_parser),
+        chat_format=choose_form(derived, server.tool_parser, server.reasoning_parser),
     )
 
 
@@ -163,8 +163,8 @@ def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatForma
 
     It logs in one line if the chat template's calls have no form, or another than the chosen one.
     """
-    derived, problem = derived_form(tokenizer)
-    form = chosen(derived, server.tool_parser, server.reasoning_parser)
+    derived, problem = derive_form(tokenizer)
+    form = choose_form(derived, server.tool_parser, server.reasoning_parser)
     if derived.has_tools and form.tool_form is None and server.tool_parser != "none":
         no_form = (
             f"no form of tool calls is derived from the model's chat template ({problem}): "
@@ -254,7 +254,7 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
 
 
 @contextlib.contextmanager
-def handled_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+def handle_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
     """Handles a signal otherwise while the context lasts."""
     before = signal.signal(number, handler)
     try:
@@ -280,7 +280,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
     tracing = open_tracing(server)
-    with handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
+    with handle_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
         if not api_keys and not server.is_local:
             logger.warning(
                 "no API key: anyone who can reach %s can send requests; set --api-key-file or %s",
@@ -289,8 +289,8 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             )
         # Ctrl-C ends the process at once while a model is loaded and compiled: there is nothing to
         # tidy up, and Python's own handler would wait for the compiling threads.
-        with handled_as(signal.SIGINT, signal.SIG_DFL):
-            built, channels = _opened(engine, server, start_up)
+        with handle_as(signal.SIGINT, signal.SIG_DFL):
+            built, channels = _open(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         publish_kv_events(built, server)
         incidents = open_incidents(built, engine, server)
@@ -334,7 +334,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     """
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
-    built, channels = _opened(engine, server, start_up)
+    built, channels = _open(engine, server, start_up)
     adapters = open_lora_modules(built.engine, server)
     start_up.ready(
         f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or ""
@@ -346,7 +346,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     return status
 
 
-def _opened(
+def _open(
     engine: EngineConfig, server: ServerConfig, start_up: StartUp
 ) -> tuple[Built, dict[int, Channel]]:
     """Opens the engine, and returns it with the channels to the other hosts."""

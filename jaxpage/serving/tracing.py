@@ -52,7 +52,7 @@ _PARAMETERS = {
 }
 
 
-class Asked(Protocol):
+class TracedRequest(Protocol):
     """A request that was understood, such as an `Exchange`."""
 
     @property
@@ -85,7 +85,7 @@ class Phase(NamedTuple):
 class Untraced:
     """Ignores what it is told of a request."""
 
-    def opened(self, asked: Asked) -> None:
+    def opened(self, asked: TracedRequest) -> None:
         """Notes a request that was understood."""
 
     def loaded(self, since: float) -> None:
@@ -125,7 +125,7 @@ class RequestRecord(Untraced):
         self.is_whole = False
         self._scope = scope
         self._zero = time.time_ns() - int(self.began * 1e9)
-        self._asked: Asked | None = None
+        self._asked: TracedRequest | None = None
         self._phases: list[Phase] = []
         self._handles: Sequence[Handle] = ()
         self._num_drawn: dict[int, int] = {}
@@ -134,7 +134,7 @@ class RequestRecord(Untraced):
         self._num_read = 0
         self._failure: str | None = None
 
-    def opened(self, asked: Asked) -> None:
+    def opened(self, asked: TracedRequest) -> None:
         self._asked = asked
 
     def loaded(self, since: float) -> None:
@@ -144,11 +144,11 @@ class RequestRecord(Untraced):
         self._handles = handles
 
     def add(self, index: int, output: RequestOutput) -> None:
-        drawn = sum(len(one.token_ids) for one in output.outputs)
+        drawn = sum(len(completion.token_ids) for completion in output.outputs)
         self._num_drawn[index] = self._num_drawn.get(index, 0) + drawn
-        for one in output.outputs:
-            if one.finish_reason is not None:
-                self._reasons[index, one.index] = one.finish_reason
+        for completion in output.outputs:
+            if completion.finish_reason is not None:
+                self._reasons[index, completion.index] = completion.finish_reason
         if output.finished:
             self._finished.add(index)
 
@@ -209,7 +209,7 @@ class RequestRecord(Untraced):
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes of the server's span, without any text of prompts and outputs."""
         path = self._scope["path"]
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "http.request.method": "POST",
             "http.route": path,
             "url.path": path,
@@ -221,18 +221,20 @@ class RequestRecord(Untraced):
             "jaxpage.request.id": self._scope["state"].get("request_id"),
         }
         if self._asked is not None:
-            found |= _of_request(self._asked)
+            attributes |= _of_request(self._asked)
         if self._num_read:
-            found["gen_ai.usage.input_tokens"] = self._num_read
+            attributes["gen_ai.usage.input_tokens"] = self._num_read
         if self._handles:
-            found |= self._of_engine()
-        return {name: value for name, value in found.items() if value is not None}
+            attributes |= self._of_engine()
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def _of_engine(self) -> dict[str, Any]:
         metrics = [each for _, each in self._metrics()]
         return {
             "gen_ai.response.finish_reasons": self._finish_reasons(),
-            "gen_ai.usage.input_tokens": sum(len(one.request.token_ids) for one in self._handles),
+            "gen_ai.usage.input_tokens": sum(
+                len(handle.request.token_ids) for handle in self._handles
+            ),
             "gen_ai.usage.output_tokens": sum(map(self._num_output_tokens, self._indices)),
             "gen_ai.usage.cache_read.input_tokens": sum(each.num_cached_tokens for each in metrics),
             "jaxpage.drafts": sum(each.num_drafts for each in metrics),
@@ -246,8 +248,8 @@ class RequestRecord(Untraced):
         return range(len(self._handles))
 
     def _metrics(self) -> Iterator[tuple[int, RequestMetrics]]:
-        for index, one in enumerate(self._handles):
-            if (metrics := one.metrics) is not None:
+        for index, handle in enumerate(self._handles):
+            if (metrics := handle.metrics) is not None:
                 yield index, metrics
 
     def _num_output_tokens(self, index: int) -> int:
@@ -261,12 +263,12 @@ class RequestRecord(Untraced):
 
     def _finish_reasons(self) -> list[str]:
         """Returns the reason for each output in order; "abort" for one that has not ended."""
-        found = []
-        for index, one in enumerate(self._handles):
-            num_outputs = getattr(one.request.params, "n", None) or 1
+        all_reasons = []
+        for index, handle in enumerate(self._handles):
+            num_outputs = getattr(handle.request.params, "n", None) or 1
             reasons = [self._reasons.get((index, output)) for output in range(num_outputs)]
-            found += [reason or "abort" for reason in reasons]
-        return found
+            all_reasons += [reason or "abort" for reason in reasons]
+        return all_reasons
 
 
 class SpanWriter(Protocol):
@@ -346,7 +348,7 @@ def open_tracing(config: ServerConfig) -> SpanWriter | None:
         ) from None
 
 
-def _of_request(asked: Asked) -> dict[str, Any]:
+def _of_request(asked: TracedRequest) -> dict[str, Any]:
     params = asked.prompts[0].params if asked.prompts else None
     return {
         "gen_ai.request.model": asked.model,

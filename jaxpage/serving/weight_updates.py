@@ -28,7 +28,7 @@ from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.preparing import Workers
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 MODES = get_args(Mode)
 MAX_PROBLEMS_CHARACTERS = 100_000
@@ -59,20 +59,20 @@ class Updating:
         check_fields(body, {"path", "mode", "check_finite"})
         if (mode := body.get("mode", "wait")) not in MODES:
             raise ApiError(
-                400, f"mode must be one of {', '.join(MODES)}, got {shown(mode)}", param="mode"
+                400, f"mode must be one of {', '.join(MODES)}, got {show(mode)}", param="mode"
             )
         if not isinstance(check_finite := body.get("check_finite", True), bool):
             raise ApiError(
                 400,
-                f"check_finite must be true or false, got {shown(check_finite)}",
+                f"check_finite must be true or false, got {show(check_finite)}",
                 param="check_finite",
             )
         path = directory_inside(
             self._directory, text_field(body, "path"), setting="weights_directory", param="path"
         )
         try:
-            weights = await self._loading.run(lambda: self._loaded(path, check_finite=check_finite))
-            version = await self._driver.replaced_weights(weights, abort=mode == "abort")
+            weights = await self._loading.run(lambda: self._load(path, check_finite=check_finite))
+            version = await self._driver.replace_weights(weights, abort=mode == "abort")
         except (CheckpointError, UnsupportedError) as error:
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
@@ -88,7 +88,7 @@ class Updating:
             raise ApiError(409, str(error), code="conflict") from error
         return {"weights_version": version}
 
-    def _loaded(self, path: Path, *, check_finite: bool) -> Any:
+    def _load(self, path: Path, *, check_finite: bool) -> Any:
         """Returns the weights on the device; raises what `weights_on_device` raises.
 
         With `check_finite` numbers that are NaN or infinite are an error, too.
@@ -123,12 +123,12 @@ def weights_routes(
             check_origin(Headers(scope=scope))
             raw = await json_body(scope, receive)
 
-            async def answered() -> None:
+            async def answer_update() -> None:
                 async with driver.in_time(arrived):
                     asked = await asyncio.to_thread(parse_object, raw)
-                    found = await updating.update(asked)
-                await json_answer(found)(scope, receive, send)
+                    version = await updating.update(asked)
+                await json_answer(version)(scope, receive, send)
 
-            await while_connected(receive, answered())
+            await while_connected(receive, answer_update())
 
     return [post_route("/v1/update_weights", answer)]

@@ -32,7 +32,7 @@ for _kind in ("list", "tuple", "dict", "set", "frozenset"):
 MAX_NAME_CHARACTERS = 128
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """Returns `repr(value)`, cut so that it fits into a message whatever the value is."""
     try:
         text = _LONG_ENOUGH.repr(value)
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
-def counted(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     """Returns a number with its noun, such as "1 request" or "2 requests"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -74,8 +74,8 @@ def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
-    def checked(*arguments: _P.args, **given: _P.kwargs) -> None:
-        keywords: Any = without_neutral("sampling", dict.fromkeys(known), given)
+    def call_checked(*arguments: _P.args, **values: _P.kwargs) -> None:
+        keywords: Any = without_neutral("sampling", dict.fromkeys(known), values)
         for unknown in keywords.keys() - known:
             answer = answer_for_keyword("sampling", unknown)
             if answer is not None and answer.kind != "same":
@@ -86,12 +86,12 @@ def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
             raise TypeError(f"{type(arguments[0]).__name__} has no parameter {unknown!r}; {hint}")
         init(*arguments, **keywords)
 
-    return checked
+    return call_checked
 
 
-def refuse(name: str, value: object, wanted: str) -> NoReturn:
+def refuse(name: str, value: object, expected: str) -> NoReturn:
     """Raises the `ValueError` that names the parameter, what it must be and what it was."""
-    raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+    raise ValueError(f"{name} must be {expected}, got {show(value)}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -118,17 +118,17 @@ def check_float(
     name: str, value: Any, low: float, high: float, *, above_low: bool = False
 ) -> float:
     """Returns a finite number that is in [low, high], or in (low, high] with `above_low`."""
-    wanted = "a finite number"
-    wanted += f" {'above' if above_low else 'from'} {low:g}" if low > -math.inf else ""
-    wanted += f" to {high:g}" if high < math.inf else ""
+    expected = "a finite number"
+    expected += f" {'above' if above_low else 'from'} {low:g}" if low > -math.inf else ""
+    expected += f" to {high:g}" if high < math.inf else ""
     if isinstance(value, bool) or not isinstance(value, Real):
-        refuse(name, value, wanted)
+        refuse(name, value, expected)
     try:
         number = float(value)
     except OverflowError:
-        refuse(name, value, wanted)
+        refuse(name, value, expected)
     if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
-        refuse(name, value, wanted)
+        refuse(name, value, expected)
     return number
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.argument_checks import close_names, shown
+from jaxpage.settings.argument_checks import close_names, show
 from jaxpage.settings.byte_sizes import LEAST, parse_bytes
 
 Problem = tuple[str, str]  # (name of the setting, text that says what is wrong)
@@ -44,7 +44,7 @@ def setting(
     shown: str | None = None,
     metavar: str | None = None,
     alias: str | None = None,
-    given: str | None = None,
+    type_text: str | None = None,
 ) -> Any:
     """Declares a setting: a field whose annotation has its type, choices and bounds.
 
@@ -57,9 +57,9 @@ def setting(
         shown: The text for the default, if it is not the value itself.
         metavar: The name of the value in --help, if the type does not give one.
         alias: Another flag for the same setting, such as that of vLLM.
-        given: The type that a type checker allows in Python, if it is wider than the annotation.
+        type_text: The type that a type checker allows, if it is wider than the annotation.
     """
-    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
+    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": type_text}
     return Field(
         default,
         description=help,
@@ -120,9 +120,9 @@ class Settings(BaseModel):
                 super().__init__(**settings)
             except ValidationError as error:
                 raise InvalidSettings(
-                    self._all_problems(settings, list(self._explained(error)))
+                    self._all_problems(settings, list(self._explain(error)))
                 ) from None
-            refused = list(self.refused())
+            refused = list(self.find_refused())
             if contradictions := list(self.contradictions()):
                 raise InvalidSettings(contradictions + refused)
             if refused:
@@ -132,15 +132,15 @@ class Settings(BaseModel):
         """Yields the problems of settings that contradict each other."""
         return ()
 
-    def refused(self) -> Iterable[Problem]:
+    def find_refused(self) -> Iterable[Problem]:
         """Yields the settings that this version cannot honour."""
         return ()
 
     def replace(self, **settings: Any) -> Self:
         """Returns a copy with the given settings changed, checked again as a whole."""
-        return type(self)(**{**self.given(), **settings})
+        return type(self)(**{**self.explicit_settings(), **settings})
 
-    def given(self) -> dict[str, Any]:
+    def explicit_settings(self) -> dict[str, Any]:
         """Returns the settings that were set explicitly; all others have their defaults."""
         return self.model_dump(exclude_unset=True)
 
@@ -175,23 +175,23 @@ class Settings(BaseModel):
         return problems
 
     @classmethod
-    def _explained(cls, error: ValidationError) -> Iterable[Problem]:
+    def _explain(cls, error: ValidationError) -> Iterable[Problem]:
         # A setting that takes several kinds of values has one error for each kind; join them.
-        found: dict[str, list[str]] = {}
+        problems: dict[str, list[str]] = {}
         for item in error.errors(include_url=False, include_context=False):
             # The rest of the location says only which kind was tried.
             name = ".".join(str(part) for part in item["loc"][:2])
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
             message = message.removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":
-                found[name] = [cls.unknown(name)[1]]
+                problems[name] = [cls.unknown(name)[1]]
             elif item["type"] == "missing":
-                found[name] = ["is required"]
-            elif name in found:
-                found[name].insert(-1, f" or {message.removeprefix('must be ')}")
+                problems[name] = ["is required"]
+            elif name in problems:
+                problems[name].insert(-1, f" or {message.removeprefix('must be ')}")
             else:
-                found[name] = [message, f", got {shown(item['input'])}"]
-        return ((name, "".join(parts)) for name, parts in found.items())
+                problems[name] = [message, f", got {show(item['input'])}"]
+        return ((name, "".join(parts)) for name, parts in problems.items())
 
 
 def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, nearest_name, setting
 from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
@@ -45,8 +45,8 @@ def dtype_name(value: Any) -> Any:
     """
     if isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
-    found = getattr(value, "dtype", value)  # jnp.bfloat16 is no type, but has a dtype
-    return getattr(found, "name", value.__name__ if isinstance(value, type) else value)
+    dtype = getattr(value, "dtype", value)  # jnp.bfloat16 is no type, but has a dtype
+    return getattr(dtype, "name", value.__name__ if isinstance(value, type) else value)
 
 
 def _kv_cache_dtype(value: Any) -> Any:
@@ -77,7 +77,7 @@ class EngineConfig(Settings):
         None,
         "directory of the tokenizer's files, or a GGUF file",
         shown="the model's",
-        given="AnyPath | None",
+        type_text="AnyPath | None",
     )
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")
     load_format: Literal["auto", "safetensors", "orbax", "gguf"] = setting(
@@ -90,7 +90,7 @@ class EngineConfig(Settings):
         "auto",
         "auto, float32, bfloat16 or float16",
         shown="auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
-        given='Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike',
+        type_text='Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike',
     )
     quantization: (
         Literal[
@@ -181,7 +181,7 @@ class EngineConfig(Settings):
         None,
         "directory of the user's own in which full KV blocks are kept as files, for later starts with the same "
         "weights and layout",
-        given="AnyPath | None",
+        type_text="AnyPath | None",
     )
     prefix_cache_disk_bytes: ByteSize = setting(
         8 * 2**30,
@@ -201,7 +201,7 @@ class EngineConfig(Settings):
         None,
         'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md)',
         shown="off",
-        given='Mapping[str, Any] | SpeculativeConfig | Literal["auto"] | None',
+        type_text='Mapping[str, Any] | SpeculativeConfig | Literal["auto"] | None',
     )
     enable_lora: bool = setting(False, "requests may name a LoRA adapter (docs/guides/lora.md)")
     max_loras: Annotated[int, Field(ge=1, le=256)] = setting(
@@ -233,7 +233,7 @@ class EngineConfig(Settings):
     event_log: _Name | None = setting(
         None,
         "new file for all events that a replay needs, prompts included",
-        given="AnyPath | None",
+        type_text="AnyPath | None",
     )
 
     @classmethod
@@ -257,7 +257,7 @@ class EngineConfig(Settings):
         """Yields the problems of settings that contradict each other."""
         return _contradictions(self)
 
-    def refused(self) -> Iterable[Problem]:
+    def find_refused(self) -> Iterable[Problem]:
         """Yields the settings that this version cannot honour."""
         return _not_honoured(self)
 
@@ -337,7 +337,9 @@ def attention_backends() -> tuple[str, ...]:
 
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if config.speculative_config is not None:
-        yield from (("speculative_config", text) for text in config.speculative_config.refused())
+        yield from (
+            ("speculative_config", text) for text in config.speculative_config.find_refused()
+        )
         if config.enable_lora and config.speculative_config.drafts_on_device:
             method = config.speculative_config.method
             yield (
@@ -356,5 +358,5 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if backend not in backends:
         nearest = nearest_name(backend, backends)
         hint = f" (did you mean {nearest!r}?)" if nearest else ""
-        text = f"{shown(backend)} is not supported: this version has no such kernel set{hint}"
+        text = f"{show(backend)} is not supported: this version has no such kernel set{hint}"
         yield "attention_backend", f"{text}; use {' or '.join(backends)}"

@@ -93,5 +93,5 @@ def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
         ConfigError: A setting is wrong.
         UnsupportedError: This version cannot honour a setting.
     """
-    given = without_neutral("settings", EngineConfig.model_fields, settings)
-    return EngineConfig(model=cast(str, model), **given)
+    values = without_neutral("settings", EngineConfig.model_fields, settings)
+    return EngineConfig(model=cast(str, model), **values)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])")
 
 
-class Answer(NamedTuple):
+class FlagAnswer(NamedTuple):
     """The answer of jaxpage to a name of vLLM.
 
     Attributes:
@@ -36,7 +36,7 @@ def _table() -> Mapping[str, Any]:
 
 
 @functools.cache
-def answers(what: str) -> Mapping[str, Answer]:
+def answers(what: str) -> Mapping[str, FlagAnswer]:
     """Returns the answers by the name of vLLM.
 
     Args:
@@ -44,7 +44,7 @@ def answers(what: str) -> Mapping[str, Answer]:
             answers than their flags, parameters of "sampling", or "metrics" without their prefix.
     """
     return {
-        name: Answer(kind, text)
+        name: FlagAnswer(kind, text)
         for kind, texts in _table()[what].items()
         for text, names in texts.items()
         for name in names.split()
@@ -66,7 +66,7 @@ def answer_for_flag(word: str) -> str | None:
     return None
 
 
-def answer_for_keyword(what: Literal["settings", "sampling"], name: str) -> Answer | None:
+def answer_for_keyword(what: Literal["settings", "sampling"], name: str) -> FlagAnswer | None:
     """Returns the answer to a keyword of vLLM's `LLM` or `SamplingParams`, or None.
 
     A setting without an answer of its own has that of its flag, in which flags are keywords.
@@ -76,7 +76,9 @@ def answer_for_keyword(what: Literal["settings", "sampling"], name: str) -> Answ
     answer = answers("flags").get(f"--{name.replace('_', '-')}") if what == "settings" else None
     if answer is None or answer.kind == "same":
         # Flags that are the same and no settings are of the server.
-        return answer and Answer("other name", f"jaxpage serve --{name.replace('_', '-')} has it")
+        return answer and FlagAnswer(
+            "other name", f"jaxpage serve --{name.replace('_', '-')} has it"
+        )
     return answer._replace(text=_FLAG.sub(_as_keyword, answer.text))
 
 
@@ -97,18 +99,18 @@ _KEYWORDS = frozenset(
 
 
 def without_neutral(
-    what: Literal["settings", "sampling"], known: Mapping[str, Any], given: Mapping[str, Any]
+    what: Literal["settings", "sampling"], known: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns keywords without those of vLLM that ask for what jaxpage does anyway.
 
     Args:
         what: The keywords are those of "settings" or of "sampling".
         known: The keywords that jaxpage has, which all stay.
-        given: The keywords that the caller gave.
+        values: The keywords that the caller gave.
     """
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if name in known
         or answer_for_keyword(what, name) is None
         or not _asks_nothing(what, name, value)
@@ -121,9 +123,10 @@ def _asks_nothing(what: str, name: str, value: Any) -> bool:
         return True
     if isinstance(value, bool) and isinstance(values, list) and True in values:
         # For these names false may ask for something.
-        return any(value is one for one in values)
+        return any(value is neutral for neutral in values)
     if value is False or (isinstance(value, str | list | tuple | dict) and not value):
         return True
     return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ()
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in values or ()
     )

@@ -136,7 +136,7 @@ class SamplingParams:
                 "repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True
             ),
             logit_bias=_logit_bias(logit_bias),
-            allowed_token_ids=_allowed_token_ids(allowed_token_ids),
+            allowed_token_ids=_check_allowed_token_ids(allowed_token_ids),
             bad_words=_bad_words(bad_words),
             seed=_seed(seed),
             stop=_stop(stop),
@@ -181,14 +181,14 @@ class SamplingParams:
 
         Most requests leave the logits as they are.
         """
-        given = (
+        processors = (
             self.logit_bias,
             self.allowed_token_ids,
             self.bad_words,
             self.min_tokens,
             self.structured_outputs,
         )
-        return self.penalises or any(given)
+        return self.penalises or any(processors)
 
     @property
     def penalises(self) -> bool:
@@ -290,7 +290,7 @@ def _token_ids(name: str, value: Any) -> TokenIds:
     )
 
 
-def _allowed_token_ids(value: Any) -> TokenIds | None:
+def _check_allowed_token_ids(value: Any) -> TokenIds | None:
     if value is None:
         return None
     return _token_ids("allowed_token_ids", value) or refuse(

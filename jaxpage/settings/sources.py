@@ -81,8 +81,8 @@ def resolve_config(
             each.
         UnsupportedError: This version understands a setting but cannot honour it.
     """
-    given = {name: item for name, item in read_file(path).items() if name not in SECTIONS}
-    return resolve_settings(EngineConfig, given, overrides, environment, overrides_origin)
+    values = {name: item for name, item in read_file(path).items() if name not in SECTIONS}
+    return resolve_settings(EngineConfig, values, overrides, environment, overrides_origin)
 
 
 def read_file(path: str | os.PathLike[str] | None) -> dict[str, Located]:
@@ -118,10 +118,10 @@ def resolve_settings(
     try:
         config = kind(**{name: value for name, (value, _) in merged.items()})
     except InvalidSettings as error:
-        raise ConfigError("\n".join([*wrong, *_located(error.problems, origins)])) from None
+        raise ConfigError("\n".join([*wrong, *_locate(error.problems, origins)])) from None
     except UnsupportedSettings as error:
         refusal = ConfigError if wrong else UnsupportedError
-        raise refusal("\n".join([*wrong, *_located(error.problems, origins)])) from None
+        raise refusal("\n".join([*wrong, *_locate(error.problems, origins)])) from None
     if wrong:
         raise ConfigError("\n".join(wrong))
     return Resolved(config, {name: origins.get(name, BUILT_IN) for name in kind.model_fields})
@@ -136,7 +136,7 @@ def _from_environment(
     makes variables such as `JAXPAGE_SERVICE_HOST` and `JAXPAGE_PORT=tcp://...` for a service called
     jaxpage.
     """
-    found: dict[str, tuple[Any, str]] = {}
+    settings: dict[str, tuple[Any, str]] = {}
     wrong = []
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
@@ -147,19 +147,20 @@ def _from_environment(
             continue
         if name in kind.model_fields:
             try:
-                found[name] = (text if name in kind.plain_text else parse_scalar(text), variable)
+                settings[name] = (text if name in kind.plain_text else parse_scalar(text), variable)
             except ConfigError as error:
                 wrong.append(f"{variable}: {error}")
         elif nearest_name(name, kind.model_fields, cutoff=0.8):
             wrong.append(f"{variable}: {kind.unknown(name)[1]}")
-    return found, wrong
+    return settings, wrong
 
 
-def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
+def _locate(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
     """Returns the problems as lines, each with the origin of its setting if it was given."""
-    found = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
+    located = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
     return [
-        f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found
+        f"{origin}: {name}: {text}" if origin else f"{name}: {text}"
+        for origin, name, text in located
     ]
 
 

@@ -102,15 +102,17 @@ class SpeculativeConfig(BaseModel):
     @property
     def suffix_decoding(self) -> SuffixDecoding:
         """Returns the settings of suffix decoding, with defaults filled in."""
-        given = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
-        return SuffixDecoding(**{name: value for name, value in given.items() if value is not None})
+        values = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
+        return SuffixDecoding(
+            **{name: value for name, value in values.items() if value is not None}
+        )
 
     @property
     def rule(self) -> AcceptanceRule:
         """Returns the acceptance rule, with defaults filled in."""
-        given = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
+        values = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
         return AcceptanceRule(
-            self.acceptance, **{name: value for name, value in given.items() if value is not None}
+            self.acceptance, **{name: value for name, value in values.items() if value is not None}
         )
 
     @property
@@ -135,13 +137,13 @@ class SpeculativeConfig(BaseModel):
 
         This is the one number that was asked for, or the few that "auto" chooses from.
         """
-        wanted = self.num_speculative_tokens
+        num_drafts = self.num_speculative_tokens
         choices = self.medusa_choices
         if self.method == "lookahead":
             return (self.lookahead.num_drafts,)
-        if wanted == "auto" and choices is not None:  # the given tree, or a part of it
+        if num_drafts == "auto" and choices is not None:  # the given tree, or a part of it
             return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
-        return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+        return AUTO_DRAFTS if num_drafts == "auto" else (num_drafts,)
 
     @property
     def has_weights(self) -> bool:
@@ -188,10 +190,10 @@ class SpeculativeConfig(BaseModel):
     def _never_drafted(self, settings: SuffixDecoding) -> Iterable[str]:
         depth = settings.max_tree_depth
         factor = settings.max_spec_factor
-        wanted = self.num_speculative_tokens
-        if wanted != "auto" and wanted >= depth:
+        num_drafts = self.num_speculative_tokens
+        if num_drafts != "auto" and num_drafts >= depth:
             yield (
-                f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
+                f"num_speculative_tokens is {num_drafts}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
         if int((depth - 1) * factor) < 1:
             yield (
@@ -200,15 +202,15 @@ class SpeculativeConfig(BaseModel):
             )
 
     def _too_many(self, sizes: Lookahead) -> Iterable[str]:
-        wanted = self.num_speculative_tokens
-        most = MOST_DRAFTS if wanted == "auto" else wanted
+        num_drafts = self.num_speculative_tokens
+        most = MOST_DRAFTS if num_drafts == "auto" else num_drafts
         if sizes.num_drafts > most:
             window, ngram, guesses = (
                 f"lookahead_{name} {value}" for name, value in sizes._asdict().items()
             )
             whose = (
                 f"the {most} that fit in a step"
-                if wanted == "auto"
+                if num_drafts == "auto"
                 else f"num_speculative_tokens, {most}"
             )
             yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
@@ -225,7 +227,7 @@ class SpeculativeConfig(BaseModel):
         if self.num_speculative_tokens not in ("auto", len(choices)):
             yield f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has {len(choices)} paths"
 
-    def refused(self) -> Iterable[str]:
+    def find_refused(self) -> Iterable[str]:
         """Yields a text for each setting that this version does not support."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (

@@ -31,22 +31,22 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
         and all(isinstance(part, str) for part in value)
     ):
         # The value is already in the stored form: dataclasses.replace and event logs pass that.
-        value = {value[0]: _parsed(value[0], value[1])}
-    given = (
+        value = {value[0]: _parse(value[0], value[1])}
+    kinds = (
         {name: item for name, item in value.items() if item is not None}
         if isinstance(value, Mapping)
         else {}
     )
-    if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):
+    if len(kinds) != 1 or not set(kinds) <= set(STRUCTURED_OUTPUT_KINDS):
         refuse(
             "structured_outputs",
             value,
             f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}",
         )
-    ((kind, item),) = given.items()
+    ((kind, item),) = kinds.items()
     name = f"structured_outputs[{kind!r}]"
     try:
-        text = json.dumps(_checked(name, kind, item), allow_nan=False)
+        text = json.dumps(_check(name, kind, item), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and name in str(error):
             raise
@@ -56,9 +56,9 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
     return kind, text
 
 
-def _checked(name: str, kind: str, item: Any) -> Any:
+def _check(name: str, kind: str, item: Any) -> Any:
     if kind == "json":
-        schema = _parsed(name, item) if isinstance(item, str) else item
+        schema = _parse(name, item) if isinstance(item, str) else item
         return (
             schema
             if isinstance(schema, dict)
@@ -71,7 +71,7 @@ def _checked(name: str, kind: str, item: Any) -> Any:
     return check_text(name, item)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parse(name: str, text: str) -> Any:
     def no_number(constant: str) -> NoReturn:
         raise ValueError(constant)
 

@@ -122,17 +122,17 @@ def _construct(path: Path, loader: _StrictLoader, sections: Collection[str]) -> 
     node = loader.get_single_node()
     if node is None:
         raise ConfigError(f"{path} is empty: a configuration is a mapping such as 'model: demo'")
-    found = {}
+    mapping = {}
     for key, value in _entries(path, node, "the top level"):
         if key.value in sections:
             inner = [
-                (name.value, _located(path, loader, name, one))
-                for name, one in _entries(path, value, key.value)
+                (name.value, _locate(path, loader, name, item))
+                for name, item in _entries(path, value, key.value)
             ]
-            found[key.value] = Located(dict(inner), _place(path, key))
+            mapping[key.value] = Located(dict(inner), _place(path, key))
         else:
-            found[key.value] = _located(path, loader, key, value)
-    return found
+            mapping[key.value] = _locate(path, loader, key, value)
+    return mapping
 
 
 def _entries(path: Path, node: yaml.Node, what: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
@@ -144,7 +144,7 @@ def _entries(path: Path, node: yaml.Node, what: str) -> list[tuple[yaml.ScalarNo
     return entries
 
 
-def _located(path: Path, loader: _StrictLoader, key: yaml.Node, value: yaml.Node) -> Located:
+def _locate(path: Path, loader: _StrictLoader, key: yaml.Node, value: yaml.Node) -> Located:
     return Located(loader.construct_object(value, deep=True), _place(path, key))
 
 

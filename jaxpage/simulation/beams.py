@@ -35,7 +35,7 @@ class ScriptedBeams:
         self._num_steps = 0
         self._num_drawn = 0  # how many beams have drawn in this step
 
-    def drawn(self, token_id: int, *, is_last: bool) -> list[Edit]:
+    def advance(self, token_id: int, *, is_last: bool) -> list[Edit]:
         """Returns the edits after a beam has drawn a token.
 
         Only the last draw of a step has edits: some beams are dropped, others fork, and all grow.

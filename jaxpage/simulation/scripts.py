@@ -94,7 +94,7 @@ class ScriptedRequests:
             row = plan.rows[sample.row]
             is_last = sample.position + 1 == arrival.num_prompt_tokens + arrival.num_output_tokens
             if arrival.is_beam_search:
-                edits += self._beams[ordinal].drawn(ordinal, is_last=is_last)
+                edits += self._beams[ordinal].advance(ordinal, is_last=is_last)
                 continue
             drafts = row.token_ids[1:] if row.parents else ()
             if any(draft != ordinal for draft in drafts[: sample.offset]):

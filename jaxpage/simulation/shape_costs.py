@@ -67,15 +67,15 @@ def read_costs(path: str) -> CostModel:
         ValueError: The file has anything else, or cannot be read.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        found = found.get("costs", found)
-        if "decode" not in found:
-            return AnalyticCost(**found)
-        decode = tuple((int(rows), float(seconds)) for rows, seconds in found["decode"])
+        costs = json.loads(Path(path).read_text(encoding="utf-8"))
+        costs = costs.get("costs", costs)
+        if "decode" not in costs:
+            return AnalyticCost(**costs)
+        decode = tuple((int(rows), float(seconds)) for rows, seconds in costs["decode"])
         chunk = tuple(
-            (int(tokens), int(rows), float(seconds)) for tokens, rows, seconds in found["chunk"]
+            (int(tokens), int(rows), float(seconds)) for tokens, rows, seconds in costs["chunk"]
         )
-        return ShapeCost(decode, chunk, float(found["context_token"]))
+        return ShapeCost(decode, chunk, float(costs["context_token"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fields = ", ".join(AnalyticCost.__dataclass_fields__)
         raise ValueError(

@@ -83,14 +83,14 @@ def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> At
     """
     runs = [_run(question, rate, seed) for seed in seeds]
     served = [latencies(each) for run in runs for each in run.served.values()]
-    kept = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
+    holds = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
     means = [run.mean for run in runs]
     ttft, tpot = (
         float(np.percentile([each[name] for each in served], 99)) for name in ("ttft", "tpot")
     )
     return AtRate(
         rate,
-        fmean(kept),
+        fmean(holds),
         ttft,
         tpot,
         fmean(mean.running for mean in means),
@@ -110,25 +110,25 @@ def highest_rate(question: Question, seeds: Sequence[int] = SEEDS, *, near: floa
         near: The rate at which the search begins.
     """
     low = near
-    found = at_rate(question, near, seeds)
-    while not found.is_sustained:
+    outcome = at_rate(question, near, seeds)
+    while not outcome.is_sustained:
         if (low := low / 2) < LOWEST:
-            return found
-        found = at_rate(question, low, seeds)
+            return outcome
+        outcome = at_rate(question, low, seeds)
     high = 2 * low
     while (higher := at_rate(question, high, seeds)).is_sustained and high < HIGHEST:
         low = high
         high = 2 * high
-        found = higher
+        outcome = higher
     while high / low > PRECISION:
         middle = (low * high) ** 0.5
         between = at_rate(question, middle, seeds)
         if between.is_sustained:
             low = middle
-            found = between
+            outcome = between
         else:
             high = middle
-    return found
+    return outcome
 
 
 def _run(question: Question, rate: float, seed: int) -> Run:

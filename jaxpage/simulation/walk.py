@@ -17,7 +17,7 @@ from jaxpage.step.plan import StepPlan
 EMPTY = "·"
 
 
-class Walk:
+class BlockWalk:
     """Writes words into the real block manager, as if they were keys and values.
 
     Attributes:

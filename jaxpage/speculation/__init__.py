@@ -13,14 +13,14 @@ This room never imports jax. Other rooms take:
     SpeculationCounts    counts drafts that were verified and accepted
     Choices              is a tree of drafts: each node is its path of ranks
     choices_of           gives the tree for a number of drafts
-    assumed_accuracies   says how often heads are taken to be right before they are measured
+    assume_accuracies   says how often heads are taken to be right before they are measured
     NUM_RECYCLED         is the number of tokens that recycling keeps for each token
 """
 
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.counts import SpeculationCounts
 from jaxpage.speculation.drafter_sync import DrafterSync
-from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
+from jaxpage.speculation.medusa import Choices, assume_accuracies, choices_of
 from jaxpage.speculation.methods import DraftedModel, make_proposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import NUM_RECYCLED
@@ -37,7 +37,7 @@ __all__ = [
     "ProposingSpeculator",
     "SpeculationCounts",
     "Speculator",
-    "assumed_accuracies",
+    "assume_accuracies",
     "choices_of",
     "make_proposer",
 ]

@@ -132,10 +132,10 @@ class Acceptance:
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
         """Returns the rates of one sequence, by place; it starts from the average of all."""
-        own = self._own.get(sequence_id, [])
+        counts_of_sequence = self._own.get(sequence_id, [])
         rates = [
             (counts[0] + PRIOR * rate) / (counts[1] + PRIOR)
-            for counts, rate in zip(own, average, strict=False)
+            for counts, rate in zip(counts_of_sequence, average, strict=False)
         ]
         return [*rates, *average[len(rates) :]]
 
@@ -226,7 +226,7 @@ class Controller:
         shapes = self._shapes(num_rows)
         if len(shapes) < 2 or not sequence_ids:
             return {}
-        nodes = self._expected_nodes(num_rows, sequence_ids)
+        nodes = self._expect_nodes(num_rows, sequence_ids)
         options = self._options(num_rows, nodes, self.depths or (None,), self._asking)
         none = options[shapes[0]]
         chosen = max(options.values(), key=_goodput)
@@ -270,7 +270,9 @@ class Controller:
             nodes = [*max(options.values(), key=_goodput).nodes]
         return self._counts(nodes)
 
-    def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
+    def learn_verified(
+        self, sequence_id: int, parents: Sequence[int], path: Collection[int]
+    ) -> None:
         """Learns that of a sequence's drafts (`Draft.parents`) those in `path` were accepted."""
         if self._unit > 1:
             self.acceptance.add(sequence_id, 1, len(path))
@@ -279,7 +281,7 @@ class Controller:
             if parent < 0 or parent in path:
                 self.acceptance.add(sequence_id, 1 + index, index in path)
 
-    def measured(
+    def learn_time(
         self,
         num_rows: int,
         num_drafts: int,
@@ -329,7 +331,7 @@ class Controller:
             self._shapes_by_rows[num_rows] = [shape for shape in shapes if shape in self.costs]
         return self._shapes_by_rows[num_rows]
 
-    def _expected_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
+    def _expect_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Returns what could be asked for: the form of the last draft, and after it a chain."""
         most = (
             min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
@@ -364,10 +366,14 @@ class Controller:
             tokens = list(
                 accumulate([node.weight * node.chance for node in reached], initial=float(num_rows))
             )
-            found = 1.0 - math.prod([1.0 - node.weight for node in reached if node.depth == 1])
+            probability = 1.0 - math.prod(
+                [1.0 - node.weight for node in reached if node.depth == 1]
+            )
             for shape in shapes:
                 count = bisect_right(weights, (shape[1] - num_rows) / self._unit + 1e-9)
-                cost = seconds + found * (self.costs.of(shape, depth) - seconds) + asking * count
+                cost = (
+                    seconds + probability * (self.costs.of(shape, depth) - seconds) + asking * count
+                )
                 option = _Option(tokens[count] / cost, tokens[count], shape, depth, reached[:count])
                 options[shape] = max(options.get(shape, option), option, key=_goodput)
         return options

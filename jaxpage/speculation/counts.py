@@ -24,7 +24,7 @@ class Verified(NamedTuple):
     num_accepted: int
 
 
-def verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
+def count_verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
     """Returns what came of the drafts of every row that has some, in the order of the rows."""
     accepted = Counter(edit.sequence_id for edit in edits if type(edit) is Append and edit.drafted)
     return [
@@ -66,7 +66,9 @@ class SpeculationCounts:
         self._add_decoding(plan, edits, group_of)
         if not plan.verifies:
             return []
-        verified = [each for each in verified_drafts(plan, edits) if each.sequence_id in group_of]
+        verified = [
+            each for each in count_verified_drafts(plan, edits) if each.sequence_id in group_of
+        ]
         self.num_drafts += len(verified)
         self.num_draft_tokens += sum([each.num_tokens for each in verified])
         self.num_by_length.update(each.num_tokens for each in verified)

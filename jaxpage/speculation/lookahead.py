@@ -18,7 +18,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from jaxpage.settings.draft_settings import Lookahead
-from jaxpage.speculation.proposal import Proposer, verified_rows
+from jaxpage.speculation.proposal import Proposer, iterate_verified_rows
 from jaxpage.step.draft import Draft
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.request import Request, Sequence, SequenceGroup
@@ -182,11 +182,11 @@ class LookaheadProposer(Proposer):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in what was drawn after the drafts of a step."""
-        for row, token_ids in verified_rows(plan, result):
+        for row, token_ids in iterate_verified_rows(plan, result):
             draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
-            self.drawn(row.sequence_id, row.start + 1, draft, token_ids)
+            self.learn_draws(row.sequence_id, row.start + 1, draft, token_ids)
 
-    def drawn(
+    def learn_draws(
         self, sequence_id: int, num_known_tokens: int, draft: Draft, token_ids: TokenIds[int]
     ) -> None:
         """Takes in what was drawn after the drafts of a sequence.

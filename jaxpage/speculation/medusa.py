@@ -25,7 +25,7 @@ ASSUMED_DECLINE = 0.8
 RANKS = 10  # predictions of a head that a tree searched here may use
 
 
-def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
+def assume_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
     """Returns for each head how often its best prediction is right, its second, and so on.
 
     Every prediction has the same chance where none before it was right.
@@ -78,14 +78,14 @@ def best_only(num_heads: int, num_drafts: int) -> Choices:
 
 
 def choices_of(
-    given: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool
+    choices: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool
 ) -> Choices:
     """Returns the tree to draft: the given one, or the best of `num_drafts` drafts.
 
     Without `tree` the best one is a chain.
     """
-    if given is not None:
-        return likeliest_first(given, accuracies)
+    if choices is not None:
+        return likeliest_first(choices, accuracies)
     return search(accuracies, num_drafts) if tree else best_only(len(accuracies), num_drafts)
 
 

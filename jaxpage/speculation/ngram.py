@@ -35,7 +35,7 @@ class NGramProposer(Proposer):
         known = self._known.get(sequence.sequence_id)
         if known is None:
             known = self._known[sequence.sequence_id] = _Known()
-        token_ids = known.grown(sequence.token_ids)
+        token_ids = known.grow(sequence.token_ids)
         start = find(token_ids, self._shortest, self._longest)
         return (
             None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
@@ -54,7 +54,7 @@ class _Known:
         self._array: TokenIds = np.empty(0, np.int32)
         self._count = 0
 
-    def grown(self, token_ids: list[int]) -> TokenIds:
+    def grow(self, token_ids: list[int]) -> TokenIds:
         """Returns all tokens; `token_ids` are those of the last call, and more."""
         count = self._count
         self._count = len(token_ids)

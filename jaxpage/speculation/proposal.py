@@ -79,7 +79,7 @@ class DeviceProposer(Proposer):
             self._candidates.pop(sequence_id, None)
 
 
-def verified_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]]:
+def iterate_verified_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]]:
     """Yields the rows with drafts, and what was drawn after each of their tokens.
 
     A step that verifies draws after every token.

@@ -227,7 +227,7 @@ class ProposingSpeculator:
                 num_rows = len(plan.rows)
                 asking = report.drafts.seconds
                 num_drafts = plan.num_tokens - num_rows
-                self.controller.measured(
+                self.controller.learn_time(
                     num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth
                 )
         if self._sync is not None:
@@ -250,7 +250,7 @@ class ProposingSpeculator:
                 verified[sequence_id] = draft
         for sequence_id, draft in verified.items():
             path = _right(draft, appended.get(sequence_id, []))
-            controller.verified(sequence_id, draft.parents, path)
+            controller.learn_verified(sequence_id, draft.parents, path)
 
     def forget(self, group: SequenceGroup) -> None:
         """Forgets a request that has ended."""
@@ -279,14 +279,14 @@ def filter_drafts(
     that looks at it rejects those.
     """
     filtered = {
-        each: _admitted(each, draft, strategies[each])
+        each: _admit(each, draft, strategies[each])
         for each, draft in drafts.items()
         if each in strategies
     }
     return {sequence_id: draft for sequence_id, draft in filtered.items() if draft.token_ids}
 
 
-def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
+def _admit(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
     places = {-1: -1}  # the places of those that stay, by their places before
     try:
         if draft.q is not None or strategy.mask(sequence_id) is None:
@@ -297,9 +297,10 @@ def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
     except Exception:  # other requests are not affected
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
-    kept = [place for place in places if place >= 0]
+    admitted = [place for place in places if place >= 0]
     return Draft(
-        tuple(draft.token_ids[p] for p in kept), tuple(places[draft.parents[p]] for p in kept)
+        tuple(draft.token_ids[p] for p in admitted),
+        tuple(places[draft.parents[p]] for p in admitted),
     )
 
 

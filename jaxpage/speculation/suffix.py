@@ -87,13 +87,13 @@ class SuffixProposer(Proposer):
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """Returns the best draft of the sequence's own tree and of those that it shares."""
-        own = self._asked(sequence)
+        state = self._look_up(sequence)
         salt = request.params.cache_salt
         token_ids = sequence.token_ids
         self._left -= self._shared.take(salt, sequence, self._left)
         best_draft = NOTHING
-        if self._grow(own, token_ids) and own.tree is not None:
-            best_draft = self._best(own.tree, own.tree.ends(0), num_drafts, best_draft)
+        if self._grow(state, token_ids) and state.tree is not None:
+            best_draft = self._best(state.tree, state.tree.ends(0), num_drafts, best_draft)
         for tree, places in self._shared.places(salt, sequence):
             best_draft = self._best(tree, places, num_drafts, best_draft)
         return best_draft.draft if best_draft.token_ids else None
@@ -105,29 +105,29 @@ class SuffixProposer(Proposer):
                 self._shared.take(group.request.params.cache_salt, sequence, self._at_once)
         for sequence_id in group.sequence_ids:
             self._shared.end(sequence_id)
-            own = self._own.pop(sequence_id, None)
-            if own is not None and own.tree is not None:
-                self._num_own_edges -= len(own.tree)
+            state = self._own.pop(sequence_id, None)
+            if state is not None and state.tree is not None:
+                self._num_own_edges -= len(state.tree)
 
-    def _asked(self, sequence: Sequence) -> _Own:
+    def _look_up(self, sequence: Sequence) -> _Own:
         """Returns what is known of a sequence that is asked for drafts.
 
         A round ends when a sequence is asked for a second time.
         """
-        own = self._own.get(sequence.sequence_id)
-        if own is None:
+        state = self._own.get(sequence.sequence_id)
+        if state is None:
             tree = SuffixTree(self._settings.max_tree_depth)
             tree.begin(sequence.token_ids)
-            own = self._own[sequence.sequence_id] = _Own(tree)
-        elif own.asked == self._round:
+            state = self._own[sequence.sequence_id] = _Own(tree)
+        elif state.asked == self._round:
             self._round += 1
             self._left = self._at_once
-        own.asked = self._round
-        return own
+        state.asked = self._round
+        return state
 
-    def _grow(self, own: _Own, token_ids: list[int]) -> bool:
+    def _grow(self, state: _Own, token_ids: list[int]) -> bool:
         """Takes in what there is time for; returns whether the sequence's tree then has all."""
-        tree = own.tree
+        tree = state.tree
         if tree is None:
             return False
         size = tree.size(0)
@@ -138,7 +138,7 @@ class SuffixProposer(Proposer):
         self._num_own_edges += len(tree) - before
         if self._num_own_edges > self._own_edges:
             self._num_own_edges -= len(tree)
-            own.tree = None
+            state.tree = None
         return stop == len(token_ids)
 
     def _best(
@@ -164,11 +164,11 @@ class SuffixProposer(Proposer):
                 continue
             last = count, size
             if self._branches:
-                found = tree.tree(place, most, depth, settings.min_token_prob)
+                tree_of_drafts = tree.tree(place, most, depth, settings.min_token_prob)
             else:
-                found = tree.path(place, size, settings.min_token_prob)
-            if found.score > best.score:
-                best = found
+                tree_of_drafts = tree.path(place, size, settings.min_token_prob)
+            if tree_of_drafts.score > best.score:
+                best = tree_of_drafts
         return best
 
 

@@ -217,11 +217,11 @@ class SuffixTree:
             place = self._edges[place << _TOKEN_BITS | token]
         if place < 0:
             text, index = _position(place)
-            rest = self._texts[text][
+            continuation = self._texts[text][
                 index : min(index + num_tokens - len(token_ids), self._sizes[text])
             ]
-            token_ids += rest
-            score += probability * len(rest)
+            token_ids += continuation
+            score += probability * len(continuation)
         return ScoredDraft(token_ids, None, score)
 
     def tree(self, place: int, num_tokens: int, depth: int, least: float) -> ScoredDraft:

@@ -45,14 +45,14 @@ def compiler() -> list[str]:
     Raises:
         RuntimeError: There is no compiler.
     """
-    if given := os.environ.get("CXX"):
-        return shlex.split(given)
-    found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if found is None:
+    if command := os.environ.get("CXX"):
+        return shlex.split(command)
+    path = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if path is None:
         raise RuntimeError(
             "it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)"
         )
-    return [found]
+    return [path]
 
 
 def options(name: str, flags: Sequence[str], include: str) -> tuple[str, ...]:

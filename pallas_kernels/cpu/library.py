@@ -67,16 +67,16 @@ def load() -> Library:
 
 @functools.cache
 def _load() -> Library:
-    found = instruction_set()
-    if found is None:
+    instructions = instruction_set()
+    if instructions is None:
         return Library("", f"this processor ({platform.machine()}) has neither AVX2 nor NEON")
-    name, flags = found
+    name, flags = instructions
     if (prebuilt := PREBUILT / f"{name}.so").exists():
-        library = _registered(name, lambda: _whole(prebuilt))
+        library = _register(name, lambda: _whole(prebuilt))
         if library.reason is None:
             return library
         logger.warning("%s cannot be used: %s", prebuilt, library.reason)
-    return _registered(name, lambda: compiled(name, flags))
+    return _register(name, lambda: compile_library(name, flags))
 
 
 def _whole(path: Path) -> Path:
@@ -85,7 +85,7 @@ def _whole(path: Path) -> Path:
     return path
 
 
-def _registered(name: str, find: Callable[[], Path]) -> Library:
+def _register(name: str, find: Callable[[], Path]) -> Library:
     """Registers the functions with XLA; the result has the reason if that fails.
 
     XLA refuses functions that were built for another version of its interface.
@@ -121,7 +121,7 @@ def _processor_flags() -> set[str]:
         return set()
 
 
-def compiled(name: str, flags: Sequence[str]) -> Path:
+def compile_library(name: str, flags: Sequence[str]) -> Path:
     """Returns the library for an instruction set, which is compiled unless the cache has it.
 
     Raises:
@@ -151,10 +151,10 @@ def make_private(directory: Path) -> None:
         OSError: The directory cannot be made, or belongs to another user.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = directory.stat()
-    if found.st_uid != os.geteuid():
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
         raise PermissionError(f"{directory} belongs to another user")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         directory.chmod(0o700)
 
 

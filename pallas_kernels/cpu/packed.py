@@ -78,7 +78,7 @@ def pack_quantized(weight: QuantizedWeight) -> QuantizedWeight:
     return packed if weight.scale_row_O is not None else _each_of_groups(packed, in_panels)
 
 
-def quantized_rows(weight: QuantizedWeight, ids_T: Int[Array, "T"]) -> QuantizedWeight:
+def read_quantized_rows(weight: QuantizedWeight, ids_T: Int[Array, "T"]) -> QuantizedWeight:
     """Returns rows of a quantised weight in panels, as a weight of their own, not in panels."""
 
     def rows(array: jax.Array) -> jax.Array:
@@ -172,15 +172,15 @@ def multiply_quantized(
         return values if count_E is not None else values[None]
 
     rows = weight.scale_row_O
-    kept = weight.scale_OJ.dtype if rows is None else jnp.dtype(jnp.float32)
+    scale_dtype = weight.scale_OJ.dtype if rows is None else jnp.dtype(jnp.float32)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_coded", shape, vmap_method="sequential")
     y_TO: jax.Array = call(
         x_TI if instructions else x_TI.astype(jnp.float32),
         of_groups(weight.values, weight.values.dtype),
-        of_groups(weight.scale_OJ, kept),
+        of_groups(weight.scale_OJ, scale_dtype),
         of_groups(weight.zero_OJ, jnp.float32),
-        of_groups(weight.minimum_OJ, kept),
+        of_groups(weight.minimum_OJ, scale_dtype),
         jnp.zeros(0, jnp.int32) if rows is None else rows.astype(jnp.int32),
         jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
         code=np.int64(CODES.index(weight.code)),

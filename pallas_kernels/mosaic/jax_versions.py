@@ -45,12 +45,12 @@ def mosaic_interpreter() -> Any:
     return mg.InterpretGPUParams()
 
 
-def transposed(ref: Any) -> Any:
+def transpose(ref: Any) -> Any:
     """Returns a matrix in shared memory, read with its axes swapped."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else mg.transpose_ref(ref, (1, 0))
 
 
-def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """Reads a ref into registers of a layout; with `optimized`, fails if the copy would be slow."""
     index = () if jax.__version_info__ >= (0, 11, 0) else ((),)
     return mg.load(ref, *index, layout=layout, optimized=optimized)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.jax_versions import loaded, mg, transposed
+from pallas_kernels.mosaic.jax_versions import load, mg, transpose
 from pallas_kernels.mosaic.kernel_plan import (
     FIRST,
     LAST,
@@ -213,28 +213,28 @@ def _consume(
         mg.barrier_wait(shared.k_full.at[slot])
 
         def scores_of(product: Any) -> jax.Array:
-            mg.wgmma(product, q, transposed(shared.k.at[slot]))
+            mg.wgmma(product, q, transpose(shared.k.at[slot]))
             _hand_over(plan, shared)
             return product[...]
 
         scores = pl.run_scoped(scores_of, mg.ACC((ROWS, plan.context), jnp.float32))
         mg.barrier_arrive(shared.k_free.at[slot])
         if not folded:
-            scores = _scaled(plan, scores)
+            scores = _scale(plan, scores)
         edge = end > first + (0 if plan.tree else 1)
         if plan.options.sliding_window is not None:
             edge |= position <= last - plan.options.sliding_window
         scores = lax.cond(
             edge,
-            lambda scores: _masked(plan, scores, position, first, words, consumer),
+            lambda scores: _mask(plan, scores, position, first, words, consumer),
             lambda s: s,
             scores,
         )
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-        kept = jnp.exp2(top - new_top)
-        total = total * kept + weights.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        decay = jnp.exp2(top - new_top)
+        total = total * decay + weights.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         low = weights.astype(plan.dtype)
         acc, total, new_top, low = lax.optimization_barrier((acc, total, new_top, low))
         mg.barrier_wait(shared.v_full.at[slot])
@@ -287,7 +287,7 @@ def _softmax_start(
     if not plan.sinks:
         return _full((ROWS,), NO_TOP), _full((ROWS,), 0.0)
     layout = mg.Layout.WGMMA.reduce(1)
-    sinks = loaded(operands.sinks.at[head, pl.ds(consumer * ROWS, ROWS)], layout, optimized=False)
+    sinks = load(operands.sinks.at[head, pl.ds(consumer * ROWS, ROWS)], layout, optimized=False)
     first = (split == 0).astype(jnp.float32)
     return jnp.where(split == 0, sinks, _full((ROWS,), NO_TOP)), _full((ROWS,), 1.0) * first
 
@@ -312,7 +312,7 @@ def _hand_over(plan: Plan, shared: Shared) -> None:
         mg.barrier_wait(shared.taking_turns)
 
 
-def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
+def _scale(plan: Plan, products: jax.Array) -> jax.Array:
     """Returns scores as exponents of two."""
     if plan.options.logit_softcap is None:
         return products * (plan.options.scale * _LOG2E)
@@ -333,11 +333,11 @@ def _tree_words(
     rows = pl.ds(consumer * ROWS, ROWS)
     layout = mg.Layout.WGMMA.reduce(1)
     return [
-        loaded(operands.tree.at[tile, i, rows], layout, optimized=False) for i in range(TREE_WORDS)
+        load(operands.tree.at[tile, i, rows], layout, optimized=False) for i in range(TREE_WORDS)
     ]
 
 
-def _masked(
+def _mask(
     plan: Plan,
     scores: jax.Array,
     position: jax.Array,
@@ -380,7 +380,7 @@ def _clean(
             key = _iota((ROWS, 64), 0) + (position + row)
             for column in range(0, plan.head_width, 64):
                 ref = shared.v.at[slot, pl.ds(row, ROWS), pl.ds(column, 64)]
-                values = loaded(ref, mg.Layout.WGMMA)
+                values = load(ref, mg.Layout.WGMMA)
                 ref[...] = jnp.where(
                     (key >= first_seen) & (key <= last), values, jnp.zeros((), plan.dtype)
                 )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.sets import cpu, fa3, mosaic, reference, scan, triton
-from pallas_kernels.tiles import Shape, measured_set, shape_of
+from pallas_kernels.tiles import Shape, find_measured_set, shape_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ def candidates(
             if ("gpu" in each.platforms if gpu else each.runs_on(platform))
         ]
         if shape is not None:
-            fastest = measured_set(shape)
+            fastest = find_measured_set(shape)
             sets.sort(key=lambda each: (each.name != fastest, shape.kind not in each.comes_first))
         return tuple(sets)
     if backend not in SETS:

@@ -61,15 +61,15 @@ def write_and_attend(
         *_rows(arguments),
         **_options(arguments),
     )
-    kept = arguments.k_pages.dtype
-    found = [
-        each if each.dtype == kept else jax.lax.bitcast_convert_type(each, kept)
+    page_dtype = arguments.k_pages.dtype
+    problems = [
+        each if each.dtype == page_dtype else jax.lax.bitcast_convert_type(each, page_dtype)
         for each in written[:2]
     ]
-    found += [] if arguments.k_scale is None else written[2:]
+    problems += [] if arguments.k_scale is None else written[2:]
     if arguments.v_pages is None:
-        return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(found))
-    return out_TNH, tuple(found)
+        return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(problems))
+    return out_TNH, tuple(problems)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

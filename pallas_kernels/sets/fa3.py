@@ -27,10 +27,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
-from pallas_kernels.kernel_set import Call, capability, described, first_reason
+from pallas_kernels.kernel_set import Call, capability, describe, first_reason
 from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import mosaic
-from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 
 HEAD_WIDTH = 128  # the published binaries have only this one
 # A program of the library multiplies so many query rows and positions at once.
@@ -74,7 +74,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
     if kernel is None:
         raise NotImplementedError(reason)
     shape = shape_of(arguments)
-    tiles = tiles or tuned("fa3", shape) or heuristic(shape)
+    tiles = tiles or find_tuned("fa3", shape) or heuristic(shape)
     _refuse_tiles(arguments, tiles)
     return _attend(arguments, kernel=kernel, tiles=tiles)
 
@@ -114,13 +114,13 @@ def _attend_in_splits(
     """Returns out_RQNH; the ends of splits depend only on the row's own context."""
     num_rows, table_width = table_RM.shape
     unit = block_size * -(-CONTEXT // block_size)
-    least = _rounded_up(tiles.split_context, unit)
+    least = _round_up(tiles.split_context, unit)
     num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
     if num_splits == 1:
         out: jax.Array = call(q_RQNH, cache_seqlens=end_R, page_table=table_RM)
         return out
-    share_R = jnp.maximum(_rounded_up(-(-end_R // tiles.max_splits), unit), least)
-    longest = max(_rounded_up(-(-table_width * block_size // tiles.max_splits), unit), least)
+    share_R = jnp.maximum(_round_up(-(-end_R // tiles.max_splits), unit), least)
+    longest = max(_round_up(-(-table_width * block_size // tiles.max_splits), unit), least)
     start_RZ = share_R[:, None] * jnp.arange(num_splits)
     length_RZ = jnp.clip(end_R[:, None] - start_RZ, 0, share_R[:, None])
     place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(
@@ -155,7 +155,7 @@ def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -
     return sum_RNH / jnp.where(total_RN == 0.0, 1.0, total_RN)[..., None]
 
 
-def _rounded_up(length: Any, unit: int) -> Any:
+def _round_up(length: Any, unit: int) -> Any:
     return -(-length // unit) * unit
 
 
@@ -163,8 +163,11 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
     fixed = ((name, getattr(tiles, name), value) for name, value in _OF_THE_LIBRARY.items())
     reason = first_reason(
         *(
-            (given != value, f"tiles.{name}={given}: the library is compiled for {value}")
-            for name, given, value in fixed
+            (
+                value_of_call != value,
+                f"tiles.{name}={value_of_call}: the library is compiled for {value}",
+            )
+            for name, value_of_call, value in fixed
         ),
         (
             tiles.query_rows > ROWS,
@@ -184,7 +187,7 @@ def supports(device: Any, call: Call) -> str | None:
     if call.interpret:
         return "interpret=True: it is a library for GPUs, and nothing interprets it"
     if capability(device) not in (None, (9, 0)):
-        return f"needs a GPU of compute capability 9.0 (Hopper), but {described(device)}"
+        return f"needs a GPU of compute capability 9.0 (Hopper), but {describe(device)}"
     return (
         library()[1]
         or x64_reason()

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
-from pallas_kernels.kernel_set import Call, capability, described, first_reason
+from pallas_kernels.kernel_set import Call, capability, describe, first_reason
 from pallas_kernels.mosaic.kernel_plan import (
     NO_TOP,
     ROWS,
@@ -32,7 +32,7 @@ from pallas_kernels.mosaic.kernel_plan import (
 )
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
-from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 from pallas_kernels.xla import move, product, write
 
 SHARED_BYTES = 227 * 1024  # the shared memory that a program may have on sm_90
@@ -80,7 +80,7 @@ def attend(
     from pallas_kernels.mosaic.jax_versions import mosaic_kernel
     from pallas_kernels.mosaic.kernel import entry
 
-    tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
+    tiles = tiles or find_tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
     _refuse_tiles(arguments, tiles)
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     cut = query_tiles(arguments, min(tiles.query_tokens(group), arguments.max_query_len))
@@ -93,7 +93,7 @@ def attend(
         )
     description_R3 = _describe(arguments, cut)
     inputs = [
-        _gathered(arguments, plan, cut),
+        _gather(arguments, plan, cut),
         arguments.k_pages,
         arguments.v_pages,
         arguments.block_table_BM.astype(jnp.int32),
@@ -117,7 +117,7 @@ def attend(
         num_threads=plan.consumers + 1,
         interpret=interpret,
     )(*inputs)
-    out_RKXH = results[0] if plan.splits == 1 else _reduced(plan, description_R3, *results)
+    out_RKXH = results[0] if plan.splits == 1 else _reduce(plan, description_R3, *results)
     return _per_token(arguments, plan, cut, out_RKXH)
 
 
@@ -129,7 +129,7 @@ def supports(device: Any, call: Call) -> str | None:
         return f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
     if not call.interpret and capability(device) not in (None, (9, 0)):
         return (
-            f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+            f"needs a GPU of compute capability 9.0, which alone has wgmma, but {describe(device)}"
         )
     return None if call.attention is None else _attention_reason(call.attention)
 
@@ -230,7 +230,7 @@ def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
     return jnp.stack([row_R, first_R, last_R], axis=1).astype(jnp.int32)
 
 
-def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
+def _gather(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     """Returns q_RKXH: the query rows of each tile, tokens outermost, padded with zeros to X."""
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
@@ -281,7 +281,7 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def _reduced(
+def _reduce(
     plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array
 ) -> jax.Array:
     """Reduces Z splits to one.

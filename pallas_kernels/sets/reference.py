@@ -55,14 +55,14 @@ def attend(arguments: Arguments) -> jax.Array:
     table_TM = arguments.block_table_BM[rows.row_T]
 
     @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
-    def gathered(pages: jax.Array) -> jax.Array:
+    def gather(pages: jax.Array) -> jax.Array:
         return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
 
-    k_TCKH = dequantize(*jax.tree.map(gathered, (arguments.k_pages, arguments.k_scale)))
+    k_TCKH = dequantize(*jax.tree.map(gather, (arguments.k_pages, arguments.k_scale)))
     if arguments.v_pages is None:
         v_TCKH = k_TCKH[..., : arguments.out_width]
     else:
-        v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
+        v_TCKH = dequantize(*jax.tree.map(gather, (arguments.v_pages, arguments.v_scale)))
     q_TKGH = arguments.q_TNH.reshape(
         num_tokens, num_kv_heads, num_heads // num_kv_heads, width
     ).astype(jnp.float32)

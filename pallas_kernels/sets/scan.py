@@ -106,7 +106,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1
     )
     assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
-    table_RM = _padded_table(arguments)[tiles.row_R]
+    table_RM = _pad_table(arguments)[tiles.row_R]
     last_R = jnp.max(tiles.position_RQ, axis=1)
     first = jnp.zeros((), jnp.int32)
     last = jnp.max(last_R).astype(jnp.int32)
@@ -185,7 +185,7 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
     return x[..., 0]
 
 
-def _padded_table(arguments: Arguments) -> jax.Array:
+def _pad_table(arguments: Arguments) -> jax.Array:
     """Returns the block table, widened with null blocks to whole tiles of the context."""
     blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
     return jnp.pad(

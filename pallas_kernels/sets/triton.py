@@ -23,9 +23,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import target_device, x64_reason
-from pallas_kernels.kernel_set import Call, KernelSet, capability, described, first_reason
+from pallas_kernels.kernel_set import Call, KernelSet, capability, describe, first_reason
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
-from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 from pallas_kernels.triton import backend as tb
 from pallas_kernels.triton import move, product, select, write
 from pallas_kernels.triton.attention import Config, kernel
@@ -115,7 +115,7 @@ def attend(
 ) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     shape, programs = _shape_and_programs(arguments)
-    tiles = tiles or tuned("triton", shape) or heuristic(shape)
+    tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
             f"tiles.query_rows of {tiles.query_rows}: the {shape.group} query heads of a key/value head share a tile"
@@ -153,7 +153,7 @@ def supports(device: Any, call: Call) -> str | None:
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:
         pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
-        return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {described(device)}"
+        return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {describe(device)}"
     if has is not None and not tb.knows(device.device_kind):
         instead = "" if tb.ASKS else ": jax 0.11.2 or newer asks the GPU itself"
         return f"jax {jax.__version__} has a list of the GPUs that it takes, without {device.device_kind}{instead}"

@@ -190,7 +190,7 @@ def kernel(  # type: ignore[no-untyped-def]
                 scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config
             )
             if needed_C is not None:
-                seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
+                seen_AC = _find_visible(tile, lanes, position_C, tree_ref, config)
                 scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
             top_A, total_A, sum_AH = carry
             new_top_A = jnp.maximum(top_A, jnp.max(scores_AC, axis=1) * factor)
@@ -335,7 +335,7 @@ def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -
     return scores_AC if config.options.scale > 0 else scores_AC * config.options.scale
 
 
-def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
+def _find_visible(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
     """Returns which of the positions each lane sees."""
     own_A = tile.position + lanes.token_A
     if tree_ref is None:

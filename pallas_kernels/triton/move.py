@@ -172,9 +172,9 @@ def _gather_kernel(source_ref, destination_ref, *refs, offsets: list[int], num_t
                 for (leaf_ref, _), (at, mask) in zip(some, columns, strict=True)
             ]
             for (leaf_ref, offset), (at, mask), values in zip(some, columns, read, strict=True):
-                for part, place in enumerate(_staged(leaf_ref, staging_ref, index, offset, at)):
-                    kept = (values >> (8 * part)).astype(_word(staging_ref))
-                    store(place, jax.lax.bitcast_convert_type(kept, staging_ref.dtype), mask=mask)
+                for part, place in enumerate(_stage(leaf_ref, staging_ref, index, offset, at)):
+                    words = (values >> (8 * part)).astype(_word(staging_ref))
+                    store(place, jax.lax.bitcast_convert_type(words, staging_ref.dtype), mask=mask)
 
 
 def _scatter_kernel(  # type: ignore[no-untyped-def]
@@ -195,7 +195,7 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
             read = [
                 [
                     _bits(load(place, mask=mask))
-                    for place in _staged(leaf_ref, staging_ref, index, offset, at)
+                    for place in _stage(leaf_ref, staging_ref, index, offset, at)
                 ]
                 for (leaf_ref, offset), (at, mask) in zip(some, columns, strict=True)
             ]
@@ -231,7 +231,7 @@ def _columns(leaf_ref, tile: jax.Array, num_tiles: int) -> tuple[jax.Array, jax.
     return columns, None if num_tiles * length == width else columns < width
 
 
-def _staged(leaf_ref, staging_ref, index: jax.Array, offset: int, columns: jax.Array) -> list:  # type: ignore[no-untyped-def]
+def _stage(leaf_ref, staging_ref, index: jax.Array, offset: int, columns: jax.Array) -> list:  # type: ignore[no-untyped-def]
     """Returns where these columns are in the staging buffer, the lowest bits of each first."""
     parts = leaf_ref.dtype.itemsize // staging_ref.dtype.itemsize
     return [staging_ref.at[index, offset + columns * parts + part] for part in range(parts)]

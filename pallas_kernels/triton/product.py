@@ -147,7 +147,7 @@ def kernel(  # type: ignore[no-untyped-def]
             """Returns the weights of a turn in x's type."""
             if config.code is None or (config.scale_group is None and config.code == "int8"):
                 return codes_OI.astype(x_ref.dtype)
-            plain = _decoded(codes_OI, config, high)
+            plain = _decode(codes_OI, config, high)
             if zero_ref is not None:
                 plain = plain - of_groups(zero_ref, turn)
             elif config.code == "int4" and minimum_ref is None:
@@ -222,7 +222,7 @@ def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, An
     return group, total(count_E, at_E < group) + within, count
 
 
-def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
+def _decode(codes: Any, config: Config, high: bool) -> jax.Array:
     """Returns codes in float32, before zeros, minima and scales.
 
     With `high` they are the upper halves of bytes.
@@ -391,7 +391,7 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
 
 
-def stacked(weight: QuantizedWeight) -> QuantizedWeight:
+def stack(weight: QuantizedWeight) -> QuantizedWeight:
     """Returns a weight as the weights of one group."""
     zero, minimum = (
         None if each is None else each[None] for each in (weight.zero_OJ, weight.minimum_OJ)
@@ -407,7 +407,7 @@ def multiply(
     """Multiplies as `pallas_kernels.quantized_product` says."""
     if x_TI.shape[0] <= MOST_ROWS and not has_scales_of_outputs(weight):
         try:
-            return multiply_grouped(x_TI, stacked(weight), None, result, interpret=interpret)
+            return multiply_grouped(x_TI, stack(weight), None, result, interpret=interpret)
         except NotImplementedError:
             pass  # the kernel does not take groups of inputs of this size
     return multiply_on_gpu(x_TI, weight, result)

@@ -131,9 +131,9 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
     largest = load(largest_ref.at[row]) / temperature
     cuts = (top_k > 0) & (top_k < vocab_size)
     is_likely = (top_p < 1.0) | (min_p > 0.0)
-    wanted = (temperature > 0.0) & (cuts | is_likely)
+    is_cut = (temperature > 0.0) & (cuts | is_likely)
 
-    def scaled(x: jax.Array) -> jax.Array:
+    def scale(x: jax.Array) -> jax.Array:
         return x / temperature
 
     def likelihood_of(scaled_X: jax.Array, cutoff: jax.Array) -> jax.Array:
@@ -141,30 +141,30 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
 
     turns = functools.partial(_each_tile, logits_ref, row, tile)
 
-    @pl.when(~wanted)
+    @pl.when(~is_cut)
     def _all_stay() -> None:
         store(least_ref.at[row], jnp.float32(-jnp.inf))
 
-    @pl.when(wanted)
+    @pl.when(is_cut)
     def _search() -> None:
         # A branch cannot return a constant.
         all_of_them = jnp.minimum(top_p, -jnp.inf)
         all_likelihoods = jnp.minimum(min_p, 0.0)
         cutoff = jax.lax.cond(
             cuts,
-            lambda: value_of(_at_least(turns, scaled, top_k, largest, tile, vocab_size).low),
+            lambda: value_of(_at_least(turns, scale, top_k, largest, tile, vocab_size).low),
             lambda: all_of_them,
         )
         nucleus = jax.lax.cond(
             top_p < 1.0,
             lambda: _nucleus(
-                turns, lambda x: likelihood_of(scaled(x), cutoff), top_p, tile, vocab_size
+                turns, lambda x: likelihood_of(scale(x), cutoff), top_p, tile, vocab_size
             ),
             lambda: all_likelihoods,
         )
 
         def least_kept(x_X: jax.Array, _: jax.Array, least_X: jax.Array) -> jax.Array:
-            scaled_X = scaled(x_X)
+            scaled_X = scale(x_X)
             likelihood_X = likelihood_of(scaled_X, cutoff)
             kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
             # The most likely token stays, whatever the cut-offs are.
@@ -207,8 +207,8 @@ def _at_least(
         def add(x: jax.Array, _: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             value_X = value(x)
             return tuple(
-                each + (value_X >= one).astype(jnp.int32)
-                for each, one in zip(sums, tries, strict=True)
+                each + (value_X >= step).astype(jnp.int32)
+                for each, step in zip(sums, tries, strict=True)
             )
 
         sums = turns(add, (jnp.zeros(tile, jnp.int32),) * len(tries))
@@ -217,7 +217,7 @@ def _at_least(
 
     high = key_of(largest) + 1
     first = tuple(key_of(largest - np.float32(distance)) for distance in (16.0, 7.0, 3.0))
-    return _narrowed(
+    return _narrow(
         at_or_above,
         Bracket(jnp.int32(LOWEST), high, jnp.int32(vocab_size), jnp.int32(0)),
         first,
@@ -242,8 +242,8 @@ def _nucleus(
             likelihood_X = likelihood(x)
             high_X, low_X = weights(likelihood_X)
             added = []
-            for (number, high, low), one in zip(sums, tries, strict=True):
-                reaches_X = likelihood_X >= one
+            for (number, high, low), step in zip(sums, tries, strict=True):
+                reaches_X = likelihood_X >= step
                 number += reaches_X.astype(jnp.int32)
                 added.append(
                     (
@@ -256,24 +256,24 @@ def _nucleus(
 
         zeros = jnp.zeros(tile, jnp.int32)
         sums = turns(add, ((zeros,) * 3,) * len(tries))
-        found = [mass(tuple(map(jnp.sum, digits(high, low)))) for _, high, low in sums]
-        return [jnp.sum(number) for number, _, _ in sums], found
+        masses_of_tries = [mass(tuple(map(jnp.sum, digits(high, low)))) for _, high, low in sums]
+        return [jnp.sum(number) for number, _, _ in sums], masses_of_tries
 
     (total,) = masses((jnp.float32(0.0),))[1]
-    wanted = top_p * total
+    target_mass = top_p * total
 
     def at_or_above(tries: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
-        numbers, found = masses(tries)
-        return numbers, [each >= wanted for each in found]
+        numbers, masses_of_tries = masses(tries)
+        return numbers, [each >= target_mass for each in masses_of_tries]
 
     bracket = Bracket(
         jnp.int32(0), jnp.int32(_power_of_two(0) + 1), jnp.int32(vocab_size), jnp.int32(0)
     )
     first = tuple(jnp.int32(_power_of_two(exponent)) for exponent in (-16, -9, -4))
-    return value_of(_narrowed(at_or_above, bracket, first, 0).low)
+    return value_of(_narrow(at_or_above, bracket, first, 0).low)
 
 
-def _narrowed(
+def _narrow(
     at_or_above: Callable[[tuple[jax.Array, ...]], tuple[list[jax.Array], list[jax.Array]]],
     bracket: Bracket,
     first: tuple[jax.Array, ...],
@@ -303,13 +303,13 @@ def _narrowed(
             values = [bottom + (top - bottom) * np.float32(share) for share in (0.25, 0.5, 0.75)]
             divides = (turn <= by_value) & (low > LOWEST)
             tries = tuple(
-                jnp.where(divides, key_of(one), other)
-                for one, other in zip(values, tries, strict=True)
+                jnp.where(divides, key_of(value), other)
+                for value, other in zip(values, tries, strict=True)
             )
         tries = tuple(
-            jnp.where(turn == 0, one, other) for one, other in zip(first, tries, strict=True)
+            jnp.where(turn == 0, value, other) for value, other in zip(first, tries, strict=True)
         )
-        numbers, are_enough = at_or_above(tuple(value_of(one) for one in tries))
+        numbers, are_enough = at_or_above(tuple(value_of(value) for value in tries))
         for key, number, is_enough in zip(tries, numbers, are_enough, strict=True):
             rises = is_enough & (key > low)
             low = jnp.where(rises, key, low)
@@ -341,13 +341,11 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
     largest = load(largest_ref.at[row])
     log_sum = load(log_sum_ref.at[row])
 
-    def normalised(x: jax.Array) -> jax.Array:
+    def normalise(x: jax.Array) -> jax.Array:
         return x - largest - log_sum
 
     turns = functools.partial(_each_tile, logits_ref, row, tile)
-    low, high, _, at_high = _at_least(
-        turns, normalised, count, normalised(largest), tile, vocab_size
-    )
+    low, high, _, at_high = _at_least(turns, normalise, count, normalise(largest), tile, vocab_size)
     bottom = value_of(low)
     top = value_of(high)
 
@@ -355,7 +353,7 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
         x: jax.Array, place: jax.Array, taken: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         num_above, num_level = taken
-        value_X = normalised(x)
+        value_X = normalise(x)
         above_X = value_X >= top
         level_X = (value_X >= bottom) & (value_X < top)
         # Two running counts are in one integer: each is less than 2^16 in a tile.

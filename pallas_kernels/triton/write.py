@@ -40,10 +40,10 @@ def write(
         [array for array in pair if array is not None]
         for pair in ((k_TKH, v_TKH), (k_pages, v_pages), (k_scale, v_scale))
     )
-    kept = [*pages, *scales]
+    outputs = [*pages, *scales]
     num_tokens, num_heads, width = k_TKH.shape
     if num_tokens == 0:
-        return _in_places(kept, len(new))
+        return _in_places(outputs, len(new))
     # Triton's vectors are powers of two long; masks leave out the rest.
     padded_width = pl.next_power_of_2(width)
     heads = max(1, min(pl.next_power_of_2(num_heads), TILE // padded_width))
@@ -52,18 +52,22 @@ def write(
         functools.partial(_kernel, num_new=len(new), heads=heads, padded_width=padded_width),
         name="write_kv",
         grid=(num_tokens, pl.cdiv(num_heads, heads)),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kept],
-        input_output_aliases={1 + len(new) + index: index for index in range(len(kept))},
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in outputs],
+        input_output_aliases={1 + len(new) + index: index for index in range(len(outputs))},
         num_warps=max(1, min(8, tile_bytes // WARP_BYTES)),
         num_stages=1,  # the kernel has no loop
         interpret=interpret,
     )
-    return _in_places(call(slots_T, *new, *kept), len(new))
+    return _in_places(call(slots_T, *new, *outputs), len(new))
 
 
-def _in_places(kept: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | None, ...]:
+def _in_places(outputs: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | None, ...]:
     """Returns the pages as `write_kv` does, with None for values that are within the keys."""
-    return tuple(kept) if num_new == 2 else tuple(place for each in kept for place in (each, None))
+    return (
+        tuple(outputs)
+        if num_new == 2
+        else tuple(place for each in outputs for place in (each, None))
+    )
 
 
 def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # type: ignore[no-untyped-def]

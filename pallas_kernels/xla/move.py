@@ -14,7 +14,7 @@ from pallas_kernels.kernel_set import Leaves
 
 def copy_blocks(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:
     """Copies blocks of all leaves; see `pallas_kernels.copy_blocks`."""
-    return [_written(leaf, destination, _read(leaf, source)) for leaf in leaves]
+    return [_write(leaf, destination, _read(leaf, source)) for leaf in leaves]
 
 
 def copy_slots(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:
@@ -23,7 +23,7 @@ def copy_slots(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, 
     num_slots = leaves[0].shape[0] * leaves[0].shape[1]
     source = jnp.clip(source, 0, num_slots - 1)
     return [
-        _written(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source)))
+        _write(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source)))
         for leaf in leaves
     ]
 
@@ -36,7 +36,7 @@ def _read(leaf: jax.Array, index: Index) -> jax.Array:
     return leaf.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def _written(leaf: jax.Array, index: Index, values: jax.Array) -> jax.Array:
+def _write(leaf: jax.Array, index: Index, values: jax.Array) -> jax.Array:
     """Writes by an index; one outside the pages is left out, below zero as well."""
     return leaf.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
@@ -57,7 +57,7 @@ def scatter_blocks(
     ends = np.cumsum([leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves])
     parts = jnp.split(contents, ends[:-1], axis=1)
     return [
-        _written(leaf, blocks, _from_bytes(part, leaf))
+        _write(leaf, blocks, _from_bytes(part, leaf))
         for leaf, part in zip(leaves, parts, strict=True)
     ]
 

@@ -18,15 +18,15 @@ def write(
     v_scale: Float[Array, "P S K"] | None,
 ) -> tuple[jax.Array | None, ...]:
     """Writes keys and values into pages; see `pallas_kernels.write_kv`."""
-    new_k_pages, new_k_scale = _written(k_pages, k_scale, k_TKH, slots_T)
+    new_k_pages, new_k_scale = _write_pages(k_pages, k_scale, k_TKH, slots_T)
     new_v_pages = new_v_scale = None
     if v_TKH is not None and v_pages is not None:
-        new_v_pages, new_v_scale = _written(v_pages, v_scale, v_TKH, slots_T)
+        new_v_pages, new_v_scale = _write_pages(v_pages, v_scale, v_TKH, slots_T)
     pages = new_k_pages, new_v_pages
     return pages if k_scale is None else (*pages, new_k_scale, new_v_scale)
 
 
-def _written(
+def _write_pages(
     pages: jax.Array, scale: jax.Array | None, new_TKH: jax.Array, slots_T: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     if scale is None:

@@ -96,7 +96,7 @@ def _forward(
         model = nnx.merge(graph, parameters)
         positions_T = jnp.arange(token_ids_T.shape[0])
         context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
-        with TraceScope(make_layer_kernels(Backend("auto"))).opened():
+        with TraceScope(make_layer_kernels(Backend("auto"))).open():
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 

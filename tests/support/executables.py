@@ -117,7 +117,7 @@ class SharedExecutables:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executables.Executables, "__init__", counted)
             if optimized:
-                patch.setattr(executables, "compiled", _as_for_users)
+                patch.setattr(executables, "compile_ahead", _as_for_users)
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
                 patch.setattr(

@@ -314,7 +314,7 @@ def own_weights(case: Case, llm: Any) -> Weights:
     if not any(event.name == "update" for event in case.events):
         return {}
     try:
-        named = llm._named(llm._engine.runner.parameters)
+        named = llm._by_checkpoint_name(llm._engine.runner.parameters)
     except UnsupportedError:
         return {}
     return {name: np.array(value) for name, value in named.items()}

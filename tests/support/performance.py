@@ -135,7 +135,7 @@ class PlayedEngine:
         """Gives the engine other weights, and notes which they are."""
         result = self._real[name](weights)
         if self.version not in self.weights:
-            named = self.llm._named(self.llm._engine.runner.parameters)
+            named = self.llm._by_checkpoint_name(self.llm._engine.runner.parameters)
             self.weights[self.version] = set_of(named, self._own_weights)
         return result
 

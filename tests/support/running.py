@@ -26,7 +26,7 @@ from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.incident_files import open_incidents
-from jaxpage.serving.listening import address_of, bound_socket
+from jaxpage.serving.listening import address_of, bind_socket
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import model_context
@@ -169,7 +169,7 @@ def running(
     """A server with an engine of its own, which must end as one should."""
     config = (config or ServerConfig()).model_copy(update={"port": 0})
     built = build_engine(EngineConfig(model=model, **SMALL))
-    with bound_socket(config) as listener, _logged_errors() as errors:
+    with bind_socket(config) as listener, _logged_errors() as errors:
         server = Running(built, listener, config, errors, model=model, api_keys=api_keys)
         server.start()
         try:
@@ -191,7 +191,7 @@ def serving(
     """A server around an engine that outlives it, whatever becomes of the server."""
     address = {} if "uds" in settings else {"port": 0}
     config = ServerConfig(**address, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
-    with bound_socket(config) as listener, _logged_errors() as errors:
+    with bind_socket(config) as listener, _logged_errors() as errors:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Running(built, listener, config, errors, api_keys=api_keys, settings=engine)

@@ -123,7 +123,7 @@ class Stage:
     def open(self) -> Iterator[None]:
         """Has drivers made meanwhile wait for the stage, and calls wait on it."""
         with pytest.MonkeyPatch.context() as patch:
-            taken = Driver.taken
+            taken = Driver.wait_for_item
 
             def taken_on_stage(driver: Driver, box: Any, timeout: float | None = None) -> Any:
                 call: _Call | None = getattr(_here, "call", None)
@@ -139,7 +139,7 @@ class Stage:
                 await asyncio.sleep(0)
                 return function(*args, **more)
 
-            patch.setattr(Driver, "taken", taken_on_stage)
+            patch.setattr(Driver, "wait_for_item", taken_on_stage)
             patch.setattr(AsyncDriver, "start", lambda driver: None)
             patch.setattr(asyncio, "to_thread", to_thread)
             try:

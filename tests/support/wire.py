@@ -13,7 +13,7 @@ from jaxpage.chat_forms import ChatFormat
 from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.derived_forms import chosen, derived_form
+from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import Exchange
 
 VOCAB_SIZE = 2048
@@ -55,8 +55,8 @@ def context(**settings: Any) -> ModelContext:
     if parsers != ["none", "none"]:
         derived = ChatFormat()
         if "auto" in parsers:
-            derived = derived_form(settings.get("tokenizer", given["tokenizer"])).form
-        given["chat_format"] = chosen(derived, *parsers)
+            derived = derive_form(settings.get("tokenizer", given["tokenizer"])).form
+        given["chat_format"] = choose_form(derived, *parsers)
     return ModelContext(**{**given, **settings})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpage.simulation.accounting import Run
-from jaxpage.tables import aligned
+from jaxpage.tables import align
 from tools.scheduler_lab.host_time import PlanningTime, WaitingTime
 from tools.scheduler_lab.pressure import Pressure
 from tools.scheduler_lab.saturation import Saturation
@@ -43,7 +43,7 @@ def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[st
             factor = 100 if measured.endswith("%") else 1
             cells.append(f"{factor * mean:.{digits}f} ± {factor * deviation:.{digits}f}")
         rows.append(cells)
-    return aligned(rows)
+    return align(rows)
 
 
 def saturation_dict(result: Saturation) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def pressure_table(results: Sequence[Pressure]) -> list[str]:
             *map(str, counts),
         ]
         rows.append([*cells, f"{run.swap_seconds:.2f}"])
-    return aligned(rows)
+    return align(rows)
 
 
 def pressure_dict(result: Pressure) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def planning_table(times: Sequence[PlanningTime]) -> list[str]:
         rows.append(
             [str(item.num_running), "on" if item.prefix_caching else "off", *durations, *building]
         )
-    return aligned(rows)
+    return align(rows)
 
 
 def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
@@ -135,4 +135,4 @@ def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
                 *(f"{duration:.1f}" for duration in durations),
             ]
         )
-    return aligned(rows)
+    return align(rows)

@@ -10,15 +10,15 @@ This is a room within `jaxpage.models`, with a door of its own. Other rooms take
     SIZES                 names the fields of a format that have the sizes of its groups
     SCHEMES               are the formats that are made when a model is loaded
     UNQUANTISED           says in messages what to use instead
-    refused_experts       says why a format cannot be read where experts are stacked
+    explain_refused_experts       says why a format cannot be read where experts are stacked
     GGUF                  is the name of the scheme that keeps matrices as a GGUF file has them
     GGUF_FORMATS          are the kinds of matrices that are kept
-    kept_scheme           makes this scheme
+    choose_scheme           makes this scheme
 """
 
 from jaxpage.models.quantization.gguf import FORMATS as GGUF_FORMATS
 from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.gguf import kept_scheme
+from jaxpage.models.quantization.gguf import choose_scheme
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.scheme_choice import (
@@ -28,7 +28,7 @@ from jaxpage.models.quantization.scheme_choice import (
     quantization_of,
     without_quantization,
 )
-from jaxpage.models.quantization.stacked import refused_experts
+from jaxpage.models.quantization.stacked import explain_refused_experts
 
 __all__ = [
     "FIELDS",
@@ -39,8 +39,8 @@ __all__ = [
     "SIZES",
     "UNQUANTISED",
     "Scheme",
-    "kept_scheme",
+    "choose_scheme",
+    "explain_refused_experts",
     "quantization_of",
-    "refused_experts",
     "without_quantization",
 ]

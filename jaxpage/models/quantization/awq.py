@@ -13,8 +13,8 @@ from jaxpage.models.quantization.decoding import (
     check_scale,
     nibbles,
     num_groups,
-    transposed,
-    unpacked,
+    transpose,
+    unpack,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
@@ -38,7 +38,7 @@ def read(config: QuantizationFields) -> Scheme:
         "scales",
         lambda num_out, num_in: (num_groups(num_in, size), num_out),
         FLOATS,
-        transposed,
+        transpose,
         check_scale,
     )
     zero = StoredArray(
@@ -49,16 +49,19 @@ def read(config: QuantizationFields) -> Scheme:
     )
     has_zeros = config.flag("zero_point", True)
     form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
-    kept = config.names(KEPT_FIELD)
+    excluded = config.names(KEPT_FIELD)
     ignored = () if has_zeros else ("*.qzeros",)
     return Scheme(
-        NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored
+        NAME,
+        f"AWQ: int4 weights in groups of {size or -1}",
+        everywhere_but(excluded, form),
+        ignored,
     )
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
     """Returns the codes of the words' outputs [..., out]."""
-    codes = unpacked(np.ascontiguousarray(words), 4)
+    codes = unpack(np.ascontiguousarray(words), 4)
     return codes.reshape(*words.shape, 8)[..., ORDER].reshape(codes.shape)
 
 

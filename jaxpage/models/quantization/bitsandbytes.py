@@ -32,9 +32,9 @@ def read(config: QuantizationFields) -> Scheme:
     if not config.flag("load_in_8bit", False):
         config.refuse("load_in_8bit", f"is not supported, only true; use {UNQUANTISED}")
     config.absent("load_in_4bit", "llm_int8_has_fp16_weight")
-    kept = config.names(KEPT_FIELD)
+    excluded = config.names(KEPT_FIELD)
     scale = StoredArray("SCB", lambda num_out, _: (num_out,), FLOATS, _scale, check_scale)
-    form_of = everywhere_but(kept, WeightFormat("int8", plain("int8"), scale))
+    form_of = everywhere_but(excluded, WeightFormat("int8", plain("int8"), scale))
     return Scheme(
         NAME,
         "bitsandbytes: int8 weights, a scale for each output",

@@ -19,12 +19,12 @@ from jaxpage.models.quantization.decoding import (
     block_scale,
     check_scale,
     columns,
+    describe_packed_bytes,
     num_groups,
     nvfp4_scale,
-    packed_bytes,
     plain,
-    signed,
-    unpacked,
+    to_signed,
+    unpack,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import (
@@ -68,8 +68,8 @@ def read(config: QuantizationFields) -> Scheme:
         """
         if any(_is_named(names, entry) for entry in ignore):
             return None
-        found = [target for target in by_target if _is_named(names, target)] or ["Linear"]
-        return by_target.get(min(found, key=lambda target: (target not in names, target)))
+        targets = [target for target in by_target if _is_named(names, target)] or ["Linear"]
+        return by_target.get(min(targets, key=lambda target: (target not in names, target)))
 
     described = ", ".join(
         sorted(
@@ -99,12 +99,16 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
     weights = group.part("weights")
     if name == "nvfp4-pack-quantized":
         scale = nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
-        return WeightFormat("fp4", packed_bytes("weight_packed"), scale, group_size=NVFP4_GROUP)
+        return WeightFormat(
+            "fp4", describe_packed_bytes("weight_packed"), scale, group_size=NVFP4_GROUP
+        )
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
     weights.one_of("actorder", (None, False, "weight", "static"))
     size = weights.group_size("group_size", all_inputs=False) if strategy == "group" else None
     if name == "mxfp4-pack-quantized":
-        return WeightFormat("fp4", packed_bytes("weight_packed"), _exponents(32), group_size=32)
+        return WeightFormat(
+            "fp4", describe_packed_bytes("weight_packed"), _exponents(32), group_size=32
+        )
     bits = weights.one_of("num_bits", (8, 4))
     kind = weights.one_of("type", ("int", "float"))
     symmetric = weights.flag("symmetric", True)
@@ -123,7 +127,7 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
         weights.refuse(
             "num_bits", f"is not supported in the format {name!r}, only in 'pack-quantized'"
         )
-    values = _packed(bits) if packed else plain("int8")
+    values = _describe_packing(bits) if packed else plain("int8")
     zero = None if symmetric else _zero(bits, strategy, size, packed=packed)
     has_inputs = _int8_inputs(
         group, by_output=bits == 8 and symmetric and strategy in ("channel", "tensor")
@@ -157,12 +161,12 @@ def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
     return True
 
 
-def _packed(bits: int) -> StoredArray:
+def _describe_packing(bits: int) -> StoredArray:
     """Returns little-endian words, whose bytes are codes in order; four bits are packed as here."""
 
     def decode(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         codes = np.ascontiguousarray(words).view(np.uint8)[:, : num_in * bits // 8]
-        return codes if bits == 4 else signed(codes)
+        return codes if bits == 4 else to_signed(codes)
 
     return StoredArray(
         "weight_packed",
@@ -204,7 +208,7 @@ def _zero(bits: int, strategy: str, size: int | None, *, packed: bool) -> Stored
     def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         if not packed:
             return columns(numbers, num_out, num_in)
-        codes = unpacked(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
+        codes = unpack(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
         return codes if bits == 4 else codes - 128
 
     return StoredArray("weight_zero_point", shape, ("int32",) if packed else ("int8",), decode)

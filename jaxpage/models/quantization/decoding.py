@@ -12,7 +12,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 NVFP4_GROUP = 16  # inputs that share a scale
 
 
-def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Returns the unsigned codes in the words of the last axis, the lowest bits first.
 
     The last axis has 32 / bits codes for each word.
@@ -27,7 +27,7 @@ def nibbles(codes: np.ndarray) -> np.ndarray:
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
-def signed(codes: np.ndarray) -> np.ndarray:
+def to_signed(codes: np.ndarray) -> np.ndarray:
     """Returns unsigned codes of eight bits, less 128."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
@@ -50,7 +50,7 @@ def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     )
 
 
-def transposed(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+def transpose(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Returns scales that are stored [groups, out] as float32 [out, groups]."""
     return np.asarray(numbers, np.float32).T
 
@@ -65,7 +65,7 @@ def plain(dtype: str) -> StoredArray:
     return StoredArray("weight", lambda num_out, num_in: (num_out, num_in), (dtype,))
 
 
-def packed_bytes(name: str) -> StoredArray:
+def describe_packed_bytes(name: str) -> StoredArray:
     """Describes fp4, two in a byte, that is stored as its codes are used."""
     return StoredArray(name, lambda num_out, num_in: (num_out, num_in // 2), ("uint8",))
 

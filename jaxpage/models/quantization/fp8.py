@@ -28,11 +28,11 @@ def read(config: QuantizationFields) -> Scheme:
     scale = replace(scale, aliases=(OF_AUTO_FP8,))
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
-    kept = config.names(KEPT_FIELD, "ignored_layers")
+    excluded = config.names(KEPT_FIELD, "ignored_layers")
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
     return Scheme(
         NAME,
         described,
-        everywhere_but(kept, form),
+        everywhere_but(excluded, form),
         ("*.input_scale", "*.activation_scale", *KV_SCALES),
     )

@@ -53,7 +53,7 @@ class GGUFScheme(Scheme):
         )
 
 
-def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None]) -> Scheme:
+def choose_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None]) -> Scheme:
     """Returns the scheme of a file.
 
     Args:
@@ -63,16 +63,16 @@ def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None])
     Raises:
         CheckpointError: No matrix can be kept.
     """
-    kept = [f"{count} in {kind}" for kind, count in counts.items() if kind in FORMATS]
-    if not kept:
+    counts_of_formats = [f"{count} in {kind}" for kind, count in counts.items() if kind in FORMATS]
+    if not counts_of_formats:
         raise CheckpointError(
             f"quantization is {NAME!r}, but no matrix of the file is in {', '.join(FORMATS)}: they are in {', '.join(counts)}"
         )
     others = [f"{count} in {kind}" for kind, count in counts.items() if kind not in FORMATS]
-    rest = f"; in the model's dtype {', '.join(others)}" if others else ""
+    others_text = f"; in the model's dtype {', '.join(others)}" if others else ""
     return GGUFScheme(
         NAME,
-        f"GGUF: matrices as they are stored: {', '.join(kept)}{rest}",
+        f"GGUF: matrices as they are stored: {', '.join(counts_of_formats)}{others_text}",
         lambda *names: FORMATS.get(kind_of(names[0]) or ""),
     )
 
@@ -118,10 +118,10 @@ def _q4_k(blocks: np.ndarray, place: int) -> np.ndarray:
     Each has six bits, and is multiplied by the number in half precision at that place.
     """
     parts = np.split(blocks[..., 4:16], 3, axis=-1)
-    own = parts[place]
-    rest = parts[2] >> 4 if place else parts[2] & 15
+    scale_and_min = parts[place]
+    codes = parts[2] >> 4 if place else parts[2] & 15
     return _half(place)(blocks)[..., None].astype(np.float32) * np.concatenate(
-        [own & 63, rest | own >> 6 << 4], axis=-1
+        [scale_and_min & 63, codes | scale_and_min >> 6 << 4], axis=-1
     )
 
 
@@ -137,7 +137,7 @@ def _format(
     """Returns the format; `block` has the numbers of its inputs and bytes."""
     size, num_bytes = block
 
-    def stored(decode: Decode) -> StoredArray:
+    def as_stored(decode: Decode) -> StoredArray:
         return StoredArray(
             "weight",
             lambda num_out, num_in: (num_out, num_in // size * num_bytes),
@@ -147,11 +147,11 @@ def _format(
             ),
         )
 
-    of_minimum = stored(minimum) if minimum else None
+    of_minimum = as_stored(minimum) if minimum else None
     return WeightFormat(
         code,
-        stored(values),
-        stored(scale),
+        as_stored(values),
+        as_stored(scale),
         group_size=group_size,
         minimum=of_minimum,
         scale_dtype=scale_dtype,

@@ -14,9 +14,9 @@ from jaxpage.models.quantization.decoding import (
     check_scale,
     nibbles,
     num_groups,
-    signed,
-    transposed,
-    unpacked,
+    to_signed,
+    transpose,
+    unpack,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields, is_pattern
 from jaxpage.models.quantization.scheme import (
@@ -49,14 +49,14 @@ def read(config: QuantizationFields) -> Scheme:
     symmetric = config.flag("sym", True)
 
     def codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        found = unpacked(np.ascontiguousarray(words.T), bits)
-        return nibbles(found) if bits == 4 else signed(found)
+        codes = unpack(np.ascontiguousarray(words.T), bits)
+        return nibbles(codes) if bits == 4 else to_signed(codes)
 
     def zero_codes(words: np.ndarray) -> np.ndarray:
-        found = np.ascontiguousarray(words).view(np.uint32)
+        words32 = np.ascontiguousarray(words).view(np.uint32)
         # The first form subtracted one from each code by subtracting whole words, so a zero of 0
         # borrowed from its neighbour.
-        return unpacked(found + np.uint32(_ONES[bits]) if version == "gptq" else found, bits)
+        return unpack(words32 + np.uint32(_ONES[bits]) if version == "gptq" else words32, bits)
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
@@ -68,7 +68,7 @@ def read(config: QuantizationFields) -> Scheme:
         "scales",
         lambda num_out, num_in: (num_groups(num_in, size), num_out),
         FLOATS,
-        transposed,
+        transpose,
         check_scale,
     )
     zero = StoredArray(
@@ -82,8 +82,8 @@ def read(config: QuantizationFields) -> Scheme:
         # In the first form some checkpoints have the middle itself, which was meant: with sym =
         # true no reader uses the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
-        found = np.unique(unpacked(np.ascontiguousarray(words), bits))
-        if found.size == 1 and found[0] in (middle, 2 ** (bits - 1)):
+        codes = np.unique(unpack(np.ascontiguousarray(words), bits))
+        if codes.size == 1 and codes[0] in (middle, 2 ** (bits - 1)):
             return None
         return (
             f"has zeros that are not {middle}, but quantization_config.sym of config.json is true, and checkpoint_format {version!r}: set "
@@ -91,9 +91,9 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    kept = (*config.names(KEPT_FIELD), *_left_out(config))
+    excluded = (*config.names(KEPT_FIELD), *_find_excluded(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
-    form_of = everywhere_but(kept, form)
+    form_of = everywhere_but(excluded, form)
     checks = [
         Check(".g_idx", check_order(form_of)),
         Check(".bias", check_zeros(form_of), ("F32", "BF16", "F16")),
@@ -105,7 +105,7 @@ def read(config: QuantizationFields) -> Scheme:
     )
 
 
-def _left_out(config: QuantizationFields) -> tuple[str, ...]:
+def _find_excluded(config: QuantizationFields) -> tuple[str, ...]:
     """Returns patterns of the modules that `dynamic` leaves as they are.
 
     It refuses a `dynamic` that quantises modules in another way.

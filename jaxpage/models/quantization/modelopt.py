@@ -16,8 +16,8 @@ from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     NVFP4_GROUP,
+    describe_packed_bytes,
     nvfp4_scale,
-    packed_bytes,
     plain,
     scale_of_weight,
 )
@@ -37,7 +37,7 @@ KEPT_FIELD = "ignore"
 _FP8 = WeightFormat("fp8", plain("float8_e4m3fn"), scale_of_weight("weight_scale"))
 _NVFP4 = WeightFormat(
     "fp4",
-    packed_bytes("weight"),
+    describe_packed_bytes("weight"),
     nvfp4_scale("weight_scale", "weight_scale_2", (), divides=False),
     group_size=NVFP4_GROUP,
 )
@@ -57,11 +57,11 @@ def read(config: QuantizationFields) -> Scheme:
         by_module = {"": algorithm}
         if _FORMS[algorithm].group_size:
             config.one_of("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
-    kept = config.names(KEPT_FIELD, "exclude_modules")
+    excluded = config.names(KEPT_FIELD, "exclude_modules")
 
     def form_of(*names: str) -> WeightFormat | None:
         is_kept = any(
-            matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept)
+            matches(name, excluded) or any(fnmatch.fnmatchcase(name, each) for each in excluded)
             for name in names
         )
         return None if is_kept else _form(by_module, names)

@@ -44,5 +44,5 @@ class ExpertScheme(Scheme):
 
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
-    kept = config.names(KEPT_FIELD)
-    return ExpertScheme(NAME, "experts in MXFP4", lambda *names: None, kept=kept)
+    excluded = config.names(KEPT_FIELD)
+    return ExpertScheme(NAME, "experts in MXFP4", lambda *names: None, kept=excluded)

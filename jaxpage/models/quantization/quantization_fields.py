@@ -42,9 +42,9 @@ class QuantizationFields(ConfigFields):
 
         It refuses another value under another name.
         """
-        given = [name for name in names if self.config.get(name) is not None] or [names[0]]
-        first = given[0]
-        for name in given[1:]:
+        present = [name for name in names if self.config.get(name) is not None] or [names[0]]
+        first = present[0]
+        for name in present[1:]:
             if self.config[name] != self.config[first]:
                 self.refuse(name, f"contradicts {first} = {self.config[first]!r}", WrongField)
         return first
@@ -79,29 +79,29 @@ class QuantizationFields(ConfigFields):
     def names(self, *fields: str) -> tuple[str, ...]:
         """Returns a list of names, from the first of these fields that has one; see `matches`."""
         name = next((name for name in fields if self.config.get(name)), fields[0])
-        found = self.config.get(name) or []
-        if not isinstance(found, list) or not all(
-            isinstance(each, str) and is_pattern(each) for each in found
+        value = self.config.get(name) or []
+        if not isinstance(value, list) or not all(
+            isinstance(each, str) and is_pattern(each) for each in value
         ):
             self.refuse(
                 name, "must be a list of names, or of regular expressions after 're:'", WrongField
             )
             return ()
-        return tuple(found)
+        return tuple(value)
 
     def sizes(self, name: str, count: int) -> list[int] | None:
         """Returns a list of so many sizes; None where there is no such field."""
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return None
         if (
-            not isinstance(found, list)
-            or len(found) != count
-            or not all(type(n) is int and n > 0 for n in found)
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(type(n) is int and n > 0 for n in value)
         ):
             self.refuse(name, f"must be a list of {count} sizes", WrongField)
             return None
-        return found
+        return value
 
     def group_size(self, *fields: str, all_inputs: bool = True) -> int | None:
         """Returns the number of inputs that share a scale, from the first of these fields.
@@ -119,11 +119,11 @@ class QuantizationFields(ConfigFields):
 
     def part(self, name: str) -> QuantizationFields:
         """Returns the object in a field; an empty one where there is none."""
-        found = self.config.get(name) or {}
-        if not isinstance(found, dict):
+        value = self.config.get(name) or {}
+        if not isinstance(value, dict):
             self.refuse(name, "must be an object", WrongField)
-            found = {}
-        return QuantizationFields(found, f"{self.place}.{name}", self)
+            value = {}
+        return QuantizationFields(value, f"{self.place}.{name}", self)
 
 
 def is_pattern(text: str) -> bool:

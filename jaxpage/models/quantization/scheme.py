@@ -139,7 +139,7 @@ class Scheme:
         return form
 
 
-def everywhere_but(kept: Sequence[str], form: WeightFormat) -> FormOf:
+def everywhere_but(excluded: Sequence[str], form: WeightFormat) -> FormOf:
     """Returns `Scheme.form_of` for one format of all modules but the head and the kept ones.
 
     A module is kept if any of its names is.
@@ -147,7 +147,7 @@ def everywhere_but(kept: Sequence[str], form: WeightFormat) -> FormOf:
 
     @functools.cache
     def form_of(*names: str) -> WeightFormat | None:
-        return None if any(matches(name, ("lm_head", *kept)) for name in names) else form
+        return None if any(matches(name, ("lm_head", *excluded)) for name in names) else form
 
     return form_of
 

@@ -52,9 +52,9 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
         ExceptionGroup: Several fields of a method are wrong; it has an error of these kinds for
             each.
     """
-    given = [name for name in FIELDS if config.get(name)]
-    found = config[given[0]] if given else None
-    if not found:
+    present = [name for name in FIELDS if config.get(name)]
+    quantization = config[present[0]] if present else None
+    if not quantization:
         if asked is None or asked in SCHEMES:
             return SCHEMES.get(asked or "")
         if asked == gguf.NAME:
@@ -63,11 +63,13 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
             f"quantization is {asked!r}, but the checkpoint has no quantization_config; use {', '.join(SCHEMES)}, "
             f"{gguf.NAME} for a GGUF file, or none"
         )
-    if not isinstance(found, dict):
-        raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r}")
-    for other in given[1:]:
-        _check_same(found, other, config[other])
-    method = found.get("quant_method")
+    if not isinstance(quantization, dict):
+        raise CheckpointError(
+            f"config.json: quantization_config must be an object, not {quantization!r}"
+        )
+    for other in present[1:]:
+        _check_same(quantization, other, config[other])
+    method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise UnsupportedError(
             f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}; use a checkpoint in one "
@@ -77,16 +79,17 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
         raise CheckpointError(
             f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}"
         )
-    with QuantizationFields(found) as fields:
+    with QuantizationFields(quantization) as fields:
         return METHODS[method](fields)
 
 
-def _check_same(found: Mapping[str, Any], place: str, other: Any) -> None:
+def _check_same(quantization: Mapping[str, Any], place: str, other: Any) -> None:
     """Raises CheckpointError where the same field of two places has two values."""
     if not isinstance(other, dict):
         raise CheckpointError(f"config.json: {place} must be an object, not {other!r}")
-    for name in found:
-        if name in other and found[name] != other[name]:
+    for name in quantization:
+        if name in other and quantization[name] != other[name]:
             raise CheckpointError(
-                f"config.json: {FIELDS[0]}.{name} = {found[name]!r}, but {place}.{name} = {other[name]!r}: remove {FIELDS[0]} or {place}"
+                f"config.json: {FIELDS[0]}.{name} = {quantization[name]!r}, but {place}.{name} = {other[name]!r}: "
+                f"remove {FIELDS[0]} or {place}"
             )

@@ -17,7 +17,7 @@ _APART = re.compile(r"\.experts\.\d")
 _UNQUANTIZED = re.compile(r"\.experts\.[a-z_]+_proj$")
 
 
-def refused_experts(
+def explain_refused_experts(
     scheme: Scheme, weights: Sequence[Weight], unexpected: Sequence[str]
 ) -> str | None:
     """Returns one sentence in place of a list of all experts' tensors, or None.

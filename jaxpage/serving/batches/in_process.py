@@ -19,7 +19,7 @@ from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.metrics import ServerMetrics
 
 
-class Answer(NamedTuple):
+class InProcessAnswer(NamedTuple):
     """Holds the answer to a request.
 
     Attributes:
@@ -46,7 +46,7 @@ class InProcess:
         )
         self._app = Envelope(limited, metrics)
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes) -> InProcessAnswer:
         """Returns the answer to a request with a JSON body, which is no stream."""
         headers = [
             (b"content-type", b"application/json"),
@@ -81,7 +81,7 @@ class InProcess:
 
         await self._app(scope, receive, send)
         answer_headers = dict(sent[0]["headers"])
-        return Answer(
+        return InProcessAnswer(
             sent[0]["status"],
             answer_headers[b"x-request-id"].decode(),
             b"".join(message.get("body", b"") for message in sent[1:]),

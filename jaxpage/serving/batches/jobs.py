@@ -29,7 +29,7 @@ from jaxpage.serving.batches.store import OPEN, Record, Store
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.wire.errors import scrubbed
+from jaxpage.serving.wire.errors import scrub
 
 logger = logging.getLogger(__name__)
 MAX_LINES = 50_000  # OpenAI's limit
@@ -162,7 +162,7 @@ class Batches:
         await self._finish(record)
 
     async def _run(self, record: Record, output: OutputFile, total: int) -> None:
-        def told() -> None:
+        def tell() -> None:
             self._count(record, output.counts, total)
             if output.counts.lines % 64 == 0 and self.store.num_bytes > self.store.max_bytes:
                 raise BatchFailed(
@@ -176,7 +176,7 @@ class Batches:
             max_line_bytes=self._max_line_bytes,
             is_dead=self._is_dead,
             is_closing=self._is_closing,
-            told=told,
+            told=tell,
             url=record["endpoint"],
         )
         running = asyncio.create_task(run.run(self.store.content(record["input_file_id"])))
@@ -217,7 +217,7 @@ class Batches:
         await asyncio.to_thread(answers.unlink, missing_ok=True)
 
     async def _fail(self, record: Record, code: str, message: str) -> None:
-        problem = {"code": code, "message": scrubbed(message), "line": None, "param": None}
+        problem = {"code": code, "message": scrub(message), "line": None, "param": None}
         record["errors"] = {"object": "list", "data": [problem]}
         with contextlib.suppress(OSError):
             await self._change(record, "failed")

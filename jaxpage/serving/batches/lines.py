@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.serving.wire.body import parse_object
-from jaxpage.serving.wire.dialects import encoded
+from jaxpage.serving.wire.dialects import encode
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 # The paths that a line may name. The server answers them with one JSON object.
 URLS = (
@@ -62,8 +62,8 @@ class RefusedLine:
     def answer(self) -> bytes:
         """Returns the line of the output."""
         error = {"code": self.code, "message": self.message}
-        given = {"id": self.id, "custom_id": self.custom_id, "response": None, "error": error}
-        return encoded(given) + b"\n"
+        line = {"id": self.id, "custom_id": self.custom_id, "response": None, "error": error}
+        return encode(line) + b"\n"
 
 
 def line_id(number: int, raw: bytes) -> str:
@@ -91,37 +91,37 @@ def read_line(
     answer_id = line_id(number, raw)
     custom_id: str | None = None
 
-    def refused(code: str, message: str) -> RefusedLine:
+    def refuse(code: str, message: str) -> RefusedLine:
         return RefusedLine(answer_id, custom_id, code, f"Line {number}: {message}")
 
     try:
         line = parse_object(raw)
     except ApiError as error:
-        return refused("invalid_json_line", error.message.replace("Request body", "the line", 1))
-    given = line.get("custom_id")
-    if not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID_CHARACTERS:
-        return refused(
+        return refuse("invalid_json_line", error.message.replace("Request body", "the line", 1))
+    stated_id = line.get("custom_id")
+    if not isinstance(stated_id, str) or not 0 < len(stated_id) <= MAX_CUSTOM_ID_CHARACTERS:
+        return refuse(
             "invalid_custom_id",
-            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters, got {shown(given)}",
+            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters, got {show(stated_id)}",
         )
-    custom_id = given
+    custom_id = stated_id
     if custom_id in seen:
-        return refused(
-            "duplicate_custom_id", f"custom_id {shown(custom_id)} is that of a line before it"
+        return refuse(
+            "duplicate_custom_id", f"custom_id {show(custom_id)} is that of a line before it"
         )
     if unknown := sorted(line.keys() - _FIELDS):
-        return refused("unknown_parameter", f"{shown(unknown[0])} is not a field of a batch line")
+        return refuse("unknown_parameter", f"{show(unknown[0])} is not a field of a batch line")
     if line.get("method") != "POST":
-        return refused("invalid_method", f"method must be 'POST', got {shown(line.get('method'))}")
+        return refuse("invalid_method", f"method must be 'POST', got {show(line.get('method'))}")
     if line.get("url") not in ((url,) if url else URLS):
-        wanted = url or ", ".join(URLS)
-        return refused("invalid_url", f"url must be {wanted}; got {shown(line.get('url'))}")
+        urls = url or ", ".join(URLS)
+        return refuse("invalid_url", f"url must be {urls}; got {show(line.get('url'))}")
     body = line.get("body")
     if not isinstance(body, dict):
-        return refused("invalid_body", f"body must be a JSON object, got {shown(body)}")
+        return refuse("invalid_body", f"body must be a JSON object, got {show(body)}")
     if body.get("stream"):
-        return refused("invalid_body", "stream cannot be true in a batch: answers are whole")
-    return Line(answer_id, custom_id, line["url"], encoded(body), _order(line["url"], body))
+        return refuse("invalid_body", "stream cannot be true in a batch: answers are whole")
+    return Line(answer_id, custom_id, line["url"], encode(body), _order(line["url"], body))
 
 
 def _order(url: str, body: dict[str, Any]) -> str:
@@ -132,18 +132,18 @@ def _order(url: str, body: dict[str, Any]) -> str:
     """
     messages = [
         [message.get("role"), message.get("content")] if isinstance(message, dict) else message
-        for message in _listed(body.get("messages"))
+        for message in _list_values(body.get("messages"))
     ]
     parts = [body.get(name) for name in ("model", "cache_salt", "tools", "instructions")]
     prompt = messages or [body.get(name) for name in ("prompt", "input", "query", "documents")]
     return json.dumps([url, *parts, prompt])
 
 
-def _listed(value: Any) -> list[Any]:
+def _list_values(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def answered(line: Line, status: int, request_id: str, body: bytes) -> bytes:
+def write_answer(line: Line, status: int, request_id: str, body: bytes) -> bytes:
     """Returns the line of the output that has the server's answer, to the byte.
 
     Args:
@@ -152,6 +152,6 @@ def answered(line: Line, status: int, request_id: str, body: bytes) -> bytes:
         request_id: The id of the request in the server's log.
         body: The JSON of the answer.
     """
-    head = encoded({"id": line.id, "custom_id": line.custom_id})[:-1]
-    told = encoded({"status_code": status, "request_id": request_id})[:-1]
+    head = encode({"id": line.id, "custom_id": line.custom_id})[:-1]
+    told = encode({"status_code": status, "request_id": request_id})[:-1]
     return head + b',"response":' + told + b',"body":' + body + b'},"error":null}\n'

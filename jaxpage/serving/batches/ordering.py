@@ -20,7 +20,7 @@ MAX_WINDOW_BYTES = 1 << 26
 LINE_EXTRA_BYTES = 1 << 16  # the most bytes of a line around its request
 
 
-def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+def number_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that are not empty with their numbers, from 1 on.
 
     Of a longer line it yields the first `max_bytes` + 1 bytes.
@@ -28,9 +28,9 @@ def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]
     number = 0
     while raw := file.readline(max_bytes + 1):
         number += 1
-        rest = raw
-        while len(rest) > max_bytes and not rest.endswith(b"\n"):
-            rest = file.readline(max_bytes + 1)
+        line = raw
+        while len(line) > max_bytes and not line.endswith(b"\n"):
+            line = file.readline(max_bytes + 1)
         if raw.strip():
             yield number, raw
 
@@ -50,14 +50,14 @@ def num_lines(path: Path, max_bytes: int, done: Collection[str]) -> int:
     known = 0
     try:
         with path.open("rb") as file:
-            for number, raw in numbered_lines(file, max_bytes):
+            for number, raw in number_lines(file, max_bytes):
                 number_of_lines += 1
                 known += line_id(number, raw) in done
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if known < len(done):
         with path.open("rb") as file:
-            ids = {line_id(number, raw) for number, raw in numbered_lines(file, max_bytes)}
+            ids = {line_id(number, raw) for number, raw in number_lines(file, max_bytes)}
         first = min(number_of(answer_id) for answer_id in done if answer_id not in ids)
         raise ConfigError(
             f"{path} has changed since line {first} was answered: give another file for the answers"
@@ -87,7 +87,7 @@ def windows(
     lines: list[Line | RefusedLine] = []
     size = 0
     with path.open("rb") as file:
-        for number, raw in numbered_lines(file, max_bytes):
+        for number, raw in number_lines(file, max_bytes):
             answer_id = line_id(number, raw)
             if answer_id in done:
                 if (name := done[answer_id]) is not None:
@@ -102,13 +102,13 @@ def windows(
                 seen.add(lines[-1].custom_id)
             size += min(len(raw), max_bytes)
             if len(lines) >= window or size >= MAX_WINDOW_BYTES:
-                yield _ordered(lines)
+                yield _order(lines)
                 lines = []
                 size = 0
     if lines:
-        yield _ordered(lines)
+        yield _order(lines)
 
 
-def _ordered(lines: list[Line | RefusedLine]) -> list[Line | RefusedLine]:
+def _order(lines: list[Line | RefusedLine]) -> list[Line | RefusedLine]:
     """Returns the lines, those that are refused first, and the others by their prompts."""
     return sorted(lines, key=lambda line: line.order if isinstance(line, Line) else "")

@@ -159,6 +159,6 @@ def outline(line: bytes) -> dict[str, Any]:
 
 def number_of(answer_id: str) -> int:
     """Returns the number of the line that an answer belongs to."""
-    found = _ID.fullmatch(answer_id)
-    assert found is not None
-    return int(found[1])
+    match = _ID.fullmatch(answer_id)
+    assert match is not None
+    return int(match[1])

@@ -22,7 +22,7 @@ from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 MAX_UPLOAD_BYTES = 1 << 26
 _FORM_BYTES = 1 << 16  # the most bytes of an upload around its file
@@ -62,7 +62,7 @@ class BatchRoutes:
         content_type = request.headers.get("content-type", "")
         form = await asyncio.to_thread(read_form, content_type, body)
         if unknown := sorted(form.keys() - {"file", "purpose"}):
-            raise ApiError(400, f"{shown(unknown[0])} is not supported", param="body")
+            raise ApiError(400, f"{show(unknown[0])} is not supported", param="body")
         if "file" not in form or not form["file"].filename:
             raise ApiError(400, "file is required, with a file name", param="file")
         if "purpose" not in form or form["purpose"].content != b"batch":
@@ -85,7 +85,7 @@ class BatchRoutes:
     async def _files(self, request: Request) -> Response:
         records = self._store.of_owner("file", _owner(request))
         if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
-            raise ApiError(400, f"order must be asc or desc, got {shown(order)}", param="order")
+            raise ApiError(400, f"order must be asc or desc, got {show(order)}", param="order")
         if order == "desc":
             records = records[::-1]
         if purpose := request.query_params.get("purpose"):
@@ -93,10 +93,10 @@ class BatchRoutes:
         return _page(request, records, {"after", "limit", "order", "purpose"}, 1000)
 
     async def _file(self, request: Request) -> Response:
-        return json_answer(self._found_file(request))
+        return json_answer(self._find_file(request))
 
     async def _delete(self, request: Request) -> Response:
-        record = self._found_file(request)
+        record = self._find_file(request)
         for batch in self._store.every("batch"):
             if batch["input_file_id"] == record["id"] and batch["status"] in (
                 "validating",
@@ -112,7 +112,7 @@ class BatchRoutes:
         return json_answer({"id": record["id"], "object": "file", "deleted": True})
 
     async def _content(self, request: Request) -> Response:
-        path = self._store.content(self._found_file(request)["id"])
+        path = self._store.content(self._find_file(request)["id"])
         return FileResponse(path, media_type="application/jsonl")
 
     async def _create(self, request: Request) -> Response:
@@ -122,14 +122,14 @@ class BatchRoutes:
         check_fields(body, _FIELDS)
         owner = _owner(request)
         file_id = text_field(body, "input_file_id")
-        if self._store.found("file", file_id, owner)["purpose"] != "batch":
+        if self._store.find("file", file_id, owner)["purpose"] != "batch":
             raise ApiError(
                 400, "input_file_id must be of a file for batches", param="input_file_id"
             )
         if (endpoint := body.get("endpoint")) not in URLS:
             raise ApiError(
                 400,
-                f"endpoint must be {', '.join(URLS)}; got {shown(endpoint)}",
+                f"endpoint must be {', '.join(URLS)}; got {show(endpoint)}",
                 param="endpoint",
             )
         if body.get("completion_window") != "24h":
@@ -160,18 +160,18 @@ class BatchRoutes:
         return _page(request, records, {"after", "limit"}, 20)
 
     async def _batch(self, request: Request) -> Response:
-        return json_answer(self._found_batch(request))
+        return json_answer(self._find_batch(request))
 
     async def _cancel(self, request: Request) -> Response:
         check_origin(request.headers)
-        record = self._found_batch(request)
+        record = self._find_batch(request)
         return json_answer(await self._batches.cancel(record))
 
-    def _found_file(self, request: Request) -> Record:
-        return self._store.found("file", request.path_params["file_id"], _owner(request))
+    def _find_file(self, request: Request) -> Record:
+        return self._store.find("file", request.path_params["file_id"], _owner(request))
 
-    def _found_batch(self, request: Request) -> Record:
-        return self._store.found("batch", request.path_params["batch_id"], _owner(request))
+    def _find_batch(self, request: Request) -> Record:
+        return self._store.find("batch", request.path_params["batch_id"], _owner(request))
 
 
 def _owner(request: Request) -> str:
@@ -201,26 +201,26 @@ def _page(request: Request, records: list[Record], known: set[str], limit: int) 
     """Returns a part of a list, as clients ask for it by `limit` and `after`."""
     asked = request.query_params
     if unknown := sorted(asked.keys() - known):
-        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="query")
+        raise ApiError(400, f"Unknown parameter: {show(unknown[0])}", param="query")
     for name in asked:
         if len(asked.getlist(name)) > 1:
             raise ApiError(400, f"{name} is in the query more than once", param=name)
-    given = asked.get("limit", str(limit))
+    text = asked.get("limit", str(limit))
     # Python reads no integer with more digits than sys.get_int_max_str_digits().
-    if not _LIMIT.fullmatch(given) or int(given) > _MAX_LIMIT:
+    if not _LIMIT.fullmatch(text) or int(text) > _MAX_LIMIT:
         raise ApiError(
             400,
-            f"limit must be 1 to {_MAX_LIMIT}, without leading zeros, got {shown(given)}",
+            f"limit must be 1 to {_MAX_LIMIT}, without leading zeros, got {show(text)}",
             param="limit",
         )
     if (after := asked.get("after")) is not None:
         ids = [record["id"] for record in records]
         if after not in ids:
             raise ApiError(
-                400, f"after must be an id of the list, got {shown(after)}", param="after"
+                400, f"after must be an id of the list, got {show(after)}", param="after"
             )
         records = records[ids.index(after) + 1 :]
-    part = records[: int(given)]
+    part = records[: int(text)]
     return json_answer(
         {
             "object": "list",

@@ -108,27 +108,27 @@ def _answer_all(
     window: int,
     bar: tqdm,  # type: ignore[type-arg]
 ) -> None:
-    def told() -> None:
+    def tell() -> None:
         num_tokens = output.counts.completion_tokens - output.before.completion_tokens
         rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
         bar.update()
 
-    async def answered() -> None:
+    async def answer() -> None:
         run = BatchRun(
             InProcess(server.routes, config, server.metrics),
             output,
             num_at_once=_LINES_PER_SEQUENCE * driver.engine.scheduler.max_num_seqs,
             max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
             is_dead=driver.ended.done,
-            told=told,
+            told=tell,
             window=window,
         )
         await run.run(source)
 
     driver.start()
     try:
-        asyncio.run(answered())
+        asyncio.run(answer())
     finally:
         driver.stop()
         server.preparing.close()

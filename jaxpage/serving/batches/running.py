@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.errors import EngineFailed, ShuttingDown
-from jaxpage.serving.batches.in_process import Answer, InProcess
-from jaxpage.serving.batches.lines import Line, answered
+from jaxpage.serving.batches.in_process import InProcess, InProcessAnswer
+from jaxpage.serving.batches.lines import Line, write_answer
 from jaxpage.serving.batches.ordering import DEFAULT_WINDOW, windows
 from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, OutputFile
 
@@ -72,7 +72,7 @@ class BatchRun:
             ShuttingDown: The server accepts no more requests.
             OSError: A file cannot be read or written.
         """
-        found = windows(
+        windows_of_lines = windows(
             path,
             self._output.done,
             window=self.window,
@@ -81,7 +81,7 @@ class BatchRun:
         )
         try:
             async with asyncio.TaskGroup() as group:
-                while lines := await asyncio.to_thread(next, found, None):
+                while lines := await asyncio.to_thread(next, windows_of_lines, None):
                     for line in lines:
                         if isinstance(line, Line):
                             await self._places.acquire()
@@ -94,11 +94,11 @@ class BatchRun:
     async def _answer(self, line: Line) -> None:
         try:
             answer = await self._response(line)
-            await self._write(answered(line, *answer))
+            await self._write(write_answer(line, *answer))
         finally:
             self._places.release()
 
-    async def _response(self, line: Line) -> Answer:
+    async def _response(self, line: Line) -> InProcessAnswer:
         """Returns the server's answer to a line; it waits where the server has no room."""
         pause = _FIRST_PAUSE_SECONDS
         while True:

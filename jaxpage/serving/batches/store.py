@@ -25,7 +25,7 @@ from typing import Any
 from jaxpage.errors import ConfigError
 from jaxpage.private_files import make_private, open_private
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 MAX_FILES = 1000
 MAX_BATCHES = 1000
@@ -114,14 +114,14 @@ class Store:
         """Returns the records of a kind, "file" or "batch", of all owners, the oldest first."""
         with self._changing:
             records = list(self._records.values())
-        found = [record for record in records if record["object"] == kind]
-        return sorted(found, key=lambda record: (record["created_at"], record["id"]))
+        of_kind = [record for record in records if record["object"] == kind]
+        return sorted(of_kind, key=lambda record: (record["created_at"], record["id"]))
 
     def of_owner(self, kind: str, owner: str) -> list[Record]:
         """Returns an owner's records of a kind, the oldest first."""
         return [record for record in self.every(kind) if self._owners.get(record["id"]) == owner]
 
-    def found(self, kind: str, record_id: str, owner: str) -> Record:
+    def find(self, kind: str, record_id: str, owner: str) -> Record:
         """Returns a record.
 
         Raises:
@@ -130,7 +130,7 @@ class Store:
         record = self._records.get(record_id)
         if record is None or record["object"] != kind or self._owners.get(record_id) != owner:
             raise ApiError(
-                404, f"There is no {kind} {shown(record_id)}", param=f"{kind}_id", code="not_found"
+                404, f"There is no {kind} {show(record_id)}", param=f"{kind}_id", code="not_found"
             )
         return record
 

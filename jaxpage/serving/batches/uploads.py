@@ -7,21 +7,21 @@ from email.parser import BytesHeaderParser
 from typing import NamedTuple
 
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 _MAX_PARTS = 16
 _MAX_HEADER_BYTES = 4096
 _MAX_FILENAME_CHARACTERS = 256
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """Holds a field of a form: its file name, which is empty for a plain field, and its bytes."""
 
     filename: str
     content: bytes
 
 
-def read_form(content_type: str, body: bytes) -> dict[str, Part]:
+def read_form(content_type: str, body: bytes) -> dict[str, FormPart]:
     """Returns the fields of a form by their names.
 
     Args:
@@ -36,7 +36,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
     boundary = header.get_param("boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
         raise ApiError(415, "Unsupported Media Type: a file is uploaded as 'multipart/form-data'")
-    fields: dict[str, Part] = {}
+    fields: dict[str, FormPart] = {}
     for start, end in _parts(body, b"--" + boundary.encode()):
         # The empty line may be where the head would begin, so that there are no headers.
         empty_line = body.find(b"\r\n\r\n", start, min(end, start + 2 + _MAX_HEADER_BYTES + 4))
@@ -51,9 +51,9 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
         filename = headers.get_filename() or ""
         if len(filename) > _MAX_FILENAME_CHARACTERS or not filename.isprintable():
             raise ApiError(
-                400, f"{name}: the file's name {shown(filename)} is too long, or cannot be printed"
+                400, f"{name}: the file's name {show(filename)} is too long, or cannot be printed"
             )
-        fields[name] = Part(filename, content)
+        fields[name] = FormPart(filename, content)
     return fields
 
 

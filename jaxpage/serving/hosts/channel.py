@@ -14,7 +14,7 @@ import socket
 import threading
 from typing import Any
 
-from jaxpage.replay import MAX_LINE_BYTES, Record, encoded_record
+from jaxpage.replay import MAX_LINE_BYTES, Record, encode_record
 
 GREETING_SECONDS = 5.0  # the longest wait for a read or a write of the greeting
 _GREETING_BYTES = 1024
@@ -45,7 +45,7 @@ class Channel:
 
     def send(self, record: Record) -> None:
         """Sends a record as a line."""
-        line = encoded_record(record)
+        line = encode_record(record)
         with self._lock:
             self._connection.sendall(self._code(self._ways[0], self._num_sent, line) + b" " + line)
             self._num_sent += 1
@@ -94,7 +94,7 @@ def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Chann
     connection.settimeout(GREETING_SECONDS)
     nonce = secrets.token_hex(16)
     _say(connection, {"nonce": nonce})
-    theirs = _heard(connection, {"nonce": str, "rank": int, "code": str})
+    theirs = _receive_line(connection, {"nonce": str, "rank": int, "code": str})
     about = f"{nonce} {theirs['nonce']} {theirs['rank']}".encode()
     if not hmac.compare_digest(
         theirs["code"].encode(), _digest(secret, b"follower", about).encode()
@@ -119,9 +119,9 @@ def greet_leader(connection: socket.socket, secret: bytes, rank: int) -> Channel
     """
     connection.settimeout(GREETING_SECONDS)
     nonce = secrets.token_hex(16)
-    about = f"{_heard(connection, {'nonce': str})['nonce']} {nonce} {rank}".encode()
+    about = f"{_receive_line(connection, {'nonce': str})['nonce']} {nonce} {rank}".encode()
     _say(connection, {"nonce": nonce, "rank": rank, "code": _digest(secret, b"follower", about)})
-    answer = _heard(connection, {"code": str})
+    answer = _receive_line(connection, {"code": str})
     if not hmac.compare_digest(answer["code"].encode(), _digest(secret, b"leader", about).encode()):
         raise Refused("the secret of rank 0 is another one")
     return Channel(connection, _key(secret, about), leads=False)
@@ -136,10 +136,10 @@ def _digest(key: bytes, *parts: bytes) -> str:
 
 
 def _say(connection: socket.socket, record: Record) -> None:
-    connection.sendall(encoded_record(record))
+    connection.sendall(encode_record(record))
 
 
-def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:
+def _receive_line(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:
     """Receives one line of the greeting byte by byte, because the channel reads the next ones."""
     line = b""
     while not line.endswith(b"\n"):

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from jaxpage.engine import Engine
 from jaxpage.errors import JaxpageError
-from jaxpage.replay import Differs, LoggedDrafts, Record, add_arrival, differ, encoded_record
+from jaxpage.replay import Differs, LoggedDrafts, Record, add_arrival, differ, encode_record
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
 
@@ -116,17 +116,17 @@ class Follower:
     def _add(self, record: Record) -> None:
         try:
             name, _ = record.get("lora", (None, None))
-            lora = None if name is None else self._engine.opened_adapter(self._adapters[name])
+            lora = None if name is None else self._engine.open_adapter(self._adapters[name])
             add_arrival(self._engine, record, lora)
         except (LookupError, TypeError, ValueError, TimeoutError, JaxpageError) as error:
             why = f"{type(error).__name__}: {error}"
             raise Differs(
-                f"this rank refuses request {shown(record.get('request_id'))}: {why}"
+                f"this rank refuses request {show(record.get('request_id'))}: {why}"
             ) from error
 
     def _came(self, record: Record) -> None:
         """Takes a record of this engine; the record of a plan comes before the device begins."""
-        ours = json.loads(encoded_record(record))
+        ours = json.loads(encode_record(record))
         if self._theirs is None:
             self._ours.append(ours)
         else:

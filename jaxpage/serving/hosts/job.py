@@ -41,9 +41,9 @@ def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
     # The channels use the port after the coordinator's, and the port that JAX has chosen may be the
     # last one there is.
     coordinator = f"{host}:{int(port) - 1}"
-    found = server.replace(
+    settings = server.replace(
         coordinator=coordinator, num_hosts=job.num_processes, host_rank=job.process_id
     )
-    if found.num_hosts > 1 and (errors := of_several_hosts(engine, found)):
+    if settings.num_hosts > 1 and (errors := of_several_hosts(engine, settings)):
         raise errors[0]
-    return found
+    return settings

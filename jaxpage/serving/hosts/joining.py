@@ -20,12 +20,12 @@ from pathlib import Path
 from jaxpage.assembly import EngineSpec, drafter_directory
 from jaxpage.checkpoints import resolve_model, resolve_tokenizer
 from jaxpage.errors import JaxpageError
-from jaxpage.replay import Record, encoded_record, package_versions
+from jaxpage.replay import Record, encode_record, package_versions
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.processes import join_processes
 from jaxpage.serving.hosts.secret import read_secret
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def smallest_sizes(
         HostsError: A host is gone, or has chosen another dtype, which may follow its processor.
     """
     record = spec.record()
-    said = _said_by_all(
+    said = _exchange_with_all(
         {"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}},
         channels,
         host_rank,
@@ -132,13 +132,15 @@ def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) 
     Raises:
         HostsError: A host is gone, or its engine has another pool or other shapes.
     """
-    said = _said_by_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
+    said = _exchange_with_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
     _check_same([each["engine"] for each in said])
 
 
-def _said_by_all(record: Record, channels: Mapping[int, Channel], host_rank: int) -> list[Record]:
+def _exchange_with_all(
+    record: Record, channels: Mapping[int, Channel], host_rank: int
+) -> list[Record]:
     """Sends a record to all hosts, and returns the records of all in order of rank."""
-    said: list[Record] = [json.loads(encoded_record(record))]
+    said: list[Record] = [json.loads(encode_record(record))]
     ranks = range(1, len(channels) + 1) if host_rank == 0 else ()
     rank = 0
     for channel in channels.values():
@@ -190,7 +192,7 @@ def _join_followers(
                     f"rank {missing} of {num_hosts} hosts did not join in {JOIN_SECONDS:g} s"
                 ) from None
             try:
-                rank, channel = _admitted(connection, secret, channels, num_hosts, about)
+                rank, channel = _admit(connection, secret, channels, num_hosts, about)
                 channels[rank] = channel
             except (OSError, ValueError, Refused) as error:
                 logger.warning("the host at %s was refused: %s", address[0], error)
@@ -198,7 +200,7 @@ def _join_followers(
     return channels
 
 
-def _admitted(
+def _admit(
     connection: socket.socket,
     secret: bytes,
     known: Mapping[int, Channel],
@@ -217,7 +219,7 @@ def _admitted(
 
 
 def _join_leader(host: str, port: int, secret: bytes, rank: int, about: Record) -> Channel:
-    connection = _connected(host, port)
+    connection = _connect(host, port)
     try:
         channel = greet_leader(connection, secret, rank)
         channel.send(about)
@@ -232,7 +234,7 @@ def _join_leader(host: str, port: int, secret: bytes, rank: int, about: Record) 
     return channel
 
 
-def _connected(host: str, port: int) -> socket.socket:
+def _connect(host: str, port: int) -> socket.socket:
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
@@ -277,7 +279,7 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
         "config": {**config, "num_hosts": server.num_hosts},
         "files": files,
     }
-    described: Record = json.loads(encoded_record(record))
+    described: Record = json.loads(encode_record(record))
     return described
 
 
@@ -319,7 +321,7 @@ def _difference(theirs: Record, ours: Record, rank: int) -> str | None:
             if (why := compare(other, value, rank)) is not None:
                 return why if name in ("config", "files") else f"{name}: {why}"
         elif other != value:
-            return f"{name} is {shown(other)} on rank {rank}, {shown(value)} on rank 0"
+            return f"{name} is {show(other)} on rank {rank}, {show(value)} on rank 0"
     return None
 
 

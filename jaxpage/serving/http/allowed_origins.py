@@ -33,8 +33,8 @@ class _AllowedPages:
         if scope["type"] == "http":
             origins = Headers(scope=scope).getlist("origin")
             if len(origins) == 1 and origins[0] in self._origins:
-                kept = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_PAGE]
-                scope = {**scope, "headers": kept}
+                headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_PAGE]
+                scope = {**scope, "headers": headers}
         await self._app(scope, receive, send)
 
 

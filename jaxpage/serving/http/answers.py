@@ -18,7 +18,7 @@ from jaxpage.errors import (
     ShuttingDown,
     WeightsReplaced,
 )
-from jaxpage.serving.wire.dialects import dialect_of, encoded, encoded_parts
+from jaxpage.serving.wire.dialects import dialect_of, encode, encode_parts
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def json_answer(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Returns an answer in JSON."""
-    return Response(encoded(value), status, headers, "application/json")
+    return Response(encode(value), status, headers, "application/json")
 
 
 def whole_answer(value: Any, headers: Mapping[str, str] | None = None) -> ASGIApp:
@@ -37,7 +37,7 @@ def whole_answer(value: Any, headers: Mapping[str, str] | None = None) -> ASGIAp
     A large one is encoded and sent in parts, so that it holds up neither the threads nor the event
     loop.
     """
-    parts = encoded_parts(value)
+    parts = encode_parts(value)
     if len(parts) == 1:
         return Response(parts[0], 200, headers, "application/json")
     return _InParts(parts, headers or {})
@@ -60,7 +60,7 @@ class _InParts:
         await send({"type": "http.response.body", "body": b""})
 
 
-def ignored_header(fields: Sequence[str]) -> dict[str, str]:
+def make_ignored_header(fields: Sequence[str]) -> dict[str, str]:
     """Returns the header that names the ignored fields of a request, if there are any."""
     return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
 

@@ -49,10 +49,12 @@ class ApiKeys:
 
     def _has_key(self, scope: Scope) -> bool:
         """Returns whether a request has a key, and notes the owner."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not given and dialect_of(scope["path"]) is MESSAGES:
-            given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not values and dialect_of(scope["path"]) is MESSAGES:
+            values = [
+                b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"
+            ]
+        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":
             return False
         digest = _digest(key.strip())

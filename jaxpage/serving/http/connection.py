@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxpage.serving.http.answers import send_error
-from jaxpage.serving.http.parser import Parser
-from jaxpage.serving.wire.dialects import encoded
+from jaxpage.serving.http.parser import HTTPParser
+from jaxpage.serving.wire.dialects import encode
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 # The most bytes of further requests that wait while one is being answered.
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
         conn: The parser of the client's bytes.
     """
 
-    conn: Parser
+    conn: HTTPParser
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Connection(H11Protocol):
             **kwargs: The keyword arguments of uvicorn's protocol.
         """
         super().__init__(*args, **kwargs)
-        self.conn = Parser()
+        self.conn = HTTPParser()
         self._receive_seconds = receive_seconds
         self._send_seconds = send_seconds
         self._max_connections = max_connections
@@ -138,13 +138,21 @@ class Connection(H11Protocol):
         no client keeps all places by holding connections that it does not use.
         """
         others = [
-            one for one in self.connections if isinstance(one, Connection) and one is not self
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and connection is not self
         ]
-        idle = [one for one in others if one.is_idle and not one.transport.is_closing()]
+        idle = [
+            connection
+            for connection in others
+            if connection.is_idle and not connection.transport.is_closing()
+        ]
         if not idle:
             return False
-        num_held = Counter(one._address for one in others)
-        max(idle, key=lambda one: (num_held[one._address], -one._since)).transport.abort()
+        num_held = Counter(connection._address for connection in others)
+        max(
+            idle, key=lambda connection: (num_held[connection._address], -connection._since)
+        ).transport.abort()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -221,7 +229,7 @@ class Connection(H11Protocol):
         The connection lingers, because many clients read the answer only when they have sent
         everything.
         """
-        body = encoded(ApiError(400, self.conn.problem or msg).body())
+        body = encode(ApiError(400, self.conn.problem or msg).body())
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),

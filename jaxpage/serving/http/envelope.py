@@ -44,22 +44,22 @@ class Envelope:
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        header_id = headers.get("x-request-id", "")
+        request_id = header_id if _REQUEST_ID.fullmatch(header_id) else uuid.uuid4().hex
         body_is_read = (
             "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
         )
         has_begun = False
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def watched_receive() -> Message:
+        async def watch_receive() -> Message:
             nonlocal body_is_read
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
                 body_is_read = True
             return message
 
-        async def dressed_send(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 answer = MutableHeaders(scope=message)
@@ -73,14 +73,14 @@ class Envelope:
                     log_refusal(scope, message["status"], reason)
             elif not body_is_read and not message.get("more_body", False):
                 await send({**message, "more_body": True})
-                await _read_on(watched_receive)
+                await _read_on(watch_receive)
                 message = {"type": "http.response.body"}
             await send(message)
             # Set after sending: if the start could not be sent, an error can still be answered.
             has_begun = True
 
         try:
-            await self._app(scope, watched_receive, dressed_send)
+            await self._app(scope, watch_receive, send_with_headers)
         except ClientDisconnect as error:
             _forget_frames(error)
             self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
@@ -89,7 +89,7 @@ class Envelope:
                 raise
             refusal = to_api_error(error)
             _forget_frames(error)
-            await send_error(refusal, scope, receive, dressed_send)
+            await send_error(refusal, scope, receive, send_with_headers)
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -101,9 +101,9 @@ def _forget_frames(error: BaseException) -> None:
     """
     errors: list[BaseException | None] = [error]
     while errors:
-        if (one := errors.pop()) is not None and one.__traceback__ is not None:
-            one.__traceback__ = None
-            errors += [one.__cause__, one.__context__]
+        if (current := errors.pop()) is not None and current.__traceback__ is not None:
+            current.__traceback__ = None
+            errors += [current.__cause__, current.__context__]
 
 
 async def _read_on(receive: Receive) -> None:

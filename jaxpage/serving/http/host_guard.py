@@ -56,8 +56,8 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
     Raises:
         ApiError: A page of another origin has sent the request.
     """
-    own = f"http://{headers.get('host')}"
-    if any(origin != own for origin in headers.getlist("origin")):
+    own_origin = f"http://{headers.get('host')}"
+    if any(origin != own_origin for origin in headers.getlist("origin")):
         raise ApiError(
             403, _refusal("no Origin header, or the server's own"), code="foreign_origin"
         )
@@ -71,7 +71,8 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
             403, _refusal("no Sec-Fetch-Site header, or 'same-origin'"), code="foreign_origin"
         )
     if not all(
-        referer == own or referer.startswith(f"{own}/") for referer in headers.getlist("referer")
+        referer == own_origin or referer.startswith(f"{own_origin}/")
+        for referer in headers.getlist("referer")
     ):
         raise ApiError(
             403, _refusal("no Referer header, or a page of the server's own"), code="foreign_origin"
@@ -80,9 +81,9 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
 
 def is_of_this_machine(host: str) -> bool:
     """Returns whether a Host header names this machine in a form that no DNS owner can define."""
-    if not (found := _HOST.fullmatch(host)):
+    if not (match := _HOST.fullmatch(host)):
         return False
-    name = found[1].strip("[]").lower()
+    name = match[1].strip("[]").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:

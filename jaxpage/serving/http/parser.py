@@ -15,7 +15,7 @@ _EMPTY_LINES = re.compile(rb"(?:\r?\n)*")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 
 
-class Parser(h11.Connection):
+class HTTPParser(h11.Connection):
     """The server's side of a connection.
 
     Empty lines before a request are skipped (RFC 9112, 2.2). A target in absolute form is replaced
@@ -38,18 +38,18 @@ class Parser(h11.Connection):
         if self.their_state is h11.IDLE and not self._skip_empty_lines():
             return h11.NEED_DATA
         event = super().next_event()
-        return self._checked(event) if isinstance(event, h11.Request) else event
+        return self._check(event) if isinstance(event, h11.Request) else event
 
     def _skip_empty_lines(self) -> bool:
         """Removes empty lines, and returns False if the rest may be the first half of one."""
         waiting, _ = self.trailing_data
-        found = _EMPTY_LINES.match(waiting)
-        if found and found.end():
-            self._receive_buffer.maybe_extract_at_most(found.end())
-            waiting = waiting[found.end() :]
+        match = _EMPTY_LINES.match(waiting)
+        if match and match.end():
+            self._receive_buffer.maybe_extract_at_most(match.end())
+            waiting = waiting[match.end() :]
         return waiting != b"\r"
 
-    def _checked(self, request: h11.Request) -> h11.Request:
+    def _check(self, request: h11.Request) -> h11.Request:
         names = {name for name, _ in request.headers}
         self.is_chunked = b"transfer-encoding" in names
         if {b"content-length", b"transfer-encoding"} <= names:
@@ -58,12 +58,12 @@ class Parser(h11.Connection):
             self._refuse("HTTP/1.0 has no Transfer-Encoding")
         if not (absolute := _ABSOLUTE.fullmatch(request.target)):
             return request
-        host, rest = absolute.groups()
+        host, target = absolute.groups()
         if not host or b"@" in host:
             self._refuse("The target of a request must name a host, and no user")
         return h11.Request(
             method=request.method,
-            target=rest if rest.startswith(b"/") else b"/" + rest,
+            target=target if target.startswith(b"/") else b"/" + target,
             headers=[
                 (b"host", host),
                 *((name, value) for name, value in request.headers if name != b"host"),

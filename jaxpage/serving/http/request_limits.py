@@ -75,7 +75,7 @@ class Limits:
         num_bytes = 0
         is_complete = False
 
-        async def limited_receive() -> Message:
+        async def receive_limited() -> Message:
             nonlocal num_bytes, is_complete
             if is_complete:
                 return await receive()  # only the disconnect can follow
@@ -102,7 +102,7 @@ class Limits:
             return message
 
         try:
-            await self._app(scope, limited_receive, send)
+            await self._app(scope, receive_limited, send)
         finally:
             self._num_held -= num_bytes
             if self._most_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:

@@ -24,9 +24,9 @@ from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.body import check_fields, parse_object
-from jaxpage.serving.wire.dialects import COMMENT, encoded_parts, event
+from jaxpage.serving.wire.dialects import COMMENT, encode_parts, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +62,7 @@ _HEADERS = {
 _PRIVATE = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 
-class Source(Protocol):
+class InspectedDriver(Protocol):
     """The driver of an engine, as the page needs it; the server's is an `AsyncDriver`.
 
     Attributes:
@@ -80,7 +80,9 @@ class Source(Protocol):
         """Runs a function on the engine between two of its steps, and returns the result."""
 
 
-def routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
+def routes(
+    driver: InspectedDriver, *, show_prompts: bool, can_be_slow: bool = False
+) -> list[BaseRoute]:
     """Returns all routes of the page.
 
     Args:
@@ -123,7 +125,7 @@ def _file(name: str, path: Path) -> Route:
 
 
 def state_routes(
-    driver: Source, *, show_prompts: bool, can_be_slow: bool = False
+    driver: InspectedDriver, *, show_prompts: bool, can_be_slow: bool = False
 ) -> list[BaseRoute]:
     """Returns the routes of snapshots: one snapshot, or a stream of them as they change.
 
@@ -169,13 +171,13 @@ def state_routes(
     return [Route("/debug/state", state), Route("/debug/events", events, methods=["GET", "POST"])]
 
 
-def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
+def _seconds_per_step(value: Any, *, can_be_slow: bool) -> float:
     """Returns the least time of a step that a viewer asks for; 0.0 without slow motion."""
     seconds = (
-        float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
     if not 0 <= seconds <= MAX_SECONDS_PER_STEP:
-        message = f"seconds_per_step is {shown(given)}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
+        message = f"seconds_per_step is {show(value)}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
         raise ApiError(400, message, param="seconds_per_step")
     if seconds and not can_be_slow:
         raise ApiError(
@@ -186,8 +188,8 @@ def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
     return seconds
 
 
-def _encoded(snapshot: Snapshot) -> bytes:
-    return b"".join(encoded_parts(snapshot))
+def _encode(snapshot: Snapshot) -> bytes:
+    return b"".join(encode_parts(snapshot))
 
 
 class _Feed:
@@ -196,7 +198,9 @@ class _Feed:
     It makes none unless somebody asks.
     """
 
-    def __init__(self, driver: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
+    def __init__(
+        self, driver: InspectedDriver, inspector: Inspector, *, can_be_slow: bool = False
+    ) -> None:
         self.num_viewers = 0
         self._driver = driver
         self._pace = Pace()
@@ -226,7 +230,7 @@ class _Feed:
                 if content != self._content:
                     self._content = content
                     self._version = self._version + 1
-                self._body = await asyncio.to_thread(_encoded, snapshot)
+                self._body = await asyncio.to_thread(_encode, snapshot)
                 self._due = time.monotonic() + SECONDS_BETWEEN_SNAPSHOTS
             return self._version, self._body
 
@@ -238,7 +242,7 @@ class _Feed:
         """
         self.num_viewers += 1
         try:
-            with self._pace.held(seconds_per_step):
+            with self._pace.hold(seconds_per_step):
                 async for frame in self._frames():
                     yield frame
         except JaxpageError:

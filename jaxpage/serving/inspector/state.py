@@ -40,7 +40,7 @@ class Inspector:
         watcher = self._watcher
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine)
-        watcher.looked()
+        watcher.note_look()
         scheduler = engine.scheduler
         executables = engine.runner.executables
         manager = scheduler.block_manager
@@ -50,7 +50,9 @@ class Inspector:
             self._request(group, state, manager, watcher.tracks[group.request.request_id].timeline)
             for group, state in groups
         ]
-        requests += [self._finished(track, manager) for track in reversed(watcher.finished)]
+        requests += [
+            self._describe_finished(track, manager) for track in reversed(watcher.finished)
+        ]
         steps = list(watcher.steps)
         return {
             "clock": {"unit": "seconds", "now": round(watcher.last_look - self._epoch, 4)},
@@ -58,9 +60,10 @@ class Inspector:
             "requests": requests,
             "step": steps[-1] if steps else None,
             "history": [
-                [one["step"], _num_tokens(one), one["bucket"][0], one["seconds"]] for one in steps
+                [step["step"], _num_tokens(step), step["bucket"][0], step["seconds"]]
+                for step in steps
             ],
-            "copies": [[one["step"], *pair] for one in steps for pair in one["copies"]][
+            "copies": [[step["step"], *pair] for step in steps for pair in step["copies"]][
                 -MOST_COPIES:
             ],
             "num_steps": engine.metrics.engine_steps_total,
@@ -70,7 +73,7 @@ class Inspector:
             },
         }
 
-    def _finished(self, track: Track, manager: BlockManager) -> Snapshot:
+    def _describe_finished(self, track: Track, manager: BlockManager) -> Snapshot:
         reasons = [sequence.finish_reason for sequence in track.group.sequences]
         return {
             **self._request(track.group, "finished", manager, track.timeline),

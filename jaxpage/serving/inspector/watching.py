@@ -72,7 +72,7 @@ class Timeline:
             self.segments[-1][2] = at
 
     @classmethod
-    def begun(cls, metrics: RequestMetrics, now: float) -> Timeline:
+    def begin_late(cls, metrics: RequestMetrics, now: float) -> Timeline:
         """Makes the timeline of a request that began before anybody looked.
 
         Its segments come from the times that the engine keeps for every request.
@@ -126,7 +126,7 @@ class Watcher(Both):
         self._group_of: dict[int, SequenceGroup] = {}
         for group in (*engine.scheduler.running, *engine.scheduler.waiting):
             metrics = engine.metrics.requests[group.request.request_id]
-            self.tracks[group.request.request_id] = Track(group, Timeline.begun(metrics, now))
+            self.tracks[group.request.request_id] = Track(group, Timeline.begin_late(metrics, now))
         engine.events = self
 
     @property
@@ -134,12 +134,12 @@ class Watcher(Both):
         """Returns whether the engine still tells this watcher its events."""
         return self._engine.events is self
 
-    def looked(self) -> None:
+    def note_look(self) -> None:
         """Notes that somebody looks now, and moves ended requests to the finished ones."""
         self.last_look = time.monotonic()
         scheduler = self._engine.scheduler
         present = {group.request.request_id for group in (*scheduler.running, *scheduler.waiting)}
-        for request_id in [one for one in self.tracks if one not in present]:
+        for request_id in [request_id for request_id in self.tracks if request_id not in present]:
             self.finished.append(self.tracks.pop(request_id))
             self.finished[-1].timeline.close(self.last_look)
 
@@ -211,10 +211,14 @@ class Watcher(Both):
             rows.append(
                 [group.arrival, row.sequence_id, row.start, len(row.token_ids), len(row.parents)]
             )
-        numbers = [track.group.arrival for one in plan.preempted if (track := self.tracks.get(one))]
-        self.steps.append(self._described(plan, rows, numbers, now - self._began))
+        numbers = [
+            track.group.arrival
+            for request_id in plan.preempted
+            if (track := self.tracks.get(request_id))
+        ]
+        self.steps.append(self._describe(plan, rows, numbers, now - self._began))
 
-    def _described(
+    def _describe(
         self, plan: StepPlan, rows: list[list[int]], preempted: list[int], seconds: float
     ) -> dict[str, Any]:
         bucket = self._engine.builder.menu.choose(

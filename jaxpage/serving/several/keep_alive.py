@@ -22,10 +22,10 @@ def keep_alive_seconds(value: str | float) -> float:
         ValueError: The value is no duration.
     """
     if isinstance(value, str):
-        found = _TEXT.fullmatch(value) if len(value) <= MAX_CHARACTERS else None
-        if found is None:
+        match = _TEXT.fullmatch(value) if len(value) <= MAX_CHARACTERS else None
+        if match is None:
             raise ValueError("must be seconds or a duration such as 5m or 1h30m")
-        sign, text = found[1], found[2]
+        sign, text = match[1], match[2]
         parts = [(number, _UNITS[unit]) for number, unit in _PART.findall(text)] or [(text, 1.0)]
         seconds = sum(float(number) * unit for number, unit in parts)
         value = -seconds if sign == "-" else seconds

@@ -130,31 +130,37 @@ def _entry(value: Any, place: str, keep_alive: str | float, server: ServerConfig
         raise ConfigError(f"{place}: must be a mapping with name and model")
     fields = _fields(ModelFields, value, place)
     place = f"{place} ({fields.name})"
-    given = dict(fields.settings)
-    if "model" in given:
+    engine_settings = dict(fields.settings)
+    if "model" in engine_settings:
         raise ConfigError(f"{place}: model: belongs next to name, not into settings")
-    of_server = {name: given.pop(name) for name in OF_A_MODEL if name in given}
-    engine = _fields(EngineConfig, {"model": fields.model, **given}, place)
-    shared = {name: given for name, given in server.given().items() if name != "models_file"}
-    own = _fields(ServerConfig, {**shared, "served_model_name": (fields.name,), **of_server}, place)
-    if own.lora_modules and not engine.enable_lora:
+    of_server = {name: engine_settings.pop(name) for name in OF_A_MODEL if name in engine_settings}
+    engine = _fields(EngineConfig, {"model": fields.model, **engine_settings}, place)
+    shared = {
+        name: engine_settings
+        for name, engine_settings in server.explicit_settings().items()
+        if name != "models_file"
+    }
+    server_settings = _fields(
+        ServerConfig, {**shared, "served_model_name": (fields.name,), **of_server}, place
+    )
+    if server_settings.lora_modules and not engine.enable_lora:
         raise ConfigError(f"{place}: lora_modules: needs enable_lora")
     seconds = keep_alive_seconds(keep_alive if fields.keep_alive is None else fields.keep_alive)
     return ModelEntry(
         name=fields.name,
         engine=engine,
-        server=own,
+        server=server_settings,
         memory_bytes=fields.memory,
         keep_alive_seconds=seconds,
     )
 
 
 def _fields(
-    kind: type[Any], given: dict[str, Any], place: Any, file: dict[str, Located] | None = None
+    kind: type[Any], values: dict[str, Any], place: Any, file: dict[str, Located] | None = None
 ) -> Any:
     """Returns settings of a kind; in an error each problem has its place."""
     try:
-        return kind(**given)
+        return kind(**values)
     except (InvalidSettings, UnsupportedSettings) as error:
         places = {name: item.place for name, item in (file or {}).items()}
         raise ConfigError(
@@ -165,7 +171,7 @@ def _fields(
         ) from None
 
 
-def checked_sizes(entries: Sequence[ModelEntry], memory_bytes: int, text: str) -> dict[str, int]:
+def check_sizes(entries: Sequence[ModelEntry], memory_bytes: int, text: str) -> dict[str, int]:
     """Returns the bytes of each model by its name.
 
     Args:
@@ -192,7 +198,10 @@ def _misfits(entries: Sequence[ModelEntry], memory_bytes: int, text: str) -> Ite
         if needed > memory_bytes:
             yield f"model {entry.name!r} takes {mib(needed)}, and {text} is {mib(memory_bytes)}"
         elif needed + taken > memory_bytes:
-            names = ", ".join(f"{one.name!r} ({mib(_size(one, memory_bytes))})" for one in others)
+            names = ", ".join(
+                f"{neighbour.name!r} ({mib(_size(neighbour, memory_bytes))})"
+                for neighbour in others
+            )
             yield (
                 f"model {entry.name!r} ({mib(needed)}) does not fit next to {names}, never unloaded "
                 f"because of keep_alive: -1: {text} is {mib(memory_bytes)}"

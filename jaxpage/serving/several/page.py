@@ -26,7 +26,7 @@ def routes_of_page(
         slot_of: Returns the slot of the model that a query names.
     """
 
-    async def watched(request: Request) -> ASGIApp:
+    async def watch(request: Request) -> ASGIApp:
         slot = slot_of(request.query_params)
         if slot.model is None:
             raise ApiError(
@@ -39,6 +39,6 @@ def routes_of_page(
 
     return [
         *page_routes(),
-        Route("/debug/state", watched),
-        Route("/debug/events", watched, methods=["GET", "POST"]),
+        Route("/debug/state", watch),
+        Route("/debug/events", watch, methods=["GET", "POST"]),
     ]

@@ -107,23 +107,23 @@ class Opener:
 
     async def check(self, name: str) -> None:
         """Raises an error if a model's files, or its adapters, certainly cannot be loaded."""
-        await asyncio.wrap_future(self._thread.submit(self._checked, name))
+        await asyncio.wrap_future(self._thread.submit(self._check, name))
 
     async def open(self, name: str) -> ServedModel:
         """Loads and compiles a model."""
-        return await asyncio.wrap_future(self._thread.submit(self._opened, name))
+        return await asyncio.wrap_future(self._thread.submit(self._open, name))
 
     def close(self) -> None:
         """Takes no more models, without waiting for one that is being opened."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _checked(self, name: str) -> None:
+    def _check(self, name: str) -> None:
         entry = self._entries[name]
         config = entry.engine
         open_model(resolve_model(config.model, config.revision), config.quantization)
         check_lora_modules(config, entry.server, (name,))
 
-    def _opened(self, name: str) -> ServedModel:
+    def _open(self, name: str) -> ServedModel:
         entry = self._entries[name]
         self.is_busy = True
         try:
@@ -138,7 +138,7 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
     Each phase of its start is a line of the log.
     """
 
-    def planned(spec: EngineSpec) -> Mapping[str, int]:
+    def plan(spec: EngineSpec) -> Mapping[str, int]:
         memory = spec.memory
         room = num_bytes - memory.weights_bytes - memory.workspace_bytes
         if memory.pool_bytes <= room:
@@ -146,11 +146,11 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
         most = memory.most_blocks(max(room, 0))
         config = spec.config
         sizes = ("num_blocks", "kv_cache_memory_bytes")
-        given = [name for name in sizes if getattr(config, name) is not None]
-        if most < LEAST_BLOCKS or given:
+        explicit = [name for name in sizes if getattr(config, name) is not None]
+        if most < LEAST_BLOCKS or explicit:
             what = (
-                f"the pool of {given[0]} takes {mib(memory.pool_bytes)}"
-                if given
+                f"the pool of {explicit[0]} takes {mib(memory.pool_bytes)}"
+                if explicit
                 else (f"{LEAST_BLOCKS} KV blocks take {mib(memory.bytes_of(LEAST_BLOCKS))}")
             )
             raise CapacityError(
@@ -159,4 +159,4 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
             )
         return {"num_blocks": most}
 
-    return Hooks(planned=planned, phase=lambda phase: logger.info("%s: %s", name, phase))
+    return Hooks(planned=plan, phase=lambda phase: logger.info("%s: %s", name, phase))

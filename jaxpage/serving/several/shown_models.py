@@ -9,15 +9,15 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxpage.errors import JaxpageError
-from jaxpage.serving.http.answers import ignored_header, json_answer
+from jaxpage.serving.http.answers import json_answer, make_ignored_header
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import ModelTable
-from jaxpage.serving.startup import described_context
+from jaxpage.serving.startup import describe_context
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.ollama import about_ollama, show_ollama
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 
 class ShownModels:
@@ -53,8 +53,8 @@ class ShownModels:
             tokenizer=None,
             strict_requests=entry.server.strict_requests,
         )
-        found = show_ollama(body, context, about)
-        return json_answer(found.body, headers=ignored_header(found.ignored_fields))
+        answer = show_ollama(body, context, about)
+        return json_answer(answer.body, headers=make_ignored_header(answer.ignored_fields))
 
     def _read(self, entry: ModelEntry) -> dict[str, Any]:
         model = self._table.slots[entry.name].model
@@ -62,7 +62,7 @@ class ShownModels:
             self._about[entry.name] = about_ollama(model.context)
         elif entry.name not in self._about:
             try:
-                context = described_context(entry.engine, entry.server)
+                context = describe_context(entry.engine, entry.server)
             except JaxpageError as error:
                 raise not_loaded(entry.name, error) from error
             self._about[entry.name] = about_ollama(context)
@@ -74,7 +74,7 @@ def not_loaded(name: str, error: JaxpageError) -> ApiError:
     # No Retry-After: what is wrong with its files or its memory seldom passes by itself.
     return ApiError(
         500,
-        f"The model {shown(name)} cannot be loaded: {error}",
+        f"The model {show(name)} cannot be loaded: {error}",
         param="model",
         code="model_not_loaded",
     )

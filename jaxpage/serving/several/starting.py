@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 from jaxpage.device import available_bytes, choose_backend, make_mesh, open_devices
 from jaxpage.serving import logs
-from jaxpage.serving.app import guarded
+from jaxpage.serving.app import guard
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.server import run_app
 from jaxpage.serving.several.all_models import Models
-from jaxpage.serving.several.models_file import ModelEntry, checked_sizes, mib
+from jaxpage.serving.several.models_file import ModelEntry, check_sizes, mib
 from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
-from jaxpage.serving.startup import StartUp, handled_as, place_of
+from jaxpage.serving.startup import StartUp, handle_as, place_of
 from jaxpage.serving.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def start_several(
                 entry.name,
             )
     board, table, opener = open_table(entries, memory_bytes, server)
-    app = guarded(board, board.routes, server, api_keys, tracing)
+    app = guard(board, board.routes, server, api_keys, tracing)
     address = address_of(listener)
     names = ", ".join(f"{name} ({mib(slot.size)})" for name, slot in table.slots.items())
     text = "\n".join(
@@ -66,7 +66,7 @@ def start_several(
             *([f"A key is needed: {API_KEY_VARIABLE}."] if api_keys else []),
         ]
     )
-    with handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
+    with handle_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
         if not api_keys and not server.is_local:
             logger.warning("no API key: anyone who can reach %s can send requests", server.host)
         try:
@@ -88,7 +88,7 @@ def open_table(
     """Returns the table of models and what answers their requests; nothing is loaded.
 
     Raises:
-        ConfigError: Models do not fit; see `checked_sizes`.
+        ConfigError: Models do not fit; see `check_sizes`.
         UnsupportedError: A model's kernel set does not run on this device.
     """
     open_devices(UTILIZATION)
@@ -100,7 +100,7 @@ def open_table(
     if memory_bytes is None:
         memory_bytes = available_bytes(device, UTILIZATION)
         text = "the free memory"
-    sizes = checked_sizes(entries, memory_bytes, text)
+    sizes = check_sizes(entries, memory_bytes, text)
     by_name = {entry.name: entry for entry in entries}
     opener = Opener(by_name, sizes)
     table = ModelTable(

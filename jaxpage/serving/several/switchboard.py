@@ -26,7 +26,7 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.metrics import ServerMetrics, joined_exposition
+from jaxpage.serving.metrics import ServerMetrics, join_expositions
 from jaxpage.serving.model_cards import card_of_settings
 from jaxpage.serving.preparing import Readers
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
@@ -39,13 +39,13 @@ from jaxpage.serving.shared_answers import Shared
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
-from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encoded
+from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encode
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 # Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
 _UNLOADING = {"/api/chat": "messages", "/api/generate": "prompt"}
@@ -99,7 +99,7 @@ class Switchboard:
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
             )
         )
-        self._openapi = encoded(document)
+        self._openapi = encode(document)
         self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
         posts = [path for path, item in document["paths"].items() if "post" in item]
         self.routes: list[BaseRoute] = [
@@ -109,7 +109,7 @@ class Switchboard:
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
             Route("/api/tags", self._tags),
-            Route("/api/ps", self._loaded),
+            Route("/api/ps", self._list_loaded),
             Route("/api/version", self._version),
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._one),
@@ -124,7 +124,7 @@ class Switchboard:
         if config.ui:
             # The page comes first, so that its route for / wins over the index.
             self.routes[:0] = routes_of_page(
-                lambda query: table.slots[self._named(self._name_in(query))]
+                lambda query: table.slots[self._find_model(self._name_in(query))]
             )
         # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
         # put to sleep meanwhile.
@@ -141,20 +141,22 @@ class Switchboard:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(lambda: self._asked(raw, scope["path"]), len(raw))
+            asked = await self.preparing.run(
+                lambda: self._parse_request(raw, scope["path"]), len(raw)
+            )
             if asked.unloads:
                 self._table.expire(asked.model)
-                await json_answer(asked.unloaded())(scope, receive, send)
+                await json_answer(asked.answer_unload())(scope, receive, send)
                 return
             async with contextlib.AsyncExitStack() as leases:
                 model: ServedModel | None = None
 
-                async def leased() -> None:
+                async def lease() -> None:
                     nonlocal model
-                    model = await self._leased(asked.model, leases, asked.keep_alive)
+                    model = await self._lease(asked.model, leases, asked.keep_alive)
 
                 asked_at = time.monotonic()
-                await while_connected(receive, leased())
+                await while_connected(receive, lease())
                 assert model is not None
                 record_of(scope).loaded(asked_at)
                 scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
@@ -165,12 +167,12 @@ class Switchboard:
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             asked, body = await self.preparing.run(
-                lambda: (self._asked(raw, scope["path"]), parse_object(raw)), len(raw)
+                lambda: (self._parse_request(raw, scope["path"]), parse_object(raw)), len(raw)
             )
             answer = await self._shown.answer(body, asked.model)
             await answer(scope, receive, send)
 
-    async def _leased(
+    async def _lease(
         self, name: str, leases: contextlib.AsyncExitStack, keep_alive: float | None = None
     ) -> ServedModel:
         """Returns a model, of which `leases` gets a lease.
@@ -193,7 +195,7 @@ class Switchboard:
         return model
 
     @quotes
-    def _asked(self, raw: bytes, path: str) -> Asked:
+    def _parse_request(self, raw: bytes, path: str) -> ModelRequest:
         body = parse_object(raw)
         name = self._name_in(body)
         is_ollama = path.startswith(OLLAMA_PATHS)
@@ -204,7 +206,7 @@ class Switchboard:
             keep_alive = _keep_alive(keep_alive)
         prompt = _UNLOADING.get(path)
         unloads = keep_alive == 0 and prompt is not None and not body.get(prompt)
-        return Asked(self._named(name), name, keep_alive, prompt if unloads else None)
+        return ModelRequest(self._find_model(name), name, keep_alive, prompt if unloads else None)
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
         """Returns the name in a request, which may be missing if there is one model."""
@@ -213,26 +215,26 @@ class Switchboard:
             name = next(iter(self._entries))
         if name is None:
             names = ", ".join(self._entries)
-            raise ApiError(400, f"model is required: this server has {shown(names)}", param="model")
+            raise ApiError(400, f"model is required: this server has {show(names)}", param="model")
         if not isinstance(name, str):
             raise ApiError(
-                400, f"model must be the name of a model, got {shown(name)}", param="model"
+                400, f"model must be the name of a model, got {show(name)}", param="model"
             )
         return name
 
-    def _named(self, name: str) -> str:
+    def _find_model(self, name: str) -> str:
         """Returns the model that a request names, by its name or that of an adapter of it."""
-        if (found := self._models.get(name)) is None:
+        if (model := self._models.get(name)) is None:
             raise unknown_model(name, self._models)
-        return found
+        return model
 
     # Routes for administrators.
 
     async def _sleep(self, request: Request) -> Response:
         asked = await self._order(request, {"model", "level"})
         if (level := asked.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
-            raise ApiError(400, f"level must be 1 or 2, got {shown(level)}", param="level")
-        name = self._named(self._name_in(asked))
+            raise ApiError(400, f"level must be 1 or 2, got {show(level)}", param="level")
+        name = self._find_model(self._name_in(asked))
         try:
             await self._table.sleep(name, level)
         except InUse as error:
@@ -240,13 +242,13 @@ class Switchboard:
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
     async def _wake_up(self, request: Request) -> Response:
-        name = self._named(self._name_in(await self._order(request, {"model"})))
+        name = self._find_model(self._name_in(await self._order(request, {"model"})))
         async with contextlib.AsyncExitStack() as leases:
-            await self._leased(name, leases)
+            await self._lease(name, leases)
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
     async def _is_sleeping(self, request: Request) -> Response:
-        name = self._named(self._name_in(request.query_params))
+        name = self._find_model(self._name_in(request.query_params))
         return json_answer({"is_sleeping": self._table.slots[name].is_asleep})
 
     async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
@@ -287,7 +289,7 @@ class Switchboard:
 
     async def _one(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._named(name)
+        self._find_model(name)
         return json_answer(self._card(name))
 
     async def _tags(self, request: Request) -> Response:
@@ -306,7 +308,7 @@ class Switchboard:
             self._file_cards[name] = await asyncio.to_thread(card_of_settings, engine)
         return self._file_cards[name]
 
-    async def _loaded(self, request: Request) -> Response:
+    async def _list_loaded(self, request: Request) -> Response:
         """Answers Ollama's list of the models in memory, with the times at which they go."""
         models = []
         for slot, model in self._in_memory():
@@ -355,7 +357,7 @@ class Switchboard:
             with contextlib.suppress(TimeoutError, JaxpageError):
                 stats = await asyncio.wait_for(model.driver.stats(), STATS_SECONDS)
             each.append((model.metrics, stats))
-        return await asyncio.to_thread(joined_exposition, each)
+        return await asyncio.to_thread(join_expositions, each)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
@@ -369,7 +371,7 @@ class Switchboard:
         return json_answer({**about, "paths": paths})
 
 
-class Asked:
+class ModelRequest:
     """Holds which model a request names, and for how long it is to stay.
 
     Attributes:
@@ -387,7 +389,7 @@ class Asked:
         self._name = name
         self._unloading = unloading
 
-    def unloaded(self) -> dict[str, Any]:
+    def answer_unload(self) -> dict[str, Any]:
         """Returns Ollama's answer to a request that unloads."""
         is_chat = self._unloading == "messages"
         said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
@@ -399,23 +401,23 @@ def _again(raw: bytes, receive: Receive) -> Receive:
     """Returns a function that gives the messages of a request whose body was read already."""
     is_first = True
 
-    async def received() -> Message:
+    async def receive_again() -> Message:
         nonlocal is_first
         if is_first:
             is_first = False
             return {"type": "http.request", "body": raw, "more_body": False}
         return await receive()
 
-    return received
+    return receive_again
 
 
 def _keep_alive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ApiError(400, f"keep_alive must be a time, got {shown(value)}", param="keep_alive")
+        raise ApiError(400, f"keep_alive must be a time, got {show(value)}", param="keep_alive")
     try:
         return keep_alive_seconds(value)
     except ValueError as error:
-        text = f"keep_alive {error}, got {shown(value)}"
+        text = f"keep_alive {error}, got {show(value)}"
         raise ApiError(400, text, param="keep_alive") from None
 
 

@@ -214,7 +214,7 @@ class ModelTable(Generic[Model]):
         if slot.is_usable:
             self._count(slot, keep_alive)
         else:
-            await self._granted(slot, keep_alive)
+            await self._wait_for_lease(slot, keep_alive)
         try:
             assert slot.model is not None, "a model with leases is never unloaded"
             yield slot.model
@@ -291,7 +291,7 @@ class ModelTable(Generic[Model]):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _granted(self, slot: Slot[Model], keep_alive: float | None) -> None:
+    async def _wait_for_lease(self, slot: Slot[Model], keep_alive: float | None) -> None:
         """Waits until the model is usable, and counts the lease."""
         if self._is_stopped:
             raise _shutting_down()
@@ -346,10 +346,10 @@ class ModelTable(Generic[Model]):
             return True
         if slot.model is None:
             await self._check(slot.name)
-        if not await self._made_room(slot):
+        if not await self._make_room(slot):
             return False
         slot.is_loading = True
-        with _told(slot.name, "loading" if slot.model is None else "waking"):
+        with _log_work(slot.name, "loading" if slot.model is None else "waking"):
             if slot.model is None:
                 slot.model = await self._load(slot.name)
             else:
@@ -358,18 +358,18 @@ class ModelTable(Generic[Model]):
         slot.last_used = self._clock()
         return True
 
-    async def _made_room(self, slot: Slot[Model]) -> bool:
+    async def _make_room(self, slot: Slot[Model]) -> bool:
         """Unloads models until a model fits; returns False if nobody waits for it any more.
 
         Raises:
             CapacityError: Models that are never unloaded take the room.
         """
         try:
-            return await self._unloaded_others(slot)
+            return await self._unload_others(slot)
         finally:
             self._reopen()
 
-    async def _unloaded_others(self, slot: Slot[Model]) -> bool:
+    async def _unload_others(self, slot: Slot[Model]) -> bool:
         # Those that wait may leave in each pause: then no other model goes for them.
         while slot.num_waiters:
             taken = sum(other.taken for other in self.slots.values())
@@ -419,7 +419,7 @@ class ModelTable(Generic[Model]):
         model = slot.model
         assert model is not None
         # The memory counts as taken until it is free.
-        with _closed(slot):
+        with _close(slot):
             try:
                 await model.close()
             except Exception as error:
@@ -436,7 +436,7 @@ class ModelTable(Generic[Model]):
         if slot.is_asleep and slot.sleep_level != level:
             raise InUse(f"{slot.name!r} sleeps at level {slot.sleep_level}: wake it first")
         if slot.model is not None and not slot.is_asleep:
-            with _closed(slot):
+            with _close(slot):
                 await slot.model.sleep(level)
                 slot.sleep_level = level
 
@@ -477,7 +477,7 @@ class ModelTable(Generic[Model]):
 
 
 @contextlib.contextmanager
-def _closed(slot: Slot[Model]) -> Iterator[None]:
+def _close(slot: Slot[Model]) -> Iterator[None]:
     """Has an idle model give no leases while the context lasts."""
     assert not slot.num_leases
     slot.is_closing = True
@@ -488,7 +488,7 @@ def _closed(slot: Slot[Model]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(name: str, what: str) -> Iterator[None]:
+def _log_work(name: str, what: str) -> Iterator[None]:
     """Logs the beginning and the end of work on a model, and between them that it goes on."""
     logger.info("%s %s", what, name)
     began = time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
-from jaxpage.serving.wire.logprobs import Entries, bounded, likeliest
+from jaxpage.serving.wire.logprobs import Entries, likeliest, limit_logprob
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.request_fields import GenerationRequest
 from jaxpage.step.strategy import NO_TOKEN_LEFT
@@ -84,10 +84,10 @@ class Answer:
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
             self._weights_version = output.weights_version
-            for position, one in enumerate(output.outputs):
-                check_finished(one, self._request, self._parameter_names)
+            for position, completion in enumerate(output.outputs):
+                check_finished(completion, self._request, self._parameter_names)
                 choices.append(
-                    self._choice(job_index * self._num_choices + one.index, output, position)
+                    self._choice(job_index * self._num_choices + completion.index, output, position)
                 )
         return {**self._envelope(self._object, choices), "usage": self._usage.body()}
 
@@ -128,7 +128,7 @@ class Usage:
         """Adds the tokens of an output."""
         num_cached = output.metrics.num_cached_tokens if output.metrics else 0
         self._prompts[job_index] = (len(output.prompt_token_ids), num_cached)
-        self._num_generated += sum(len(one.token_ids) for one in output.outputs)
+        self._num_generated += sum(len(completion.token_ids) for completion in output.outputs)
 
     def body(self) -> dict[str, Any]:
         """Returns the usage as OpenAI writes it."""
@@ -169,12 +169,12 @@ def check_finished(
         raise ApiError(500, INTERNAL)
 
 
-def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:
+def prompt_logprobs_body(entries: Entries | None, num_logprobs: int) -> list[Any] | None:
     """Returns the log probabilities of a prompt as vLLM writes them, by token id.
 
     Args:
         entries: The candidates of each position, or None.
-        wanted: The number of most likely candidates; the token itself is always included.
+        num_logprobs: The number of most likely candidates; the token itself is always included.
     """
     if entries is None:
         return None
@@ -182,11 +182,11 @@ def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | No
         entry
         and {
             str(token_id): {
-                "logprob": bounded(one.logprob),
-                "rank": one.rank,
-                "decoded_token": one.decoded_token,
+                "logprob": limit_logprob(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
             }
-            for token_id, one in likeliest(entry, wanted).items()
+            for token_id, logprob in likeliest(entry, num_logprobs).items()
         }
         for entry in entries
     ]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 MAX_BODY_DEPTH = 128
 # Both limits keep memory small: a parsed value can be fifty times as large as its text.
@@ -40,7 +40,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, f"Request body is not UTF-8: byte {error.start} is not valid") from None
     value = JsonReader().read(text)
     if not isinstance(value, dict):
-        raise ApiError(400, f"Request body is {shown(value)}; expected a JSON object")
+        raise ApiError(400, f"Request body is {show(value)}; expected a JSON object")
     if _SURROGATE.search(text):
         for name, item in value.items():
             _check_unicode(name, item)
@@ -104,8 +104,8 @@ class JsonReader:
             self._num_strings += num_quotes // 2
             return
         depth = 0
-        for found in _STRING_OR_BRACKET.finditer(text):
-            if found[0] in "[{":
+        for match in _STRING_OR_BRACKET.finditer(text):
+            if match[0] in "[{":
                 depth += 1
                 self._num_containers += 1
                 if depth > MAX_BODY_DEPTH:
@@ -114,7 +114,7 @@ class JsonReader:
                     raise text_name.refusal(
                         f"has more than {MAX_CONTAINERS} arrays and objects", is_shared=True
                     )
-            elif found[0] in "]}":
+            elif match[0] in "]}":
                 depth -= 1
             else:
                 self._num_strings += 1
@@ -148,16 +148,16 @@ class _TextName:
     def finite(self, digits: str) -> float:
         """Returns a number that is not too large for a float."""
         number = float(digits)
-        return number if math.isfinite(number) else self.refuse_number(shown(digits))
+        return number if math.isfinite(number) else self.refuse_number(show(digits))
 
     def without_twins(self, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Returns the object of these pairs, in which no key is twice."""
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
-                raise self.refusal(f"has the key {shown(name)} twice")
-            found[name] = value
-        return found
+            if name in members:
+                raise self.refusal(f"has the key {show(name)} twice")
+            members[name] = value
+        return members
 
 
 def _check_unicode(name: str, value: Any) -> None:
@@ -166,7 +166,7 @@ def _check_unicode(name: str, value: Any) -> None:
     except UnicodeEncodeError:
         name = name.encode(errors="replace").decode()
         raise ApiError(
-            400, f"{shown(name)} contains invalid Unicode: a lone surrogate", param=name
+            400, f"{show(name)} contains invalid Unicode: a lone surrogate", param=name
         ) from None
 
 
@@ -179,7 +179,7 @@ def text_field(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 4096:
         raise ApiError(
-            400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name
+            400, f"{name} must be a string of 1 to 4096 characters, got {show(value)}", param=name
         )
     return value
 
@@ -187,4 +187,4 @@ def text_field(body: dict[str, Any], name: str) -> str:
 def check_fields(body: dict[str, Any], known: set[str]) -> None:
     """Raises ApiError if an administrator's request has a field that is not a known one."""
     if unknown := sorted(body.keys() - known):
-        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="body")
+        raise ApiError(400, f"Unknown parameter: {show(unknown[0])}", param="body")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.chat_forms import Piece, PieceParser
+from jaxpage.chat_forms import AnswerPiece, PieceParser
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
@@ -49,7 +49,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     ignored += rendered.ignored_fields
     if request.store:
         ignored += ("store",)
-    prompt = context.checked_prompt(rendered.text, "messages")
+    prompt = context.check_prompt(rendered.text, "messages")
     params = _params(request, context, tools, max_tokens, str(prompt))
     prompt_request = PromptRequest(
         prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
@@ -81,14 +81,14 @@ def _params(
 ) -> SamplingParams | BeamSearchParams:
     if request.use_beam_search:
         return beam_params(request, width=request.n or 1, max_tokens=max_tokens)
-    own: dict[str, Any] = {"max_tokens": max_tokens}
+    fields: dict[str, Any] = {"max_tokens": max_tokens}
     if request.logprobs:
-        own["logprobs"] = request.top_logprobs or 0
-    if (grammar := tools.structured_outputs(context, prompt)) is not None:
-        own["structured_outputs"] = grammar
+        fields["logprobs"] = request.top_logprobs or 0
+    if (grammar := tools.make_structured_outputs(context, prompt)) is not None:
+        fields["structured_outputs"] = grammar
     if context.has_special_marks(context.chat_format.markers(with_tools=bool(tools.callable))):
-        own["skip_special_tokens"] = False
-    return sampling_params(request, context, **own)
+        fields["skip_special_tokens"] = False
+    return sampling_params(request, context, **fields)
 
 
 class ChatAnswer(Answer):
@@ -149,7 +149,7 @@ class ChatAnswer(Answer):
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int
     ) -> list[dict[str, Any]]:
-        one = delta.outputs[position]
+        completion = delta.outputs[position]
         choices: list[dict[str, Any]] = []
         if (reader := self._readers_by_choice.get(index)) is None:
             reader = self._readers_by_choice[index] = self._new_reader()
@@ -157,25 +157,28 @@ class ChatAnswer(Answer):
             choices.append(
                 {"index": index, "delta": begun, "logprobs": None, "finish_reason": None}
             )
-        said = reader.read(one.text, is_last=one.finish_reason is not None)
+        said = reader.read(completion.text, is_last=completion.finish_reason is not None)
         logprobs = self._logprobs(delta, position)
-        has_tokens = one.token_ids and (logprobs is not None or self._request.return_token_ids)
+        has_tokens = completion.token_ids and (
+            logprobs is not None or self._request.return_token_ids
+        )
         if said or has_tokens:
-            more = self._end(replace(one, stop_reason=None), None)
+            more = self._end(replace(completion, stop_reason=None), None)
             choices.append({"index": index, "delta": said, "logprobs": logprobs, **more})
-        if one.finish_reason is not None:
+        if completion.finish_reason is not None:
             # The end has a chunk of its own, as in OpenAI's streams: OpenAI's client takes a call
             # for finished when a chunk has nothing more of it.
             end = self._end(
-                replace(one, token_ids=[]), self._finish_reason(one.finish_reason, reader)
+                replace(completion, token_ids=[]),
+                self._finish_reason(completion.finish_reason, reader),
             )
             choices.append({"index": index, "delta": {}, "logprobs": None, **end})
         return choices
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
-        one = output.outputs[position]
+        completion = output.outputs[position]
         reader = self._new_reader()
-        said = reader.read(one.text, is_last=True)
+        said = reader.read(completion.text, is_last=True)
         message = {
             "role": "assistant",
             "refusal": None,
@@ -184,7 +187,7 @@ class ChatAnswer(Answer):
         }
         for call in message.get("tool_calls", []):
             del call["index"]
-        end = self._end(one, self._finish_reason(one.finish_reason, reader))
+        end = self._end(completion, self._finish_reason(completion.finish_reason, reader))
         return {
             "index": index,
             "message": message,
@@ -193,11 +196,11 @@ class ChatAnswer(Answer):
         }
 
     def _logprobs(self, output: RequestOutput, position: int) -> dict[str, Any] | None:
-        one = output.outputs[position]
-        if not self._request.logprobs or one.logprobs is None:
+        completion = output.outputs[position]
+        if not self._request.logprobs or completion.logprobs is None:
             return None
         return chat_logprobs(
-            one.token_ids, one.logprobs, self._request.top_logprobs or 0, self._texts
+            completion.token_ids, completion.logprobs, self._request.top_logprobs or 0, self._texts
         )
 
     def _finish_reason(self, reason: str | None, reader: _Reader) -> str | None:
@@ -236,7 +239,7 @@ class _Reader:
             name: "".join(value) if name != "tool_calls" else value for name, value in delta.items()
         }
 
-    def _add(self, delta: dict[str, Any], pieces: Iterable[Piece]) -> None:
+    def _add(self, delta: dict[str, Any], pieces: Iterable[AnswerPiece]) -> None:
         for piece in pieces:
             if piece.kind in ("content", "reasoning"):
                 delta.setdefault(
@@ -245,7 +248,7 @@ class _Reader:
             elif self._several or not self.num_calls or piece.kind == "arguments":
                 self._call(delta.setdefault("tool_calls", []), piece)
 
-    def _call(self, calls: list[dict[str, Any]], piece: Piece) -> None:
+    def _call(self, calls: list[dict[str, Any]], piece: AnswerPiece) -> None:
         if piece.kind == "arguments":
             calls.append({"index": self.num_calls - 1, "function": {"arguments": piece.text}})
             return

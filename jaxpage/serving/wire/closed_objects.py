@@ -49,12 +49,12 @@ class _CannotCloseError(Exception):
     """A schema refers to itself where it is merged, or has too many such references."""
 
 
-def closed_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of the schema of a tool's arguments whose objects are closed."""
     if schema.get("type") == "object" and schema.keys().isdisjoint(_NAMING | _OPENING | _IN_PLACE):
         return {**schema, "additionalProperties": False}
     try:
-        closed: dict[str, Any] = _Closing(schema).closed(schema)
+        closed: dict[str, Any] = _Closing(schema).close(schema)
     except _CannotCloseError:
         return schema
     return closed
@@ -81,7 +81,7 @@ class _Closing:
         self._copied: list[str] = []  # the references that are being copied
         self._num_copies = 0
 
-    def closed(self, part: Any, outer: tuple[str, ...] = ()) -> Any:
+    def close(self, part: Any, outer: tuple[str, ...] = ()) -> Any:
         """Returns a part of the schema in which the object that it describes is closed, too.
 
         Args:
@@ -100,7 +100,7 @@ class _Closing:
                 # It leads to a schema that is closed where it stands.
                 return self._with_closed_values(part)
             if len(members := _list(part, "allOf")) == 1:
-                return {**self._with_closed_values(part), "allOf": [self.closed(members[0])]}
+                return {**self._with_closed_values(part), "allOf": [self.close(members[0])]}
         unions = [name for name in _UNIONS if isinstance(part.get(name), list)]
         keys = _Keys(outer)
         try:
@@ -112,7 +112,7 @@ class _Closing:
             return self.open(part)
         if len(unions) == 1:
             (union,) = unions
-            members = [self.closed(member, tuple(keys.names)) for member in part[union]]
+            members = [self.close(member, tuple(keys.names)) for member in part[union]]
             return {**self.open({**part, union: []}), union: members}
         if not keys.names and not keys.patterns and "properties" not in part:
             return self.open(part)
@@ -153,11 +153,11 @@ class _Closing:
         for name in _OF_VALUES:
             held = part.get(name)
             if isinstance(held, list):
-                result[name] = [self.closed(inner) for inner in held]
+                result[name] = [self.close(inner) for inner in held]
             elif isinstance(held, dict) and name in NAMED_SCHEMAS:
-                result[name] = {key: self.closed(inner) for key, inner in held.items()}
+                result[name] = {key: self.close(inner) for key, inner in held.items()}
             elif isinstance(held, dict):
-                result[name] = self.closed(held)
+                result[name] = self.close(held)
         return result
 
     def _collect(self, part: Any, keys: _Keys, seen: set[int], *, with_unions: bool) -> None:
@@ -188,10 +188,13 @@ class _Closing:
 
 def _with_keys(part: dict[str, Any], keys: _Keys) -> dict[str, Any]:
     """Returns a part that admits these keys and no others."""
-    own = _dict(part, "properties")
+    properties = _dict(part, "properties")
     closed = {
         **part,
-        "properties": {**own, **{name: True for name in keys.names if name not in own}},
+        "properties": {
+            **properties,
+            **{name: True for name in keys.names if name not in properties},
+        },
     }
     if keys.patterns:
         patterns = {pattern: True for pattern in keys.patterns}
@@ -201,10 +204,10 @@ def _with_keys(part: dict[str, Any], keys: _Keys) -> dict[str, Any]:
 
 def _list(part: dict[str, Any], name: str) -> list[Any]:
     """Returns a keyword's list; an empty one if it has something else, which is refused later."""
-    found = part.get(name)
-    return found if isinstance(found, list) else []
+    value = part.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _dict(part: dict[str, Any], name: str) -> dict[str, Any]:
-    found = part.get(name)
-    return found if isinstance(found, dict) else {}
+    value = part.get(name)
+    return value if isinstance(value, dict) else {}

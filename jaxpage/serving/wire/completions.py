@@ -46,19 +46,19 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
 
 
 def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tuple[int, ...]]:
-    given = prompts_of(request.prompt)
-    num_sequences = len(given) * max(request.n or 1, request.best_of or 1)
+    prompts = prompts_of(request.prompt)
+    num_sequences = len(prompts) * max(request.n or 1, request.best_of or 1)
     limits = context.limits
-    if not 0 < len(given) <= limits.max_prompts:
+    if not 0 < len(prompts) <= limits.max_prompts:
         raise ApiError(
             400,
-            f"prompt must be 1 to {limits.max_prompts} prompts, not {len(given)}",
+            f"prompt must be 1 to {limits.max_prompts} prompts, not {len(prompts)}",
             param="prompt",
         )
     if num_sequences > limits.max_sequences:
-        message = f"n={request.n or 1} for {len(given)} prompts is more than {limits.max_sequences} sequences at once"
+        message = f"n={request.n or 1} for {len(prompts)} prompts is more than {limits.max_sequences} sequences at once"
         raise ApiError(400, message, param="n")
-    return [context.checked_prompt(prompt, "prompt") for prompt in given]
+    return [context.check_prompt(prompt, "prompt") for prompt in prompts]
 
 
 def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
@@ -85,14 +85,14 @@ def _params(
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     if request.use_beam_search:
         return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_tokens": max_tokens,
         "best_of": request.best_of,
         "logprobs": request.logprobs,
     }
     if request.echo and request.logprobs is not None:
-        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return sampling_params(request, context, num_prompts=num_prompts, **own)
+        fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return sampling_params(request, context, num_prompts=num_prompts, **fields)
 
 
 class CompletionAnswer(Answer):
@@ -142,18 +142,18 @@ class CompletionAnswer(Answer):
             output,
             outputs=[
                 replace(
-                    one,
+                    completion,
                     text="",
                     token_ids=[],
-                    logprobs=None if one.logprobs is None else [],
+                    logprobs=None if completion.logprobs is None else [],
                     finish_reason="length"
-                    if one.finish_reason in ("stop", "length")
-                    else one.finish_reason,
+                    if completion.finish_reason in ("stop", "length")
+                    else completion.finish_reason,
                     stop_reason=None
-                    if one.finish_reason in ("stop", "length")
-                    else one.stop_reason,
+                    if completion.finish_reason in ("stop", "length")
+                    else completion.stop_reason,
                 )
-                for one in output.outputs
+                for completion in output.outputs
             ],
         )
 
@@ -172,13 +172,15 @@ class CompletionAnswer(Answer):
         is_first = index not in self._begun
         self._begun.add(index)
         whole = replace(delta, prompt_logprobs=self._prompt_logprobs.get(job_index))
-        choice = self._said(index, whole, position, echo=bool(self._request.echo) and is_first)
+        choice = self._make_chunk(
+            index, whole, position, echo=bool(self._request.echo) and is_first
+        )
         if self._request.return_token_ids and is_first:
             choice["prompt_token_ids"] = delta.prompt_token_ids
         return [choice]
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
-        choice = self._said(index, output, position, echo=bool(self._request.echo))
+        choice = self._make_chunk(index, output, position, echo=bool(self._request.echo))
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_body(
                 output.prompt_logprobs, self._request.prompt_logprobs
@@ -187,11 +189,11 @@ class CompletionAnswer(Answer):
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _said(
+    def _make_chunk(
         self, index: int, output: RequestOutput, position: int, *, echo: bool
     ) -> dict[str, Any]:
-        one = output.outputs[position]
-        shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
+        completion = output.outputs[position]
+        shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else completion
         logprobs = None
         if self._request.logprobs is not None and shown.logprobs is not None:
             if (offsets := self._offsets.get(index)) is None:
@@ -203,7 +205,7 @@ class CompletionAnswer(Answer):
             "index": index,
             "text": shown.text,
             "logprobs": logprobs,
-            **self._end(one, one.finish_reason),
+            **self._end(completion, completion.finish_reason),
         }
 
     def _new_offsets(self, output: RequestOutput) -> TextOffsets:

@@ -11,7 +11,7 @@ from jaxpage.chat_forms import ChatFormat
 from jaxpage.engine import ByVectors, TextEmbedding, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
-from jaxpage.settings.argument_checks import close_names, shown
+from jaxpage.settings.argument_checks import close_names, show
 from jaxpage.settings.lora_request import LoRARequest
 
 
@@ -26,8 +26,8 @@ def unknown_model(name: str, names: Iterable[str]) -> ApiError:
     by_simple = {_simple(each): each for each in names}
     near = close_names(_simple(name), by_simple)
     close = close_names(name, names) or [by_simple[each] for each in near]
-    hint = f"did you mean {close[0]!r}?" if close else f"this server has {shown(', '.join(names))}"
-    text = f"The model {shown(name)} does not exist; {hint}"
+    hint = f"did you mean {close[0]!r}?" if close else f"this server has {show(', '.join(names))}"
+    text = f"The model {show(name)} does not exist; {hint}"
     return ApiError(404, text, param="model", code="model_not_found")
 
 
@@ -149,7 +149,7 @@ class ModelContext:
         )
         return self.max_model_len * longest
 
-    def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
+    def check_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
         """Returns the prompt of a request, with token ids as a tuple.
 
         Args:

@@ -28,7 +28,7 @@ _DERIVE_SECONDS = 20.0  # for all that is rendered of one template
 _SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def derived_form(tokenizer: Any | None) -> Derived:
+def derive_form(tokenizer: Any | None) -> Derived:
     """Returns what is derived from the chat template of a tokenizer, which may be None.
 
     It renders the template many times, in a process with limits, which takes about a second.
@@ -39,31 +39,31 @@ def derived_form(tokenizer: Any | None) -> Derived:
         source = str(tokenizer.get_chat_template(tools=[{}]))
     except ValueError as error:
         return Derived(ChatFormat(), str(error))
-    derived = derived_from(source, tokenizer.special_tokens_map)
+    derived = derive_from(source, tokenizer.special_tokens_map)
     template = getattr(tokenizer, "response_template", None)
     if derived.form.tools is not None or not template:
         return derived
 
-    def declared(tools: Sequence[Mapping[str, Any]], prompt: str) -> Any:
+    def declare(tools: Sequence[Mapping[str, Any]], prompt: str) -> Any:
         return tokenizer.get_response_parser(prefix=prompt, tools=list(tools))
 
-    return Derived(replace(derived.form, declared=declared), None)
+    return Derived(replace(derived.form, declared=declare), None)
 
 
-def derived_from(source: str, special_tokens: Mapping[str, Any]) -> Derived:
+def derive_from(source: str, special_tokens: Mapping[str, Any]) -> Derived:
     """Returns what is derived from a chat template; the last ones are remembered.
 
     Args:
         source: The template.
         special_tokens: The special tokens by the names that templates have for them.
     """
-    return _derived_from(source, json.dumps(dict(special_tokens), default=str))
+    return _derive_from(source, json.dumps(dict(special_tokens), default=str))
 
 
 @functools.lru_cache(maxsize=8)
-def _derived_from(source: str, special_tokens: str) -> Derived:
+def _derive_from(source: str, special_tokens: str) -> Derived:
     end = time.monotonic() + _DERIVE_SECONDS
-    given = json.loads(special_tokens)
+    tokens = json.loads(special_tokens)
 
     def render(
         messages: list[dict[str, Any]],
@@ -75,7 +75,7 @@ def _derived_from(source: str, special_tokens: str) -> Derived:
             raise ValueError(f"the template takes longer than {_DERIVE_SECONDS:g} s")
         asked = {
             "template": source,
-            "special_tokens": given,
+            "special_tokens": tokens,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": generates,
@@ -83,7 +83,7 @@ def _derived_from(source: str, special_tokens: str) -> Derived:
             "variables": dict(variables),
         }
         try:
-            return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+            return RENDERERS.render(asked, RENDER_SECONDS, RENDER_BYTES)
         except JaxpageError as error:
             raise ValueError(str(error)) from None
 
@@ -102,15 +102,15 @@ def chat_format(path: str | Path) -> ChatFormat:
     """
     file = Path(path)
     if file.suffix != ".jinja":
-        return derived_form(load_tokenizer(resolve_model(str(path)))).form
+        return derive_form(load_tokenizer(resolve_model(str(path)))).form
     try:
         source = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a chat template: {error}") from None
-    return derived_from(source, _SPECIAL_TOKENS).form
+    return derive_from(source, _SPECIAL_TOKENS).form
 
 
-def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> ChatFormat:
+def choose_form(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> ChatFormat:
     """Returns the form of answers that settings choose.
 
     Args:

@@ -54,7 +54,7 @@ def dialect_of(path: str) -> Dialect:
     return _DIALECTS.get(path, OPENAI)
 
 
-def encoded(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
     """Returns compact JSON in one line.
 
     Raises:
@@ -64,7 +64,7 @@ def encoded(value: Any) -> bytes:
     return text.translate(_LINE_ENDS).encode() if _LINE_END.search(text) else text.encode()
 
 
-def encoded_parts(value: Any) -> list[bytes]:
+def encode_parts(value: Any) -> list[bytes]:
     """Returns the bytes of `encoded` in parts of at least `PART_BYTES`, but for the last one.
 
     They are made in many short calls, so that other threads run meanwhile, however large the value
@@ -90,11 +90,11 @@ def encoded_parts(value: Any) -> list[bytes]:
 
 def _pieces(value: Any) -> Iterator[bytes]:
     if _num_values(value) <= MAX_VALUES:
-        yield encoded(value)
+        yield encode(value)
     elif isinstance(value, dict):
         opening = b"{"
         for name, item in value.items():
-            yield opening + encoded({name: 0})[1:-2]
+            yield opening + encode({name: 0})[1:-2]
             yield from _pieces(item)
             opening = b","
         yield b"}"
@@ -112,7 +112,7 @@ def _items(items: Iterable[Any]) -> Iterator[bytes]:
     for item in items:
         number = _num_values(item)
         if short and total + number > MAX_VALUES:
-            yield separator + encoded(short)[1:-1]
+            yield separator + encode(short)[1:-1]
             separator = b","
             short.clear()
             total = 0
@@ -124,7 +124,7 @@ def _items(items: Iterable[Any]) -> Iterator[bytes]:
             short.append(item)
             total += number
     if short:
-        yield separator + encoded(short)[1:-1]
+        yield separator + encode(short)[1:-1]
 
 
 def _num_values(value: Any) -> int:
@@ -146,23 +146,23 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _unnamed() -> Frame:
-    return lambda value: event(encoded(value))
+def _frame_without_name() -> Frame:
+    return lambda value: event(encode(value))
 
 
-def _named() -> Frame:
+def _frame_with_name() -> Frame:
     """Returns a frame that names each event after its `type`."""
-    return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encoded(value))
+    return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encode(value))
 
 
-def _numbered() -> Frame:
-    frame = _named()
+def _frame_with_number() -> Frame:
+    frame = _frame_with_name()
     numbers = itertools.count()
     return lambda value: frame({**value, "sequence_number": next(numbers)})
 
 
 def _lines() -> Frame:
-    return lambda value: encoded(value) + b"\n"
+    return lambda value: encode(value) + b"\n"
 
 
 _MESSAGES_TYPES = {
@@ -195,9 +195,9 @@ def _ollama_error(error: ApiError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-OPENAI = Dialect(ApiError.body, ApiError.body, _unnamed, end=event(b"[DONE]"))
-RESPONSES = Dialect(ApiError.body, _responses_error, _numbered)
-MESSAGES = Dialect(_messages_error, _messages_error, _named)
+OPENAI = Dialect(ApiError.body, ApiError.body, _frame_without_name, end=event(b"[DONE]"))
+RESPONSES = Dialect(ApiError.body, _responses_error, _frame_with_number)
+MESSAGES = Dialect(_messages_error, _messages_error, _frame_with_name)
 # A space is a comment here: white space may precede the JSON of a line, and a line always follows.
 OLLAMA = Dialect(
     _ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from jinja2 import TemplateSyntaxError, nodes
 
 from jaxpage.serving.wire.request_fields import Effort
-from jaxpage.serving.wire.template_source import parsed_template, variables_of
+from jaxpage.serving.wire.template_source import parse_template, variables_of
 
 EFFORTS: tuple[str, ...] = get_args(Effort)  # from the least to the most
 SWITCHES = ("enable_thinking", "thinking")
@@ -78,20 +78,20 @@ def _nearest(effort: str, words: tuple[str, ...]) -> str:
 def _words_of(template: str) -> tuple[str, ...]:
     """Returns the words with which a template compares the effort, or the usual ones."""
     try:
-        tree = parsed_template(template)
+        tree = parse_template(template)
     except TemplateSyntaxError:
         return _USUAL
     names = {_EFFORT}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _reads(assignment.node, names):
             names.add(assignment.target.name)
-    found = {
+    words = {
         word
         for node in tree.find_all((nodes.Compare, nodes.Getitem))
         if _reads(node, names)
         for word in _texts(node)
     }
-    return tuple(word for word in EFFORTS if word in found) or _USUAL
+    return tuple(word for word in EFFORTS if word in words) or _USUAL
 
 
 def _reads(node: nodes.Node, names: set[str]) -> bool:

@@ -53,10 +53,10 @@ class EmbeddingAnswer:
         texts = [
             each.prompt if isinstance(each.prompt, str) else list(each.prompt) for each in prompts
         ]
-        given, self.poolings = context.embedding.prefixed(texts, request.pooling)
+        with_prompts, self.poolings = context.embedding.add_prompts(texts, request.pooling)
         self.prompts = [
             each._replace(prompt=text["prompt"]) if "prompt" in text else each
-            for each, text in zip(prompts, given, strict=True)
+            for each, text in zip(prompts, with_prompts, strict=True)
         ]
 
     def refusal(self, error: Exception) -> ApiError:
@@ -86,13 +86,13 @@ class EmbeddingAnswer:
             num_tokens: The number of tokens of all inputs.
         """
         data = [
-            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            {"object": "embedding", "index": index, "embedding": self._write(vector)}
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
-    def _written(self, vector: npt.NDArray[np.float32]) -> str | list[float]:
+    def _write(self, vector: npt.NDArray[np.float32]) -> str | list[float]:
         numbers = self._files.finish(vector, self._request.normalize)
         if self._request.encoding_format == "base64":
             return base64.b64encode(numbers.astype("<f4").tobytes()).decode()
@@ -128,9 +128,9 @@ def open_embeddings(
         )
     params = SamplingParams(max_tokens=1)
     add_special_tokens = request.add_special_tokens is not False
-    checked = [context.checked_prompt(one, "input") for one in inputs]
+    checked = [context.check_prompt(prompt, "input") for prompt in inputs]
     check_embeds(context.embedding)
-    prompts = [PromptRequest(one, params, add_special_tokens) for one in checked]
+    prompts = [PromptRequest(prompt, params, add_special_tokens) for prompt in checked]
     return kind(request, context, prompts, ignored)
 
 

@@ -87,7 +87,7 @@ class ApiError(Exception):
         """
         self.status = status
         self._unscrubbed = message[:limit]
-        self.message = scrubbed(self._unscrubbed)
+        self.message = scrub(self._unscrubbed)
         self.type = type or _TYPES.get(status, "invalid_request_error")
         self.param = param
         self.code = code
@@ -100,17 +100,17 @@ class ApiError(Exception):
         A part that looks like something of the machine was removed from the message; if the request
         contains it, the client knows it already.
         """
-        self.message = scrubbed(self._unscrubbed, request)
+        self.message = scrub(self._unscrubbed, request)
         self.args = (self.message,)
         return self
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
+    def rename_param(self, names: Mapping[str, str]) -> ApiError:
         """Gives the parameter the name by which the client knows it, and returns the error.
 
         Args:
             names: The client's names by our names; other parameters keep their name.
         """
-        if self.param is None or (begin := _known_beginning(self.param, names)) is None:
+        if self.param is None or (begin := _find_known_beginning(self.param, names)) is None:
             return self
         # The message begins with the parameter, or with the path of a part of it.
         beginning = re.compile(rf"^{re.escape(begin)}\b")
@@ -132,14 +132,14 @@ class ApiError(Exception):
         }
 
 
-def renamed_path(path: str, names: Mapping[str, str]) -> str:
+def rename_path(path: str, names: Mapping[str, str]) -> str:
     """Returns the path of a field with the client's name for its beginning, if that has one."""
-    begin = _known_beginning(path, names)
+    begin = _find_known_beginning(path, names)
     return path if begin is None else names[begin] + path[len(begin) :]
 
 
-def _known_beginning(path: str, names: Mapping[str, str]) -> str | None:
-    ends = [len(path), *(found.start() for found in re.finditer(r"[.\[]", path))]
+def _find_known_beginning(path: str, names: Mapping[str, str]) -> str | None:
+    ends = [len(path), *(match.start() for match in re.finditer(r"[.\[]", path))]
     return next((path[:end] for end in sorted(ends, reverse=True) if path[:end] in names), None)
 
 
@@ -169,13 +169,13 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
             code="context_length_exceeded",
         )
     for pattern, parameter, verb in _PARAMETERS_OF_REQUESTS:
-        if found := pattern.match(message):
+        if match := pattern.match(message):
             known = (names or {}).get(parameter, parameter)
-            return ApiError(400, f"{known} {verb}{message[found.end() :]}", param=known)
-    if found := _OF_GRAMMAR.match(message):
+            return ApiError(400, f"{known} {verb}{message[match.end() :]}", param=known)
+    if match := _OF_GRAMMAR.match(message):
         known = (names or {}).get("structured_outputs", "structured_outputs")
         return ApiError(
-            400, message if known == found[1] else f"{known}{message[found.end() :]}", param=known
+            400, message if known == match[1] else f"{known}{message[match.end() :]}", param=known
         )
     word = re.match(r"(?:[Tt]he )?(\w*)", message)
     param = word[1] if word and word[1] in _PARAMETERS else None
@@ -186,17 +186,17 @@ def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
     """Decorates a function whose first argument is a request, so that its errors quote it."""
 
     @functools.wraps(function)
-    def wrapped(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+    def call_wrapped(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         try:
             return function(*arguments, **named)
         except ApiError as error:
             error.quoting(arguments[0])
             raise
 
-    return wrapped
+    return call_wrapped
 
 
-def scrubbed(message: str, request: Any = None) -> str:
+def scrub(message: str, request: Any = None) -> str:
     """Returns the message with "..." in place of addresses, files and traces.
 
     Args:
@@ -204,15 +204,15 @@ def scrubbed(message: str, request: Any = None) -> str:
         request: The request as bytes of JSON, or as the object that was made of them. A text that
             it contains is not replaced.
     """
-    own: list[str] = []  # the request's text, which is made once and only if it matters
+    request_texts: list[str] = []  # the request's text, which is made once and only if it matters
 
-    def kept(found: re.Match[str]) -> str:
-        if request is not None and not own:
-            own.append(_text_of(request))
+    def keep(match: re.Match[str]) -> str:
+        if request is not None and not request_texts:
+            request_texts.append(_text_of(request))
         # A value that was shortened for the message ends with dots, which the request lacks.
-        return found[0] if own and found[0].rstrip(".") in own[0] else "..."
+        return match[0] if request_texts and match[0].rstrip(".") in request_texts[0] else "..."
 
-    return _OF_THE_MACHINE.sub(kept, message)
+    return _OF_THE_MACHINE.sub(keep, message)
 
 
 def _text_of(request: Any) -> str:

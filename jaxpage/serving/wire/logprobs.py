@@ -92,7 +92,7 @@ class TextOffsets:
             text: The text of that token alone.
         """
         offset, stream = self._offset, self._stream
-        held = "" if stream is None else stream.held_back()
+        held = "" if stream is None else stream.flush_copy()
         if token_id in self._special and not self._is_shown(text):
             return offset + len(held)
         new = text if stream is None else stream.push(token_id)
@@ -108,7 +108,7 @@ class TextOffsets:
         return self._prompt is not None and self._prompt.startswith(text, self._offset)
 
 
-def bounded(logprob: float) -> float:
+def limit_logprob(logprob: float) -> float:
     """Returns the log probability, but at least -9999.
 
     JSON has no infinity, and OpenAI writes -9999 for a token that cannot come.
@@ -116,26 +116,32 @@ def bounded(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
-    """Returns the token itself and the `wanted` most likely candidates.
+def likeliest(entry: dict[int, Logprob], num_logprobs: int) -> dict[int, Logprob]:
+    """Returns the token itself and the `num_logprobs` most likely candidates.
 
     The entry may have more candidates, if another field asked for them.
     """
     chosen = next(iter(entry))
     return {
-        token_id: one for token_id, one in entry.items() if token_id == chosen or one.rank <= wanted
+        token_id: logprob
+        for token_id, logprob in entry.items()
+        if token_id == chosen or logprob.rank <= num_logprobs
     }
 
 
 def completion_logprobs(
-    token_ids: list[int], entries: Entries, wanted: int, places: TextOffsets, texts: TokenTexts
+    token_ids: list[int],
+    entries: Entries,
+    num_logprobs: int,
+    places: TextOffsets,
+    texts: TokenTexts,
 ) -> dict[str, Any]:
     """Returns log probabilities as completions have them.
 
     Args:
         token_ids: The tokens.
         entries: The candidates of each token.
-        wanted: The number of candidates in addition to the token itself.
+        num_logprobs: The number of candidates in addition to the token itself.
         places: The offsets of the choice, after the tokens before these.
         texts: Gives the texts of tokens.
     """
@@ -146,34 +152,38 @@ def completion_logprobs(
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = texts(token_id, entry[token_id] if entry else None)
         tokens.append(token)
-        logprobs.append(bounded(entry[token_id].logprob) if entry else None)
-        tops.append(_by_text(likeliest(entry, wanted), texts) if entry and wanted else None)
+        logprobs.append(limit_logprob(entry[token_id].logprob) if entry else None)
+        tops.append(
+            _by_text(likeliest(entry, num_logprobs), texts) if entry and num_logprobs else None
+        )
         offsets.append(places.after(token_id, token))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
-        "top_logprobs": tops if wanted else None,
+        "top_logprobs": tops if num_logprobs else None,
         "text_offset": offsets,
     }
 
 
 def chat_logprobs(
-    token_ids: list[int], entries: Entries, wanted: int, texts: TokenTexts
+    token_ids: list[int], entries: Entries, num_logprobs: int, texts: TokenTexts
 ) -> dict[str, Any]:
     """Returns log probabilities as chats have them.
 
     Args:
         token_ids: The tokens.
         entries: The candidates of each token.
-        wanted: The number of candidates of each token; the most likely comes first.
+        num_logprobs: The number of candidates of each token; the most likely comes first.
         texts: Gives the texts of tokens.
     """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        given = entry or {}
-        top = sorted(given.items(), key=lambda item: item[1].rank)[:wanted]
-        row = _row(token_id, given[token_id], texts)
-        content.append({**row, "top_logprobs": [_row(other, one, texts) for other, one in top]})
+        logprobs_of_token = entry or {}
+        top = sorted(logprobs_of_token.items(), key=lambda item: item[1].rank)[:num_logprobs]
+        row = _row(token_id, logprobs_of_token[token_id], texts)
+        content.append(
+            {**row, "top_logprobs": [_row(other, logprob, texts) for other, logprob in top]}
+        )
     return {"content": content, "refusal": None}
 
 
@@ -183,19 +193,21 @@ def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
     Several tokens may have one text, as pieces of characters do; the later ones are named by their
     numbers. lm-eval takes the largest value for that of the most likely token, so none may be lost.
     """
-    found: dict[str, float] = {}
-    for token_id, one in entry.items():
-        text = texts(token_id, one)
-        found[f"token_id:{token_id}" if text in found else text] = bounded(one.logprob)
-    return found
+    by_text: dict[str, float] = {}
+    for token_id, logprob in entry.items():
+        text = texts(token_id, logprob)
+        by_text[f"token_id:{token_id}" if text in by_text else text] = limit_logprob(
+            logprob.logprob
+        )
+    return by_text
 
 
-def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
+def _row(token_id: int, logprob: Logprob, texts: TokenTexts) -> dict[str, Any]:
     """Returns the row of one token."""
-    token = texts(token_id, one)
-    found = texts.bytes_of(token_id, token)
+    token = texts(token_id, logprob)
+    piece = texts.bytes_of(token_id, token)
     return {
         "token": token,
-        "logprob": bounded(one.logprob),
-        "bytes": None if found is None else list(found),
+        "logprob": limit_logprob(logprob.logprob),
+        "bytes": None if piece is None else list(piece),
     }

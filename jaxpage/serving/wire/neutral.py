@@ -246,6 +246,6 @@ def is_neutral(model: type[BaseModel], name: str, value: Any) -> bool:
         value: The value that the client sent.
     """
     return value is None or any(
-        value == one and isinstance(value, bool) == isinstance(one, bool)
-        for one in NEUTRAL.get(model, {}).get(name, ())
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in NEUTRAL.get(model, {}).get(name, ())
     )

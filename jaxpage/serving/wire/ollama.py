@@ -56,7 +56,7 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
     Raises:
         ApiError: The request is refused.
     """
-    request, ignored = read(_served(body, context), OllamaChatRequest, context)
+    request, ignored = read(_with_served_name(body, context), OllamaChatRequest, context)
     common = _common(request, context)
     if not request.messages:
         return OllamaLoaded(request, ignored)
@@ -82,7 +82,7 @@ def open_ollama_generate(
     Raises:
         ApiError: The request is refused.
     """
-    request, ignored = read(_served(body, context), OllamaGenerateRequest, context)
+    request, ignored = read(_with_served_name(body, context), OllamaGenerateRequest, context)
     common = _common(request, context)
     if request.raw:
         for name in ("system", "think"):
@@ -106,7 +106,7 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
     Raises:
         ApiError: The request is refused.
     """
-    request, ignored = read(_served(body, context), OllamaEmbedRequest, context)
+    request, ignored = read(_with_served_name(body, context), OllamaEmbedRequest, context)
     return _embedding(
         request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions
     )
@@ -121,7 +121,7 @@ def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> Embed
     Raises:
         ApiError: The request is refused.
     """
-    request, ignored = read(_served(body, context), OllamaEmbeddingsRequest, context)
+    request, ignored = read(_with_served_name(body, context), OllamaEmbeddingsRequest, context)
     return _embedding(request, ignored, context, _Vector, input=request.prompt, normalize=False)
 
 
@@ -161,7 +161,7 @@ def show_ollama(
     Raises:
         ApiError: The request is refused.
     """
-    _, ignored = read(_served(body, context), OllamaShowRequest, context)
+    _, ignored = read(_with_served_name(body, context), OllamaShowRequest, context)
     return Transformed(about_ollama(context) if about is None else dict(about), ignored)
 
 
@@ -179,7 +179,7 @@ def about_ollama(context: ModelContext) -> dict[str, Any]:
     }
 
 
-def _served(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
+def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
     """Returns the request with the name by which the model is served.
 
     Ollama's clients add a tag to the name, which is "latest" if the user gave none.
@@ -286,14 +286,15 @@ class OllamaAnswer(Translated):
             for choice in chunk["choices"]:
                 self._reason = choice["finish_reason"] or self._reason
                 lines += [
-                    {**self._said({kind: text}), "done": False} for kind, text in pieces(choice)
+                    {**self._make_line({kind: text}), "done": False}
+                    for kind, text in pieces(choice)
                 ]
         return lines
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
-        return [{**self._said({}), **self._end()}]
+        return [{**self._make_line({}), **self._end()}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
@@ -302,9 +303,9 @@ class OllamaAnswer(Translated):
         self._usage = response["usage"]
         (choice,) = response["choices"]
         self._reason = choice["finish_reason"]
-        return {**self._said(dict(pieces(choice))), **self._end()}
+        return {**self._make_line(dict(pieces(choice))), **self._end()}
 
-    def _said(self, said: dict[str, str]) -> dict[str, Any]:
+    def _make_line(self, said: dict[str, str]) -> dict[str, Any]:
         return _line(self.model, said, is_chat=self._is_chat)
 
     def _end(self) -> dict[str, Any]:
@@ -353,11 +354,11 @@ class OllamaLoaded:
 class _Vectors(EmbeddingAnswer):
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
         """Returns the response of /api/embed."""
-        found = super().whole(vectors, num_tokens)
-        written = [one["embedding"] for one in found["data"]]
+        body = super().whole(vectors, num_tokens)
+        written = [row["embedding"] for row in body["data"]]
         total = time.monotonic() - self.arrived + self.load_seconds
         taken = _nanoseconds(total_duration=total, load_duration=self.load_seconds)
-        about = {"model": found["model"], "embeddings": written, **taken}
+        about = {"model": body["model"], "embeddings": written, **taken}
         return {**about, "prompt_eval_count": num_tokens}
 
 

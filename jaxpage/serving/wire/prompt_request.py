@@ -24,8 +24,10 @@ class PromptRequest(NamedTuple):
     lora: LoRARequest | None = None
 
 
-def prompts_of(given: Any) -> list[Any]:
+def prompts_of(prompts: Any) -> list[Any]:
     """Returns one or several prompts, each a text or token ids, as a list."""
     return (
-        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        [prompts]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        else list(prompts)
     )

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
-from jaxpage.serving.wire.relaxing import named_paths, relaxed_schema
+from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
-from jaxpage.settings.argument_checks import close_names, shown
+from jaxpage.settings.argument_checks import close_names, show
 from jaxpage.settings.from_vllm import answers
 
 Request = TypeVar("Request", bound=BaseModel)
@@ -48,7 +48,7 @@ def read(
     body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
     _check_supported(body, model)
     _check_lengths(body, context)
-    body, relaxed = _relaxed(body, context)
+    body, relaxed = _relax(body, context)
     try:
         request = model.model_validate(body)
     except ValidationError as error:
@@ -61,7 +61,7 @@ def read(
         near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ApiError(
-            400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0])
+            400, f"Unknown parameter: {show(unknown[0])}{hint}", param=_printable(unknown[0])
         )
     return request, (*map(_printable, unknown[:_MAX_IGNORED]), *relaxed)
 
@@ -79,7 +79,7 @@ def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, .
     return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
 
 
-def _relaxed(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _relax(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the body without what no grammar can enforce in its schemas, and the paths of that.
 
     Where requests are strict the body stays as it is, and the compiler of grammars refuses the
@@ -96,13 +96,13 @@ def _relaxed(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any
         schema = holders[-1].get(path[-1])
         if not isinstance(schema, dict):
             continue
-        value, removed = relaxed_schema(schema, ".".join(path))
+        value, removed = relax_schema(schema, ".".join(path))
         if removed:
             told += removed
             for name, above in zip(reversed(path), reversed(holders), strict=True):
                 value = {**above, name: value}
             body = value
-    return body, named_paths(told)
+    return body, name_paths(told)
 
 
 def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
@@ -132,9 +132,9 @@ def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
     This comes first because validation would look at each of a million items.
     """
     for name in ("stop_token_ids", "allowed_token_ids"):
-        if isinstance(given := body.get(name), list) and len(given) > context.vocab_size:
+        if isinstance(items := body.get(name), list) and len(items) > context.vocab_size:
             message = (
-                f"{name} has {len(given)} entries; the model has {context.vocab_size} token ids"
+                f"{name} has {len(items)} entries; the model has {context.vocab_size} token ids"
             )
             raise ApiError(400, message, param=name)
     for name in ("prompt", "continuation", "input"):
@@ -162,13 +162,13 @@ def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
         kinds = first["ctx"].get("expected_tags")
         if kinds is None:
             return ApiError(400, f"{path}.{field} is required", param=f"{path}.{field}")
-        message = f"{path}.{field} must be one of {kinds}, got {shown(first['input'].get(field))}"
+        message = f"{path}.{field} must be one of {kinds}, got {show(first['input'].get(field))}"
         return ApiError(400, message, param=f"{path}.{field}")
     if first["type"] == "missing":
         return ApiError(400, f"{path} is required", param=path)
     message = _MESSAGES.get(first["type"], first["msg"]).removeprefix("Value error, ")
     message = re.sub(r"^\w+ should ", "must ", message)
-    return ApiError(400, f"{path} {message}, got {shown(first['input'])}", param=path)
+    return ApiError(400, f"{path} {message}, got {show(first['input'])}", param=path)
 
 
 def _path(location: tuple[int | str, ...], body: Any) -> str:

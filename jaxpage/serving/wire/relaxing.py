@@ -20,26 +20,26 @@ MAX_NAMED = 16  # the names go into a header, whose length is limited
 _MAX_PATH = 200
 
 
-def relaxed_schema(schema: Any, path: str) -> tuple[Any, tuple[str, ...]]:
+def relax_schema(schema: Any, path: str) -> tuple[Any, tuple[str, ...]]:
     """Returns a schema without the keywords that are removed, and their paths.
 
     Args:
         schema: The schema, which is not changed.
         path: The path of the field that it came from.
     """
-    if not any(True for part, _, _ in parts_of(schema, path) for _ in _removed(part)):
+    if not any(True for part, _, _ in parts_of(schema, path) for _ in _find_removed(part)):
         return schema, ()
     relaxed = copy.deepcopy(schema)
     removed = []
     for part, _, place in parts_of(relaxed, path):
-        for keyword in list(_removed(part)):
+        for keyword in list(_find_removed(part)):
             del part[keyword]
             # Sets are named once for the whole schema: there may be many.
             removed.append(f"{path if keyword == 'uniqueItems' else place}.{keyword}")
     return relaxed, tuple(dict.fromkeys(removed))
 
 
-def named_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
+def name_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the paths in a form, and of a number, that a header has room for."""
     return tuple(
         path
@@ -49,7 +49,7 @@ def named_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _removed(part: Any) -> Iterator[str]:
+def _find_removed(part: Any) -> Iterator[str]:
     if not isinstance(part, dict):
         return
     if part.get("uniqueItems") is True:

@@ -30,7 +30,7 @@ class Renderers:
                 self._is_warm = True
                 self._idle.put(_new())
 
-    def rendered(self, request: dict[str, Any], seconds: float, num_bytes: int) -> str:
+    def render(self, request: dict[str, Any], seconds: float, num_bytes: int) -> str:
         """Returns the text of a request; see template_worker.py.
 
         Args:
@@ -45,9 +45,9 @@ class Renderers:
         """
         self.warm()
         for is_last in (False, True):
-            worker = _new() if is_last else self._taken()
+            worker = _new() if is_last else self._take()
             try:
-                problem, text = worker.asked([request, seconds, num_bytes], seconds)
+                problem, text = worker.ask([request, seconds, num_bytes], seconds)
             except WorkerGoneError:
                 # Try once more: the process may have been killed from outside.
                 worker.close()
@@ -62,7 +62,7 @@ class Renderers:
                 return str(text)
         raise ValueError(f"it takes more than {num_bytes >> 20} MiB of memory, or crashes")
 
-    def _taken(self) -> WorkerProcess:
+    def _take(self) -> WorkerProcess:
         try:
             return self._idle.get(timeout=_SHARE_SECONDS)
         except queue.Empty:

@@ -34,11 +34,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
-def one_of(wanted: str, kinds: tuple[str, ...] = ()) -> WrapValidator:
+def one_of(expected: str, kinds: tuple[str, ...] = ()) -> WrapValidator:
     """Makes a union report one message instead of one for each of its members.
 
     Args:
-        wanted: The words that follow "must be" in the message.
+        expected: The words that follow "must be" in the message.
         kinds: Where a list of parts is wanted, their types; the message names another type.
     """
 
@@ -46,12 +46,12 @@ def one_of(wanted: str, kinds: tuple[str, ...] = ()) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"must be {wanted}{_refused(value, kinds)}") from None
+            raise ValueError(f"must be {expected}{_describe_refused(value, kinds)}") from None
 
     return WrapValidator(validate)
 
 
-def _refused(value: Any, kinds: tuple[str, ...]) -> str:
+def _describe_refused(value: Any, kinds: tuple[str, ...]) -> str:
     """Returns the end of a message that says which type of part is not supported."""
     parts = value if kinds and isinstance(value, list) else ()
     types = (part.get("type") for part in parts if isinstance(part, dict))
@@ -61,7 +61,7 @@ def _refused(value: Any, kinds: tuple[str, ...]) -> str:
     )
 
 
-class Fields(BaseModel):
+class RequestObject(BaseModel):
     """A JSON object of a request, read strictly: the text "1" is not a number.
 
     Unknown fields are kept, so that they can be reported.
@@ -70,7 +70,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestObject):
     """Holds the options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
@@ -81,7 +81,7 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(Fields):
+class TextFormat(RequestObject):
     """Asks for text without a grammar."""
 
     model_config = ConfigDict(extra="forbid")
@@ -89,7 +89,7 @@ class TextFormat(Fields):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Fields):
+class JsonObjectFormat(RequestObject):
     """Asks for a JSON object of any shape."""
 
     model_config = ConfigDict(extra="forbid")
@@ -97,7 +97,7 @@ class JsonObjectFormat(Fields):
     type: Literal["json_object"]
 
 
-class JsonSchema(Fields):
+class JsonSchema(RequestObject):
     """Holds a JSON schema and its name."""
 
     model_config = ConfigDict(extra="forbid")
@@ -108,7 +108,7 @@ class JsonSchema(Fields):
     strict: bool | None = None  # has no effect: the schema is always kept to
 
 
-class JsonSchemaFormat(Fields):
+class JsonSchemaFormat(RequestObject):
     """Asks for JSON that keeps to a schema."""
 
     model_config = ConfigDict(extra="forbid")
@@ -122,7 +122,7 @@ ResponseFormat = Annotated[
 ]
 
 
-class GenerationRequest(Fields):
+class GenerationRequest(RequestObject):
     """Holds the fields that completions and chats share; a null field counts as left out."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -197,7 +197,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
 
-class TextPart(Fields):
+class TextPart(RequestObject):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
@@ -210,7 +210,7 @@ Content = Annotated[
 ]
 
 
-class SystemMessage(Fields):
+class SystemMessage(RequestObject):
     """A message that instructs the model."""
 
     role: Literal["system", "developer"]
@@ -218,7 +218,7 @@ class SystemMessage(Fields):
     name: str | None = None
 
 
-class UserMessage(Fields):
+class UserMessage(RequestObject):
     """A message of the user."""
 
     role: Literal["user"]
@@ -226,14 +226,14 @@ class UserMessage(Fields):
     name: str | None = None
 
 
-class CalledFunction(Fields):
+class CalledFunction(RequestObject):
     """Holds the name and the arguments of a call."""
 
     name: Name
     arguments: str  # a JSON object
 
 
-class ToolCall(Fields):
+class ToolCall(RequestObject):
     """A call of a tool, in a message of the assistant."""
 
     id: str
@@ -241,7 +241,7 @@ class ToolCall(Fields):
     function: CalledFunction
 
 
-class RefusalPart(Fields):
+class RefusalPart(RequestObject):
     """A part of an assistant's message that says why there is no answer."""
 
     type: Literal["refusal"]
@@ -254,7 +254,7 @@ AssistantContent = Annotated[
 ]
 
 
-class AssistantMessage(Fields):
+class AssistantMessage(RequestObject):
     """A message of the assistant."""
 
     role: Literal["assistant"]
@@ -266,7 +266,7 @@ class AssistantMessage(Fields):
     name: str | None = None
 
 
-class ToolMessage(Fields):
+class ToolMessage(RequestObject):
     """A message with the result of a tool call."""
 
     role: Literal["tool"]
@@ -280,7 +280,7 @@ Message = Annotated[
 ]
 
 
-class Function(Fields):
+class Function(RequestObject):
     """Describes a function that the model may call."""
 
     name: Name
@@ -289,14 +289,14 @@ class Function(Fields):
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(RequestObject):
     """A tool that the model may call; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Fields):
+class FunctionName(RequestObject):
     """Names a function."""
 
     model_config = ConfigDict(extra="forbid")
@@ -304,7 +304,7 @@ class FunctionName(Fields):
     name: Name
 
 
-class NamedTool(Fields):
+class NamedTool(RequestObject):
     """Names the one tool that the model must call."""
 
     model_config = ConfigDict(extra="forbid")
@@ -313,7 +313,7 @@ class NamedTool(Fields):
     function: FunctionName
 
 
-class AllowedTools(Fields):
+class AllowedTools(RequestObject):
     """Holds the tools that the model may call, or of which it must call one."""
 
     model_config = ConfigDict(extra="forbid")
@@ -322,7 +322,7 @@ class AllowedTools(Fields):
     tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolsChoice(Fields):
+class AllowedToolsChoice(RequestObject):
     """Restricts the choice to some of the tools."""
 
     model_config = ConfigDict(extra="forbid")
@@ -331,7 +331,7 @@ class AllowedToolsChoice(Fields):
     allowed_tools: AllowedTools
 
 
-class ConversationFields(Fields):
+class ConversationFields(RequestObject):
     """Holds the fields from which a chat template renders a prompt."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -365,7 +365,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     store: bool | None = None  # has no effect: no completion is kept
 
 
-class EmbeddingRequest(Fields):
+class EmbeddingRequest(RequestObject):
     """A request to POST /v1/embeddings."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -378,7 +378,7 @@ class EmbeddingRequest(Fields):
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class ScoreRequest(Fields):
+class ScoreRequest(RequestObject):
     """A request to POST /v1/score; a single prompt goes with all continuations."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -392,13 +392,13 @@ class ScoreRequest(Fields):
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class RerankDocument(Fields):
+class RerankDocument(RequestObject):
     """A document of a request to POST /v1/rerank."""
 
     text: str
 
 
-class RerankRequest(Fields):
+class RerankRequest(RequestObject):
     """A request to POST /v1/rerank."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -413,7 +413,7 @@ class RerankRequest(Fields):
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(RequestObject):
     """A request to POST /tokenize with a text."""
 
     model: str | None = None
@@ -430,7 +430,7 @@ class TokenizeChatRequest(ConversationFields):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(RequestObject):
     """A request to POST /detokenize."""
 
     model: str | None = None

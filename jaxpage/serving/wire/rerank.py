@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.engine import ByVectors, YesNo, ranked
+from jaxpage.engine import ByVectors, YesNo, rank
 from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
@@ -53,7 +53,7 @@ class RerankAnswer:
             params = self.reranker.first
         by_vectors = isinstance(self.reranker, ByVectors)
         self.prompts = [
-            PromptRequest(context.checked_prompt(text, "documents"), params, by_vectors)
+            PromptRequest(context.check_prompt(text, "documents"), params, by_vectors)
             for text in self.reranker.texts(request.query, documents, request.instruction)
         ]
 
@@ -84,10 +84,13 @@ class RerankAnswer:
             num_tokens: The tokens of all prompts.
         """
         results = []
-        for one in ranked(scores, self._documents, self._request.top_n):
-            result: dict[str, Any] = {"index": one.index, "relevance_score": one.relevance_score}
+        for ranked_document in rank(scores, self._documents, self._request.top_n):
+            result: dict[str, Any] = {
+                "index": ranked_document.index,
+                "relevance_score": ranked_document.relevance_score,
+            }
             if self._request.return_documents is not False:
-                result["document"] = {"text": one.document}
+                result["document"] = {"text": ranked_document.document}
             results.append(result)
         return {
             "id": self.id,
@@ -115,8 +118,10 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
             f"documents must be 1 to {most} of them, not {len(request.documents)}",
             param="documents",
         )
-    documents = [one if isinstance(one, str) else one.text for one in request.documents]
-    context.checked_prompt(request.query, "query")
+    documents = [
+        document if isinstance(document, str) else document.text for document in request.documents
+    ]
+    context.check_prompt(request.query, "query")
     if isinstance(context.reranker, YesNo):  # it reads the query again with each document
         number = len(request.query) * len(documents) + sum(map(len, documents))
         if number > (longest := context.limits.max_score_characters):

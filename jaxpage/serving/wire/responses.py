@@ -33,12 +33,12 @@ def open_response(body: dict[str, Any], context: ModelContext) -> ResponseAnswer
 
 
 def _chat_of(request: ResponsesRequest) -> dict[str, Any]:
-    wanted = request.text.format if request.text else None
-    if isinstance(wanted, ResponsesSchemaFormat):
-        schema = wanted.model_dump(by_alias=True, exclude={"type"})
+    text_format = request.text.format if request.text else None
+    if isinstance(text_format, ResponsesSchemaFormat):
+        schema = text_format.model_dump(by_alias=True, exclude={"type"})
         response_format: dict[str, Any] | None = {"type": "json_schema", "json_schema": schema}
     else:
-        response_format = wanted.model_dump() if wanted else None
+        response_format = text_format.model_dump() if text_format else None
     return {
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,

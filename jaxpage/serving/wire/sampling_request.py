@@ -69,7 +69,7 @@ _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
 
 
 def sampling_params(
-    request: GenerationRequest, context: ModelContext, *, num_prompts: int = 1, **own: Any
+    request: GenerationRequest, context: ModelContext, *, num_prompts: int = 1, **changes: Any
 ) -> SamplingParams:
     """Returns the sampling parameters of a request.
 
@@ -79,12 +79,12 @@ def sampling_params(
         request: The request.
         context: The served model and the server's settings.
         num_prompts: The number of prompts that share the parameters.
-        own: The endpoint's own values, by the engine's names.
+        **changes: The endpoint's own values, by the engine's names.
 
     Raises:
         ApiError: A value is refused.
     """
-    given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
+    values = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
     if request.logit_bias is not None:
         biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
         if len(biases) < len(request.logit_bias):
@@ -93,18 +93,18 @@ def sampling_params(
                 "logit_bias has the same token id twice, written in two ways",
                 param="logit_bias",
             )
-        given["logit_bias"] = biases
+        values["logit_bias"] = biases
     if request.seed is not None:
         # A seed of -1 is a seed like any other, and no request for a random one.
-        given["seed"] = request.seed % 2**64
-    given["user"] = request.user or None
-    given["structured_outputs"] = structured_outputs(request)
-    given = {**context.sampling_defaults, **given, **own}
+        values["seed"] = request.seed % 2**64
+    values["user"] = request.user or None
+    values["structured_outputs"] = read_structured_outputs(request)
+    values = {**context.sampling_defaults, **values, **changes}
     try:
-        params = SamplingParams(**given)
+        params = SamplingParams(**values)
         longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
         if longest is not None and params.max_tokens is None:
-            params = SamplingParams(**{**given, "max_tokens": longest})
+            params = SamplingParams(**{**values, "max_tokens": longest})
     except ValueError as error:
         raise as_api_error(error) from None
     return params
@@ -160,7 +160,7 @@ def beam_params(
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
             raise ApiError(400, f"{name} is not supported with use_beam_search", param=name)
-    if structured_outputs(request) is not None:
+    if read_structured_outputs(request) is not None:
         raise ApiError(
             400, "response_format is not supported with use_beam_search", param="response_format"
         )
@@ -184,39 +184,39 @@ def beam_params(
         raise as_api_error(error) from None
 
 
-def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
+def read_structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
     """Returns the grammar that the output must keep to, in the engine's terms; None without one.
 
     Raises:
         ApiError: The request asks for a grammar in two ways, or the schema is refused.
     """
-    wanted = request.response_format
-    if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+    response_format = request.response_format
+    if isinstance(response_format, JsonObjectFormat | JsonSchemaFormat):
         if request.structured_outputs is not None:
             raise ApiError(
                 400,
                 "response_format and structured_outputs cannot be used together",
                 param="structured_outputs",
             )
-        if isinstance(wanted, JsonObjectFormat):
+        if isinstance(response_format, JsonObjectFormat):
             return {"json_object": True}
-        check_schema(wanted.json_schema.schema_, "response_format.json_schema.schema")
-        return {"json": wanted.json_schema.schema_}
+        check_schema(response_format.json_schema.schema_, "response_format.json_schema.schema")
+        return {"json": response_format.json_schema.schema_}
     return _without_defaults(request.structured_outputs)
 
 
-def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_defaults(values: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns structured outputs without the fields that vLLM's client adds with their defaults.
 
     A schema that is given as a text is read here, with the limits of a body.
     """
-    if given is None:
+    if values is None:
         return None
-    if isinstance(schema := given.get("json"), str):
-        given = {**given, "json": JsonReader().read(schema, "structured_outputs")}
+    if isinstance(schema := values.get("json"), str):
+        values = {**values, "json": JsonReader().read(schema, "structured_outputs")}
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if not (value is False and name in _VLLM_DEFAULTS)
     }
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from jaxpage.decoding import unsupported_keyword
+from jaxpage.decoding import find_unsupported_keyword
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 
 MAX_SCHEMA_DEPTH = 64
@@ -59,14 +59,14 @@ def check_schema(schema: Any, param: str) -> None:
         param: The field that the schema came from.
     """
     if not isinstance(schema, dict):
-        _refuse(f"{shown(schema)} is not a JSON schema that is an object", param, param)
+        _refuse(f"{show(schema)} is not a JSON schema that is an object", param, param)
     if len(json.dumps(schema)) > MAX_CHARACTERS:
         _refuse(f"at most {MAX_CHARACTERS} characters of JSON are allowed", param, param)
     for part, depth, path in parts_of(schema, param):
         if depth > MAX_SCHEMA_DEPTH:
             _refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep", param, param)
         if not isinstance(part, dict | bool):
-            _refuse(f"{shown(part)} is not a JSON schema", path, path)
+            _refuse(f"{show(part)} is not a JSON schema", path, path)
         if isinstance(part, dict):
             _check_part(part, path, param)
 
@@ -82,22 +82,22 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
     types = part.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if not isinstance(name, str) or name not in _TYPES:
-            refuse(f"type {shown(name)} is none of JSON's", "type")
+            refuse(f"type {show(name)} is none of JSON's", "type")
     for name in _REFERENCES:
         reference = part.get(name, "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
             refuse(
-                f"{name} {shown(reference)} is not within the schema; external references are not fetched",
+                f"{name} {show(reference)} is not within the schema; external references are not fetched",
                 name,
             )
     if "pattern" in part and (problem := problem_of_pattern(part["pattern"])):
-        refuse(f"pattern {shown(part['pattern'])} {problem}", "pattern")
+        refuse(f"pattern {show(part['pattern'])} {problem}", "pattern")
     # What is wrong with the whole schema, the compiler of grammars says as well.
-    if not is_whole and (keyword := unsupported_keyword(part)) is not None:
+    if not is_whole and (keyword := find_unsupported_keyword(part)) is not None:
         refuse(f"no grammar can enforce {keyword}, which is not supported", keyword)
     for pattern in _keys(part, "patternProperties"):
         if problem := problem_of_pattern(pattern):
-            refuse(f"pattern {shown(pattern)} {problem}", "patternProperties")
+            refuse(f"pattern {show(pattern)} {problem}", "patternProperties")
 
 
 def _refuse(what: str, place: str, param: str) -> NoReturn:
@@ -129,8 +129,8 @@ def admits_object(schema: dict[str, Any]) -> bool:
             return False
         together = [*_list(part, "allOf"), target_of(root, part.get("$ref", "#nothing"))]
         choices = [_list(part, name) for name in ("anyOf", "oneOf") if name in part]
-        return all(admits(one, root, depth) for one in together) and all(
-            any(admits(one, root, depth) for one in choice) for choice in choices
+        return all(admits(subschema, root, depth) for subschema in together) and all(
+            any(admits(subschema, root, depth) for subschema in choice) for choice in choices
         )
 
     return admits(schema, schema, 1)
@@ -193,26 +193,30 @@ def target_of(root: Any, reference: Any) -> Any:
     the schema that admits everything.
     """
     anchor, *steps = unquote(str(reference).removeprefix("#")).split("/")
-    found = root
+    target = root
     for step in steps:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and re.fullmatch("[0-9]{1,5}", name) and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+        if (
+            isinstance(target, list)
+            and re.fullmatch("[0-9]{1,5}", name)
+            and int(name) < len(target)
+        ):
+            target = target[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
         else:
             return True
-    return True if anchor else found
+    return True if anchor else target
 
 
 def _list(part: dict[str, Any], name: str) -> list[Any]:
-    found = part.get(name)
-    return found if isinstance(found, list) else []
+    value = part.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _keys(part: dict[str, Any], name: str) -> Iterator[str]:
-    found = part.get(name)
-    yield from found if isinstance(found, dict) else ()
+    value = part.get(name)
+    yield from value if isinstance(value, dict) else ()
 
 
 def problem_of_pattern(pattern: Any) -> str | None:

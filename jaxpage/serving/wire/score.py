@@ -13,7 +13,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
-from jaxpage.serving.wire.logprobs import bounded
+from jaxpage.serving.wire.logprobs import limit_logprob
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import ScoreRequest
@@ -30,7 +30,7 @@ def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     """
     request, ignored = read(body, ScoreRequest, context)
     encoder = _Encoder(request, context)
-    pairs = [encoder.encoded(*pair) for pair in _pairs(request, context)]
+    pairs = [encoder.encode(*pair) for pair in _pairs(request, context)]
     params = replace(
         SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user
     )
@@ -93,7 +93,7 @@ class ScoreAnswer:
         ):
             check_finished(output.outputs[0], self._request)
             entries = continuation_logprobs(output, num_prompt_tokens)
-            logprobs = [bounded(entry.logprob) for entry in entries]
+            logprobs = [limit_logprob(entry.logprob) for entry in entries]
             data.append(
                 {
                     "object": "score",
@@ -126,11 +126,11 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
     prompts = prompts_of(request.prompt)
     continuations = prompts_of(request.continuation)
     most = context.limits.max_prompts
-    for name, given in (("prompt", prompts), ("continuation", continuations)):
-        if not 0 < len(given) <= most:
-            raise ApiError(400, f"{name} must be 1 to {most} of them, not {len(given)}", param=name)
+    for name, items in (("prompt", prompts), ("continuation", continuations)):
+        if not 0 < len(items) <= most:
+            raise ApiError(400, f"{name} must be 1 to {most} of them, not {len(items)}", param=name)
     for prompt in prompts:
-        context.checked_prompt(prompt, "prompt")
+        context.check_prompt(prompt, "prompt")
     if len(prompts) == 1:
         prompts *= len(continuations)
     if len(prompts) != len(continuations):
@@ -159,7 +159,7 @@ class _Encoder:
         self._special = request.add_special_tokens is not False
         self._lengths: dict[str, int] = {}  # the tokens of each prompt alone
 
-    def encoded(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
+    def encode(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
         """Returns the tokens of a pair, and how many of them are the prompt's.
 
         Raises:
@@ -172,7 +172,7 @@ class _Encoder:
                 "prompt and continuation must both be text, or both be token ids",
                 param="continuation",
             )
-        self._context.checked_prompt(continuation, "continuation")
+        self._context.check_prompt(continuation, "continuation")
         if isinstance(prompt, str):
             self._context.check_length(prompt + continuation, "prompt")
             token_ids = self._tokens(prompt + continuation)

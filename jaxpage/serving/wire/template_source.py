@@ -37,7 +37,7 @@ class _Generation(Extension):
 _ENVIRONMENT = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
 
 
-def parsed_template(template: str) -> nodes.Template:
+def parse_template(template: str) -> nodes.Template:
     """Returns the tree of a template.
 
     Raises:
@@ -54,7 +54,7 @@ def variables_of(template: str) -> frozenset[str]:
     `strftime_now`, which are known by their endings.
     """
     try:
-        names = meta.find_undeclared_variables(parsed_template(template))
+        names = meta.find_undeclared_variables(parse_template(template))
     except TemplateSyntaxError:
         return frozenset()
     return frozenset(

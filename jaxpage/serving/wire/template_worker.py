@@ -70,7 +70,7 @@ def _serve(before: int) -> NoReturn:
         text = None
         has_room = True
         try:
-            text = rendered(request)
+            text = render_template(request)
         except MemoryError:
             problem = f"it takes more than {num_bytes >> 20} MiB of memory"
             has_room = False
@@ -88,7 +88,7 @@ def _serve(before: int) -> NoReturn:
     os._exit(_DONE)
 
 
-def rendered(request: dict[str, Any]) -> str:
+def render_template(request: dict[str, Any]) -> str:
     """Returns the text that `apply_chat_template` of a tokenizer makes for a request.
 
     Args:

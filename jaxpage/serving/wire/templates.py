@@ -17,15 +17,15 @@ from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
-    Fields,
     RefusalPart,
+    RequestObject,
     TextPart,
     Tool,
     ToolCall,
     ToolMessage,
 )
 from jaxpage.serving.wire.template_source import variables_of
-from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.argument_checks import show
 
 _MAX_NUMBER = 10_000  # a template may count up to a variable
 _MAX_TEXT = 1_000
@@ -88,7 +88,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         "variables": {**effort.values, **variables},
     }
     try:
-        text = RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+        text = RENDERERS.render(asked, RENDER_SECONDS, RENDER_BYTES)
     except ValueError as error:
         raise ApiError(
             400, f"The model's chat template refuses these messages: {error}", param="messages"
@@ -112,11 +112,13 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
 
 def parameters_of(tool: Tool) -> Any:
     """Returns the schema of a tool's arguments, which the prompt shows and grammars demand."""
-    given = tool.function.parameters
-    return NO_PARAMETERS if given is None or given == {} else given
+    parameters = tool.function.parameters
+    return NO_PARAMETERS if parameters is None or parameters == {} else parameters
 
 
-def _message(message: Fields, path: str, form: ChatFormat, reader: JsonReader) -> dict[str, Any]:
+def _message(
+    message: RequestObject, path: str, form: ChatFormat, reader: JsonReader
+) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
     Its content is one text, the arguments of its calls are objects, and its reasoning stands where
@@ -172,7 +174,7 @@ def _call(call: ToolCall, path: str, reader: JsonReader) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ApiError(
             400,
-            f"{param} must be the text of a JSON object, got {shown(call.function.arguments)}",
+            f"{param} must be the text of a JSON object, got {show(call.function.arguments)}",
             param=param,
         )
     return {
@@ -193,7 +195,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _variables(given: dict[str, Any], template: str, context: ModelContext) -> dict[str, Any]:
+def _variables(variables: dict[str, Any], template: str, context: ModelContext) -> dict[str, Any]:
     """Returns the request's variables for the template.
 
     A variable must be one that the template reads, and small, so that the prompt does not become
@@ -203,24 +205,24 @@ def _variables(given: dict[str, Any], template: str, context: ModelContext) -> d
     Raises:
         ApiError: A variable is refused.
     """
-    if not given:
-        return given
+    if not variables:
+        return variables
     arguments = inspect.signature(context.tokenizer.apply_chat_template).parameters  # type: ignore[union-attr]
     known = variables_of(template) - arguments.keys()
     param = "chat_template_kwargs"
-    for name, value in given.items():
+    for name, value in variables.items():
         if name not in known:
-            own = sorted(known)[:_MAX_VARIABLES]
+            names = sorted(known)[:_MAX_VARIABLES]
             raise ApiError(
                 400,
-                f"{param}: {shown(name)} is not a variable of the model's template, which has {own}",
+                f"{param}: {show(name)} is not a variable of the model's template, which has {names}",
                 param=param,
             )
         is_small = value is None or isinstance(value, bool)
         is_small = is_small or (isinstance(value, int | float) and abs(value) <= _MAX_NUMBER)
         if not is_small and not (isinstance(value, str) and len(value) <= _MAX_TEXT):
-            wanted = f"true, false, a number up to {_MAX_NUMBER} or a text of at most {_MAX_TEXT} characters"
+            expected = f"true, false, a number up to {_MAX_NUMBER} or a text of at most {_MAX_TEXT} characters"
             raise ApiError(
-                400, f"{param}: {shown(name)} must be {wanted}, got {shown(value)}", param=param
+                400, f"{param}: {show(name)} must be {expected}, got {show(value)}", param=param
             )
-    return given
+    return variables

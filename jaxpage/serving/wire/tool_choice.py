@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of
 from jaxpage.decoding import json_rule
-from jaxpage.serving.wire.closed_objects import closed_schema
+from jaxpage.serving.wire.closed_objects import close_schema
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.relaxing import named_paths, relaxed_schema
+from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import (
     AllowedToolsChoice,
     ChatCompletionRequest,
@@ -24,8 +24,8 @@ from jaxpage.serving.wire.request_fields import (
 )
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
-from jaxpage.serving.wire.tools import NamedCall, named_schema
-from jaxpage.settings.argument_checks import shown
+from jaxpage.serving.wire.tools import NamedCall, make_named_schema
+from jaxpage.settings.argument_checks import show
 
 
 class ToolUse(NamedTuple):
@@ -51,7 +51,7 @@ class ToolUse(NamedTuple):
     schemas: Mapping[str, dict[str, Any]] = {}
     ignored: tuple[str, ...] = ()
 
-    def structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
+    def make_structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
         """Returns the grammar that the answer keeps to, or None if the tools demand none.
 
         Args:
@@ -124,12 +124,15 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     several = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         index = _index_of(tools, choice.function.name)
-        return _enforced(
+        return _enforce(
             ToolUse(tools, [tools[index]], True, False, choice.function.name), [index], context
         )
     indices = list(range(len(tools)))
     if isinstance(choice, AllowedToolsChoice):
-        allowed = {_index_of(tools, one.function.name) for one in choice.allowed_tools.tools}
+        allowed = {
+            _index_of(tools, allowed_tool.function.name)
+            for allowed_tool in choice.allowed_tools.tools
+        }
         indices = sorted(allowed)
         choice = choice.allowed_tools.mode
     if context.chat_format.tool_form is None or (
@@ -138,14 +141,14 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
     callable_tools = [tools[index] for index in indices]
     if choice == "required":
-        return _enforced(ToolUse(tools, callable_tools, True, several), indices, context)
+        return _enforce(ToolUse(tools, callable_tools, True, several), indices, context)
     if "tools" not in template_of(context, tools):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
     # Nothing keeps the model from calling what the prompt shows.
     return ToolUse(callable_tools, callable_tools, several=several)
 
 
-def _enforced(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse:
+def _enforce(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse:
     """Returns the use with the schemas to which a grammar holds the calls.
 
     Args:
@@ -162,7 +165,7 @@ def _enforced(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUs
         parameter = f"tools[{index}].function.parameters"
         schema: Any = parameters_of(tool)
         if not context.strict_requests:
-            schema, removed = relaxed_schema(schema, parameter)
+            schema, removed = relax_schema(schema, parameter)
             ignored += removed
         check_schema(schema, parameter)
         if not admits_object(schema):
@@ -171,11 +174,11 @@ def _enforced(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUs
                 f"{parameter}: it must allow an object, because the arguments of a call are an object",
                 param=parameter,
             )
-        schemas[tool.function.name] = named_schema(closed_schema(schema))
+        schemas[tool.function.name] = make_named_schema(close_schema(schema))
     return use._replace(
         parameter=f"tools[{indices[0]}].function.parameters" if len(indices) == 1 else "tools",
         schemas=schemas,
-        ignored=named_paths(ignored),
+        ignored=name_paths(ignored),
     )
 
 
@@ -193,7 +196,7 @@ def _check_names(tools: list[Tool]) -> None:
         if tool.function.name in names:
             raise ApiError(
                 400,
-                f"tools has {shown(tool.function.name)} twice",
+                f"tools has {show(tool.function.name)} twice",
                 param=f"tools[{index}].function.name",
             )
         names.add(tool.function.name)
@@ -203,6 +206,6 @@ def _index_of(tools: list[Tool], name: str) -> int:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
         raise ApiError(
-            400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice"
+            400, f"tool_choice names {show(name)}, which is not in tools", param="tool_choice"
         )
     return index

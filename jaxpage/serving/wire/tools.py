@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpage.chat_forms import Piece
+from jaxpage.chat_forms import AnswerPiece
 
 
 class NamedCall:
@@ -19,18 +19,22 @@ class NamedCall:
         self._name = name
         self._has_begun = False
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""
         if text:
-            yield Piece("arguments", text) if self._has_begun else Piece("call", text, self._name)
+            yield (
+                AnswerPiece("arguments", text)
+                if self._has_begun
+                else AnswerPiece("call", text, self._name)
+            )
             self._has_begun = True
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[AnswerPiece]:
         """Yields the remaining pieces."""
         return iter(())
 
 
-def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def make_named_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of the arguments of one tool.
 
     This is the tool's own schema if its type is "object"; otherwise an object is demanded as well.

@@ -14,11 +14,11 @@ from jaxpage.serving.wire.request_fields import (
     MAX_STOPS,
     Count,
     Effort,
-    Fields,
     Items,
     JsonObjectFormat,
     Name,
     Prompts,
+    RequestObject,
     Stop,
     TextFormat,
     one_of,
@@ -31,14 +31,14 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Nothing = Annotated[list[Any], Field(max_length=0), one_of("absent or empty: it is not supported")]
 
 
-class ResponsesPart(Fields):
+class ResponsesPart(RequestObject):
     """A part of a message's content; only text is supported."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class ResponsesMessage(Fields):
+class ResponsesMessage(RequestObject):
     """A message of a conversation, in the Responses API."""
 
     type: Literal["message"] | None = None
@@ -46,21 +46,21 @@ class ResponsesMessage(Fields):
     content: str | Items[ResponsesPart]
 
 
-class ReasoningText(Fields):
+class ReasoningText(RequestObject):
     """A part of a reasoning item."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class ResponsesReasoning(Fields):
+class ResponsesReasoning(RequestObject):
     """The reasoning of an earlier answer; it belongs to the message that follows it."""
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
 
 
-class ResponsesSchemaFormat(Fields):
+class ResponsesSchemaFormat(RequestObject):
     """Asks for JSON that keeps to a schema."""
 
     model_config = ConfigDict(extra="forbid")
@@ -72,7 +72,7 @@ class ResponsesSchemaFormat(Fields):
     strict: bool | None = None
 
 
-class ResponsesText(Fields):
+class ResponsesText(RequestObject):
     """Holds the options of the text of a response."""
 
     model_config = ConfigDict(extra="forbid")
@@ -86,7 +86,7 @@ class ResponsesText(Fields):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesStreamOptions(Fields):
+class ResponsesStreamOptions(RequestObject):
     """Holds the options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
@@ -102,7 +102,7 @@ ResponsesItem = Annotated[
 ]
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(RequestObject):
     """A request to POST /v1/responses."""
 
     model: ModelName
@@ -125,7 +125,7 @@ class ResponsesRequest(Fields):
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class TextBlock(Fields):
+class TextBlock(RequestObject):
     """A block of text in a message."""
 
     type: Literal["text"]
@@ -133,7 +133,7 @@ class TextBlock(Fields):
     cache_control: dict[str, Any] | None = None  # has no effect: prefixes are cached anyway
 
 
-class ThinkingBlock(Fields):
+class ThinkingBlock(RequestObject):
     """A block with the reasoning of an earlier answer."""
 
     type: Literal["thinking"]
@@ -147,14 +147,14 @@ Blocks = Annotated[
 ]
 
 
-class UserTurn(Fields):
+class UserTurn(RequestObject):
     """A message of the user, in the Messages API."""
 
     role: Literal["user"]
     content: Blocks
 
 
-class AssistantTurn(Fields):
+class AssistantTurn(RequestObject):
     """A message of the assistant, in the Messages API."""
 
     role: Literal["assistant"]
@@ -167,7 +167,7 @@ class AssistantTurn(Fields):
     ]
 
 
-class CountTokensRequest(Fields):
+class CountTokensRequest(RequestObject):
     """A request to POST /v1/messages/count_tokens."""
 
     model: ModelName
@@ -190,7 +190,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
 
 
-class OllamaOptions(Fields):
+class OllamaOptions(RequestObject):
     """Holds the options of a request in Ollama's API."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -221,7 +221,7 @@ class OllamaOptions(Fields):
     top_p: TopP | None = None
 
 
-class OllamaRequest(Fields):
+class OllamaRequest(RequestObject):
     """Holds the fields that Ollama's chats and completions share."""
 
     model: ModelName
@@ -234,14 +234,14 @@ class OllamaRequest(Fields):
     think: Annotated[bool | Effort, one_of("true, false or a level, such as 'low'")] | None = None
 
 
-class OllamaShowRequest(Fields):
+class OllamaShowRequest(RequestObject):
     """A request to POST /api/show."""
 
     model: ModelName
     verbose: bool | None = None  # has no effect: there are no more details
 
 
-class OllamaMessage(Fields):
+class OllamaMessage(RequestObject):
     """A message of a conversation, in Ollama's API."""
 
     role: Literal["system", "user", "assistant"]
@@ -266,7 +266,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
 
 
-class OllamaVectorsRequest(Fields):
+class OllamaVectorsRequest(RequestObject):
     """Holds the fields that both of Ollama's paths for embeddings share."""
 
     model: ModelName

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, renamed_path
+from jaxpage.serving.wire.errors import ApiError, rename_path
 from jaxpage.serving.wire.exchange import Exchange
 
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
@@ -51,17 +51,17 @@ class Translated:
         try:
             self._inner = opens({"model": model, **body}, context)
         except ApiError as error:
-            raise error.renamed(self._names) from None
+            raise error.rename_param(self._names) from None
         self.id = f"{self._prefix}_{uuid.uuid4().hex}"
         self.stream = self._inner.stream
         self.prompts = self._inner.prompts
-        cut = (renamed_path(name, self._names) for name in self._inner.ignored_fields)
+        cut = (rename_path(name, self._names) for name in self._inner.ignored_fields)
         self.ignored_fields = (*ignored_fields, *cut)
         self.model = model
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
-        return self._inner.refusal(error).renamed(self._names)
+        return self._inner.refusal(error).rename_param(self._names)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""
@@ -113,7 +113,7 @@ class InBlocks(Translated):
                 events += self._begin()
             for choice in chunk["choices"]:
                 for kind, text in pieces(choice):
-                    events += self._said(kind, text)
+                    events += self._add_text(kind, text)
                 if choice["finish_reason"] is not None:
                     self._ending = choice
         return events
@@ -136,7 +136,7 @@ class InBlocks(Translated):
             self._blocks.append(("content", []))
         return self._answer()
 
-    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
+    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
         events = [] if self._blocks and self._blocks[-1][0] == kind else self._next_block(kind)
         self._blocks[-1][1].append(text)
         return [*events, self._more(kind, text)]

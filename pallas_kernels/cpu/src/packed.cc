@@ -611,7 +611,7 @@ int64_t bytes_of_row(const Packed& p) {
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
-// Rounds to eight bits, as `rounded_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
+// Rounds to eight bits, as `round_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
 void round_row(const Packed& p, int64_t row, void* words) {
   const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
   const auto at = [&](int64_t i) {

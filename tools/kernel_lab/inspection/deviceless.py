@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.compat import described_gpu, without_compile_cache
+from pallas_kernels.compat import describe_gpu, without_compile_cache
 
 # Each has a .textproto next to this file.
 GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")
@@ -104,7 +104,7 @@ def compile_for(
         )
 
     arguments, keywords = jax.tree.map(placed, (arguments, keywords))
-    with described_gpu(device.device_kind, device.core_count, device.compute_capability):
+    with describe_gpu(device.device_kind, device.core_count, device.compute_capability):
         lowered = function.lower(*arguments, **keywords)
         # An executable that is compiled for no device can be written to the cache, but not read
         # back.
