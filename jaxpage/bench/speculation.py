@@ -58,7 +58,7 @@ class Cell:
         identical: Says whether the tokens are those without drafts, in every repeat.
         task: The task that the prompts are of; empty without `--tasks`.
         ratios: The lowest and the highest ratio of all repeats.
-        accepted: See `Run`.
+        accepted: See `EngineRun`.
     """
 
     batch: int

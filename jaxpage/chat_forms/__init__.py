@@ -15,7 +15,7 @@ Enter by these names:
   around the content that come with one of reasoning.
 - `Tools`: the tools that an answer may call.
 - `grammar_of`: the grammar of an answer that must call tools, in the model's own form.
-- `Piece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
+- `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
 """
 
 from jaxpage.chat_forms.calls import Tools

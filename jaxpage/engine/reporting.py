@@ -2,10 +2,10 @@
 
 The thread that runs the engine makes outputs between its steps, so an output for a server must be
 small. A reporter with a bound cuts what is new into deltas, and leaves the log probabilities of a
-large output to `completed`, which the reader calls on another thread:
+large output to `add_logprobs`, which the reader calls on another thread:
 
     engine's thread   step ── delta (at most `max_entries`) ── step ── whole (brief) ── step
-    another thread                                                └▶ completed
+    another thread                                                └▶ add_logprobs
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reporter:
         max_entries: The most entries of a delta, where each token is an entry and so is each of its
             log probabilities; None for any number.
         is_behind: True if the last delta left out tokens that the next one brings.
-        is_brief: True if the last output lacks log probabilities, which `completed` adds.
+        is_brief: True if the last output lacks log probabilities, which `add_logprobs` adds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Reporter:
     def whole(self) -> RequestOutput:
         """Returns all that was generated; for `best_of` and beam search only the best sequences.
 
-        If there are more log probabilities than `max_entries`, it has none; see `completed`.
+        If there are more log probabilities than `max_entries`, it has none; see `add_logprobs`.
         """
         self.is_brief = self.max_entries is not None and self._num_entries > self.max_entries
         return self._whole(is_brief=self.is_brief)

@@ -40,7 +40,7 @@ _PROPOSERS: Mapping[str, Callable[[SpeculativeConfig, DraftedModel], Proposer]] 
 def make_proposer(config: SpeculativeConfig, target: DraftedModel) -> Proposer:
     """Returns the proposer of a method of speculation.
 
-    `config` is one that its `problems` and `refused` have nothing against.
+    `config` is one that its `problems` and `find_refused` have nothing against.
     """
     make = _PROPOSERS.get(config.method)
     return make(config, target) if make else AheadProposer()

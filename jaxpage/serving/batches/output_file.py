@@ -138,7 +138,7 @@ def outline(line: bytes) -> dict[str, Any]:
     usage then.
 
     Raises:
-        ValueError: The line is no JSON, or a large line was not written by `answered`.
+        ValueError: The line is no JSON, or a large line was not written by `write_answer`.
     """
     if len(line) <= LARGE_LINE_BYTES:
         answer: dict[str, Any] = json.loads(line)

@@ -65,7 +65,7 @@ def encode(value: Any) -> bytes:
 
 
 def encode_parts(value: Any) -> list[bytes]:
-    """Returns the bytes of `encoded` in parts of at least `PART_BYTES`, but for the last one.
+    """Returns the bytes of `encode` in parts of at least `PART_BYTES`, but for the last one.
 
     They are made in many short calls, so that other threads run meanwhile, however large the value
     is: each call encodes a row of a table, or some short rows.
