@@ -60,6 +60,8 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
     assert len(facts) <= 0.025 * num_functions, "\n".join(facts)
     vague, num_locals = names.pronouns(modules)
     assert len(vague) <= 0.003 * num_locals, "\n".join(vague)
+    house_modules = [module for module in modules if module.path.startswith("jaxpage/")]
+    assert names.shared_classes(house_modules) == []
 
 
 def test_scripts_find_the_modules_beside_them() -> None:

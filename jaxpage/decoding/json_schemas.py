@@ -102,12 +102,12 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     yield schema
     for name in _NAMED:
         if isinstance(held := schema.get(name), dict):
-            for one in held.values():
-                yield from _parts(one)
+            for part in held.values():
+                yield from _parts(part)
     for name in {*_LISTED, *_SINGLE}:
         held = schema.get(name)
-        for one in held if isinstance(held, list) else [held]:
-            yield from _parts(one)
+        for part in held if isinstance(held, list) else [held]:
+            yield from _parts(part)
 
 
 def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:

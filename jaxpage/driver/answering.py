@@ -86,7 +86,7 @@ class Pinning(AnsweringHandle):
         return None
 
 
-class Embedding(AnsweringHandle):
+class EmbeddingHandle(AnsweringHandle):
     """Follows prompts whose vectors are computed, one in each turn, all with the same weights.
 
     Attributes:

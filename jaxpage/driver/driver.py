@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import Embedder
-from jaxpage.driver.answering import AnsweringHandle, Embedding, Pinning
+from jaxpage.driver.answering import AnsweringHandle, EmbeddingHandle, Pinning
 from jaxpage.driver.handle import Handle, copy_error
 from jaxpage.driver.orders import Change, Order, PendingAnswer
 from jaxpage.driver.process import check_process, new_thread
@@ -250,7 +250,7 @@ class Driver:
             prompts: The prompts.
             poolings: The pooling of each prompt; see `Embedder.embed`.
         """
-        embedding = Embedding(self.turns, embedder, prompts, poolings)
+        embedding = EmbeddingHandle(self.turns, embedder, prompts, poolings)
         try:
             self._add_answering(embedding, "embedding")
             yield embedding.vectors

@@ -72,3 +72,13 @@ def bound_names(function: ast.AST) -> Iterator[str]:
             yield node.id
         if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
             nodes.extend(ast.iter_child_nodes(node))
+
+
+def shared_classes(modules: Sequence[Module]) -> list[str]:
+    """Returns the names of classes that two or more rooms of jaxpage have."""
+    rooms: dict[str, set[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                rooms.setdefault(node.name, set()).add(".".join(module.name.split(".")[:2]))
+    return sorted(name for name, places in rooms.items() if len(places) > 1)
