@@ -156,14 +156,22 @@ class Case:
 
     def program(self) -> str:
         """Returns the case as a program for a checkout of this repository, and what it does in words."""
-        lines = ["from tools.fuzz_engine import failure_of", ""]
+        lines = ["from tools.fuzz_engine import run_cases", ""]
         lines += [f"# {line}" for line in self.story()]
+        lines += ["with run_cases() as failure:"]
+        lines += ["    from tests.support.fuzz_cases import Ask, Case, Event", ""]
         names = [one.name for one in dataclasses.fields(Case) if one.name not in ("asks", "events")]
-        fields = [f"{name}={getattr(self, name)!r}" for name in names]
-        lines += ["print(failure_of('''Case(", *(f"    {one}," for one in fields)]
+        lines += [
+            "    case = Case(",
+            *(f"        {name}={getattr(self, name)!r}," for name in names),
+        ]
         for name, items in (("asks", self.asks), ("events", self.events)):
-            lines += [f"    {name}=(", *(f"        {item!r}," for item in items), "    ),"]
-        return "\n".join([*lines, ")'''))"])
+            lines += [
+                f"        {name}=(",
+                *(f"            {item!r}," for item in items),
+                "        ),",
+            ]
+        return "\n".join([*lines, "    )", "    print(failure(case))"])
 
     def story(self) -> Iterator[str]:
         """Yields what the case does, a sentence for each event."""
