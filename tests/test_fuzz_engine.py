@@ -129,7 +129,7 @@ LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
             UPDATE,
             Event(3, "generate", (0, 2), interrupted_after=1),
         ),
-        "drain(60) returned False at the end",
+        "drain returned False at the end",
     ),
     "interrupted pin": (
         keeps_pins_that_nobody_waits_for,

@@ -448,6 +448,8 @@ def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
 
 def smaller_cases(case: Case) -> Iterator[Case]:
     """Yields cases with less: events, engines, requests of a batch, settings, parameters, tokens."""
+    if case.is_async or case.in_threads:
+        yield dataclasses.replace(case, is_async=False, in_threads=False)
     half = len(case.events) // 2
     if half > 1:
         for events in (case.events[:half], case.events[half:]):
@@ -458,8 +460,6 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if case.num_engines > 1:
         on_first = tuple(dataclasses.replace(event, engine=0) for event in case.events)
         yield dataclasses.replace(case, events=on_first, num_engines=1)
-    if case.is_async or case.in_threads:
-        yield dataclasses.replace(case, is_async=False, in_threads=False)
     if (first := min((event.at for event in case.events), default=0)) > 0:
         events = tuple(dataclasses.replace(event, at=event.at - first) for event in case.events)
         yield dataclasses.replace(case, events=events)
