@@ -439,8 +439,8 @@ class LLM(DrivenModel):
     def sleep(self, level: int = 1) -> None:
         """Frees the device's memory, so that something else can use it until `wake_up`.
 
-        Requests of other threads finish first, and so do vectors. The executables stay, so that waking compiles
-        nothing; the prefix cache is emptied. While the model sleeps, requests are refused.
+        Requests and vectors of other threads finish first. The executables stay, so that waking
+        compiles nothing; the prefix cache is emptied. While the model sleeps, requests are refused.
 
         Args:
             level: 1 moves the weights to the host's memory. 2 drops them: `wake_up` reads the
