@@ -395,7 +395,7 @@ def _random_request(
         end = chance.choice(("whole", "whole", "close", "drop"))
         details = (chance.randint(1, 6), chance.choice((0, 0, 1, 3, 10)), end)
         return Event(at, "stream", (waiting.pop(),), details, **after)
-    number = 1 if is_async else chance.randint(1, 4)
+    number = 1 if is_async else chance.choice((0, 1, 1, 2, 3, 4))
     batch = tuple(waiting.pop() for _ in range(min(len(waiting), number)))
     return Event(at, "generate", batch, **after)
 
