@@ -9,11 +9,14 @@ exit status is 1 then. Needs the test packages (`pip install '.[test]'`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,22 +53,20 @@ def main() -> int:
             )
 
 
-def failure_of(case: str) -> str:
-    """Returns what is wrong with a case that the fuzzer printed; "" if nothing is.
+@contextlib.contextmanager
+def run_cases() -> Iterator[Callable[[Any], str]]:
+    """Yields a function that returns what is wrong with a case; "" if nothing is.
 
-    Args:
-        case: The expression that makes the case.
+    The programs that the fuzzer prints use it. Import `tests.support` after it is open.
     """
     need("pytest", "hypothesis", extra="test")
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), optimized=False)
-        from tests.support import fuzz_cases
         from tests.support.executables import SharedExecutables
         from tests.support.fuzzing import Fuzzer
 
         with SharedExecutables().in_use(optimized=False):
-            fuzzer = Fuzzer(Path(cache), tolerance=TOLERANCE)
-            return fuzzer.failure(eval(case, vars(fuzz_cases)))
+            yield Fuzzer(Path(cache), tolerance=TOLERANCE).failure
 
 
 def fuzz_parser(description: str | None) -> argparse.ArgumentParser:

@@ -271,6 +271,8 @@ class Turns:
         if not self._accepts:
             assert self.draining is not None
             raise copy_error(self.draining)
+        if not handles:
+            return None  # nobody else would answer
         for handle in handles:
             handle.request_id = f"{name}-{next(self._numbers)}"
             handle.added = added

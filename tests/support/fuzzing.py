@@ -34,7 +34,14 @@ from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
 from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
-from tests.support.performance import MOST_SCORED, Actor, Performance, PlayedEngine, WrongBehaviour
+from tests.support.performance import (
+    MOST_SCORED,
+    MOST_SECONDS,
+    Actor,
+    Performance,
+    PlayedEngine,
+    WrongBehaviour,
+)
 from tests.support.stage import RealTime, Stage
 
 Logprobs = Sequence[dict[int, Logprob] | None] | None
@@ -328,8 +335,8 @@ def _left_over(performance: Performance) -> str:
             performance.finish(engine.call("wake_up"), "wake_up")
         for pin in list(engine.pins):
             performance.finish(performance.release(engine, pin), "release of a pin")
-        if performance.finish(engine.call("drain", 60.0), "drain") is not True:
-            return "drain(60) returned False at the end, when nobody waits for a request"
+        if performance.finish(engine.call("drain", MOST_SECONDS), "drain") is not True:
+            return "drain returned False at the end, when nobody waits for a request"
         engine.watch()
         stats = llm._engine.stats()
         llm._engine.scheduler.check()
