@@ -277,7 +277,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
     [
         (
             {},
-            {"wanted": 51},
+            {"requested": 51},
             r"51 KV blocks take 4\.98 KiB: .* Lower num_blocks to 50 or less, or leave it out",
         ),
         (
@@ -287,7 +287,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
         ),
         (
             {},
-            {"wanted": 1},
+            {"requested": 1},
             r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the pool\.$",
         ),
         (
@@ -295,7 +295,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
             {"pool_bytes": 199},
             r"A pool of 1 blocks .* Set kv_cache_memory_bytes to 200 or more; 4\.88 KiB are free",
         ),
-        ({"block_size": 1}, {"wanted": 2}, r"A pool of 2 blocks .* Set num_blocks to 3 or more"),
+        ({"block_size": 1}, {"requested": 2}, r"A pool of 2 blocks .* Set num_blocks to 3 or more"),
         # What is missing: 100 bytes.
         (
             {"weights_bytes": 8_900},
@@ -330,7 +330,9 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, asked, advi
     """Whoever does what is advised has a pool."""
     plan = dataclasses.replace(PLAN, **change)
     with pytest.raises(CapacityError, match=advice) as error:
-        choose_num_blocks(plan, **{"wanted": None, "pool_bytes": None, "max_num_seqs": 8, **asked})
+        choose_num_blocks(
+            plan, **{"requested": None, "pool_bytes": None, "max_num_seqs": 8, **asked}
+        )
     assert "of 9.77 KiB available on" in str(error.value) and "a block of" in str(error.value)
 
 

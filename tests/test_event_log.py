@@ -651,12 +651,20 @@ def test_logits_that_are_no_numbers(
 class Letters:
     """A tokenizer whose token ids are letters."""
 
+    decoder = None
+
     @property
     def backend_tokenizer(self) -> Letters:
         return self
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + token_id % 26) for token_id in token_ids)
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
+    def id_to_token(self, token_id: int) -> str:
+        return self.decode([token_id])
 
 
 @pytest.mark.parametrize("n", [3, 4])

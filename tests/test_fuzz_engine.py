@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxpage.driver import Driver
-from jaxpage.driver.answering import Embedding, Pinning
+from jaxpage.driver.answering import EmbeddingHandle, Pinning
 from jaxpage.driver.orders import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
@@ -81,7 +81,7 @@ def aborts_what_runs_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def sleeps_while_vectors_are_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Embedding, "reads_weights", False)
+    patch.setattr(EmbeddingHandle, "reads_weights", False)
 
 
 def deletes_what_it_has_lent(patch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ class Hearing(LookaheadProposer):
         super().__init__(Lookahead(2, 3, 1))
         self.heard: list[Any] = []
 
-    def drawn(self, *what: Any) -> None:
+    def learn_draws(self, *what: Any) -> None:
         self.heard.append(what)
         if len(self.heard) > 2:
             raise RuntimeError("it fails")

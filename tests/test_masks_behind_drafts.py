@@ -147,7 +147,7 @@ def test_looking_ahead_twice_costs_once(
     """And a token that was a draft costs nothing more."""
     constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admit
     monkeypatch.setattr(
-        Grammar, "admitted", lambda self, matcher: computed.append(1) or real(self, matcher)
+        Grammar, "admit", lambda self, matcher: computed.append(1) or real(self, matcher)
     )
     a, b = ids_of(constraint.mask)[:2]
     for path in ((), (a,), (a, b), (a, b, a), (a, a), (a, b, a)):

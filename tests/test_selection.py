@@ -200,7 +200,7 @@ def _more_than_enough(narrowed: Callable[..., select.Bracket]) -> Callable[..., 
 
 
 MISTAKES: dict[str, tuple[str, object]] = {
-    "the search ends early": ("_narrowed", _more_than_enough),
+    "the search ends early": ("_narrow", _more_than_enough),
     "low halves are lost": (
         "weights",
         lambda weights: lambda x: (weights(x)[0], 0 * weights(x)[1]),

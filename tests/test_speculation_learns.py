@@ -112,7 +112,9 @@ def test_what_is_learned(
     monkeypatch.setattr(controller, "ask", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "cut", lambda *_: {3: 3})
     monkeypatch.setattr(
-        controller, "verified", lambda _, parents, path: told.append((tuple(parents), set(path)))
+        controller,
+        "learn_verified",
+        lambda _, parents, path: told.append((tuple(parents), set(path))),
     )
     strategies: Any = {3: Refusing(admitted)}
     speculator = ProposingSpeculator(

@@ -21,6 +21,7 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.step.plan import StepResult
 from tests.support.engines import invariants
 from tests.support.running import SMALL
+from tests.support.tokenizers import byte_letters
 
 PROMPT = "Once upon a time"
 EOS, STOP_ID = 0, 281
@@ -94,15 +95,17 @@ def scripted(engine, scripts):
 
 
 def decoded(tokenizer, token_ids, *, whole):
-    """The text of an output. Unless it is whole, a character that may not be complete and what came with it is not there yet."""
-    prompt = tokenizer(PROMPT)["input_ids"]
-    for num_taken in range(len(token_ids), -1, -1):
-        text = tokenizer.decode([*prompt, *token_ids[:num_taken]], skip_special_tokens=True)[
-            len(PROMPT) :
-        ]
-        if whole or not text.endswith("\ufffd"):
-            return text
-    return ""
+    """The text of an output. Unless it is whole, a character that may still be completed is not there yet."""
+    taken = [*tokenizer(PROMPT)["input_ids"], *token_ids]
+    text = tokenizer.decode(taken, skip_special_tokens=True)
+    letters = byte_letters()
+    if not whole and text.endswith("\ufffd"):
+        # Of these continuation bytes some complete each beginning of a character.
+        for byte, count in itertools.product((0x80, 0x90, 0xA0, 0xBF), (1, 2, 3)):
+            follows = tokenizer.convert_tokens_to_ids([letters[byte]] * count)
+            if not tokenizer.decode([*taken, *follows], skip_special_tokens=True).startswith(text):
+                return text[len(PROMPT) : -1]
+    return text[len(PROMPT) :]
 
 
 def first_stop(text, stops, behind):

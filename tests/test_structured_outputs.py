@@ -1068,7 +1068,7 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     real = compiling._Worker.try_grammar
     monkeypatch.setattr(
         compiling._Worker,
-        "tried",
+        "try_grammar",
         lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
     )
     for letter in "pqrpstp":
@@ -1082,7 +1082,7 @@ def test_refusals_are_kept_for_a_while(llm, monkeypatch):
     compiler, real, tried = llm._engine.grammars, compiling._Worker.try_grammar, []
     monkeypatch.setattr(
         compiling._Worker,
-        "tried",
+        "try_grammar",
         lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
     )
     monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)

@@ -342,6 +342,9 @@ def strictly(schema: Any, *, is_merged: bool = False) -> Any:
             result[name] = [strictly(member, is_merged=True) for member in schema[name]]
     if not is_merged and not _opens(schema) and (schema.keys() & {"properties", "anyOf", "allOf"}):
         result["unevaluatedProperties"] = False
+        # A key that is required may be there, even if nothing says what it is.
+        required = dict.fromkeys(schema.get("required", ()), True)
+        result["properties"] = {**required, **result.get("properties", {})}
     return result
 
 

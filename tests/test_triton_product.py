@@ -306,12 +306,12 @@ MISTAKES = {  # name: the call that shows it, where it is, and what makes it
     "a split left out": ("int8 groups", "kernel", lambda: configured(splits=3)),
     "halves exchanged": (
         "int4 groups",
-        "_decoded",
+        "_decode",
         lambda right=product._decode: lambda codes, config, high: right(codes, config, not high),
     ),
     "fp4 read as int4": (
         "fp4 groups",
-        "_decoded",
+        "_decode",
         lambda right=product._decode: (
             lambda codes, config, high: right(codes, dataclasses.replace(config, code="int4"), high)
         ),

@@ -181,9 +181,8 @@ def fit_stored(
             for piece in source.pieces
             for name in piece.names
         }
-        if refusal := explain_refused_experts(
-            scheme, weights, _find_unexpected(stored, known, ignored)
-        ):
+        unexpected = _find_unexpected(stored, known, ignored)
+        if refusal := explain_refused_experts(scheme, weights, unexpected):
             problems.add(refusal)
             return plan
     files_sound = not problems

@@ -12,7 +12,7 @@ Other rooms take:
     Handle, Update  a request that a driver has, and what is new of it
     RequestStream, PinnedPrefix  what an LLM gives its caller to hold
     HeldPrefix      a pin, to be released by whoever holds it
-    prepared, check_streamable   encode and check a request
+    prepare, check_streamable   encode and check a request
     copy_error      copies an error for one more receiver
 """
 

@@ -272,12 +272,12 @@ class ShardedAttention(nnx.Module):
         groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
-            shard_spec = shard_of(whole, sharding)
-            shard_spec.output = partial_of(whole.output, sharding)
-            shard_spec.num_groups = groups
+            part = shard_of(whole, sharding)
+            part.output = partial_of(whole.output, sharding)
+            part.num_groups = groups
             if whole.norm_together:
-                shard_spec.query_norm = shard_spec.key_norm = None
-            return shard_spec
+                part.query_norm = part.key_norm = None
+            return part
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.output = Summed(whole.output, sharding)
@@ -354,16 +354,16 @@ class ShardedLatentAttention(_OfShards):
 
     def __init__(self, whole: LatentAttention, sharding: Sharding):
         def shard() -> LatentAttention:
-            shard_spec = shard_of(whole, sharding)
-            shard_spec.num_heads = whole.num_heads // sharding.num_shards
-            shard_spec.output = partial_of(whole.output, sharding)
-            shard_spec.down = whole.down
-            shard_spec.norm = whole.norm
+            part = shard_of(whole, sharding)
+            part.num_heads = whole.num_heads // sharding.num_shards
+            part.output = partial_of(whole.output, sharding)
+            part.down = whole.down
+            part.norm = whole.norm
             if isinstance(whole.queries, LatentQueries):
-                shard_spec.queries = LatentQueries(
+                part.queries = LatentQueries(
                     whole.queries.down, whole.queries.norm, shard_of(whole.queries.up, sharding)
                 )
-            return shard_spec
+            return part
 
         super().__init__(shard, whole.output, sharding)
 
@@ -385,10 +385,10 @@ class ShardedDeltaNet(_OfShards):
         )
 
         def shard() -> GatedDeltaNet:
-            shard_spec = shard_of(whole, sharding)
-            shard_spec.widths = widths
-            shard_spec.output = partial_of(whole.output, sharding)
-            return shard_spec
+            part = shard_of(whole, sharding)
+            part.widths = widths
+            part.output = partial_of(whole.output, sharding)
+            return part
 
         super().__init__(shard, whole.output, sharding)
 
@@ -403,12 +403,9 @@ class ShardedMLP(nnx.Module):
                 return GatedMLP(
                     shard_of(whole.gate_up, sharding), down, activation=whole.activation
                 )
-            whole_activation = whole.activation
-            activation = (
-                whole_activation
-                if isinstance(whole_activation, str)
-                else shard_of(whole_activation, sharding)
-            )
+            activation = whole.activation
+            if not isinstance(activation, str):
+                activation = shard_of(activation, sharding)
             return MLP(shard_of(whole.up, sharding), down, activation=activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
@@ -461,12 +458,12 @@ class ShardedExperts(Experts):
 
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:
-            shard_spec = shard_of(layer, sharding, ("expert",))
-            shard_spec.spec = replace(
-                shard_spec.spec,
-                num_experts=sharding.size_of_part("expert", shard_spec.spec.num_experts),
+            part = shard_of(layer, sharding, ("expert",))
+            part.spec = replace(
+                part.spec,
+                num_experts=sharding.size_of_part("expert", part.spec.num_experts),
             )
-            return shard_spec
+            return part
 
         super().__init__(
             part(whole.gate_up),

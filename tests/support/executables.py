@@ -38,7 +38,7 @@ _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {
     f"{executables.__name__}.{name}"
-    for name in (*_COMPILERS, "compiled", "_workspace_bytes", "Executables.__init__")
+    for name in (*_COMPILERS, "compile_ahead", "_workspace_bytes", "Executables.__init__")
 }
 _REAL_WORKSPACE_BYTES = executables._workspace_bytes
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")

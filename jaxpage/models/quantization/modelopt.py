@@ -76,7 +76,7 @@ def _form(by_module: Mapping[str, str | None], names: tuple[str, ...]) -> Weight
 
     Raises:
         UnsupportedError: The module has an algorithm that is not supported. Modules that are not
-            part of the model, such as those of MTP heads, may have any.
+            part of the model, such as those of drafting heads, may have any.
     """
     parents = {each for name in names for each in _parents(name) if each in by_module}
     if not parents:

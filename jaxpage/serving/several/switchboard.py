@@ -7,13 +7,12 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.driver import SLEEP_LEVELS
@@ -29,7 +28,13 @@ from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, join_expositions
 from jaxpage.serving.model_cards import card_of_settings
 from jaxpage.serving.preparing import Readers
-from jaxpage.serving.several.keep_alive import keep_alive_seconds
+from jaxpage.serving.several.model_requests import (
+    UNLOADING,
+    ModelRequest,
+    ollama_time,
+    read_keep_alive,
+    receive_again,
+)
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
@@ -46,9 +51,6 @@ from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show
-
-# Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
-_UNLOADING = {"/api/chat": "messages", "/api/generate": "prompt"}
 
 
 class Switchboard:
@@ -160,7 +162,7 @@ class Switchboard:
                 assert model is not None
                 record_of(scope).loaded(asked_at)
                 scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
-                await model.router(scope, _again(raw, receive), send)
+                await model.router(scope, receive_again(raw, receive), send)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Says what a model is, for which it need not be loaded."""
@@ -203,8 +205,8 @@ class Switchboard:
             name = name.removesuffix(":latest")
         keep_alive = body.get("keep_alive") if is_ollama else None
         if keep_alive is not None:
-            keep_alive = _keep_alive(keep_alive)
-        prompt = _UNLOADING.get(path)
+            keep_alive = read_keep_alive(keep_alive)
+        prompt = UNLOADING.get(path)
         unloads = keep_alive == 0 and prompt is not None and not body.get(prompt)
         return ModelRequest(self._find_model(name), name, keep_alive, prompt if unloads else None)
 
@@ -293,7 +295,7 @@ class Switchboard:
         return json_answer(self._card(name))
 
     async def _tags(self, request: Request) -> Response:
-        since = _moment(float(self._created))
+        since = ollama_time(float(self._created))
         cards = {name: await self._file_card(name) for name in self._entries}
         models = [
             {**cards[model].body(name), "modified_at": since}
@@ -322,7 +324,7 @@ class Switchboard:
                     "context_length": model.context.max_model_len,
                     "size": slot.size,
                     "size_vram": slot.size if self._has_own_memory else 0,
-                    "expires_at": _moment(until),
+                    "expires_at": ollama_time(until),
                 }
             )
         return json_answer({"models": models})
@@ -369,63 +371,3 @@ class Switchboard:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         about = {"name": "jaxpage", "version": __version__, "models": list(self._entries)}
         return json_answer({**about, "paths": paths})
-
-
-class ModelRequest:
-    """Holds which model a request names, and for how long it is to stay.
-
-    Attributes:
-        model: The model of the table.
-        keep_alive: The seconds of the request; None if it gives none.
-        unloads: True if the request asks for nothing but that the model be unloaded.
-    """
-
-    def __init__(
-        self, model: str, name: str, keep_alive: float | None, unloading: str | None
-    ) -> None:
-        self.model = model
-        self.keep_alive = keep_alive
-        self.unloads = unloading is not None
-        self._name = name
-        self._unloading = unloading
-
-    def answer_unload(self) -> dict[str, Any]:
-        """Returns Ollama's answer to a request that unloads."""
-        is_chat = self._unloading == "messages"
-        said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        about = {"model": self._name, "created_at": _moment(time.time())}
-        return {**about, **said, "done": True, "done_reason": "unload"}
-
-
-def _again(raw: bytes, receive: Receive) -> Receive:
-    """Returns a function that gives the messages of a request whose body was read already."""
-    is_first = True
-
-    async def receive_again() -> Message:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            return {"type": "http.request", "body": raw, "more_body": False}
-        return await receive()
-
-    return receive_again
-
-
-def _keep_alive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ApiError(400, f"keep_alive must be a time, got {show(value)}", param="keep_alive")
-    try:
-        return keep_alive_seconds(value)
-    except ValueError as error:
-        text = f"keep_alive {error}, got {show(value)}"
-        raise ApiError(400, text, param="keep_alive") from None
-
-
-def _moment(seconds: float) -> str:
-    """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
-    most = 253_402_300_799.0  # the last second of the year 9999
-    return (
-        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
-        .isoformat()
-        .replace("+00:00", "Z")
-    )
