@@ -39,17 +39,17 @@ VOCAB = 1 << 20
 
 
 def of_the_last(order: int, vocab_size: int) -> Model:
-    """Its text goes in circles before long, and is learnt."""
+    """Returns a model that reads the last tokens only: its text soon goes in circles, and is learnt."""
     return lambda text: zlib.crc32(bytes(str(text[-order:]), "ascii")) % vocab_size
 
 
 def of_the_place(text: Sequence[int]) -> int:
-    """As if noise were all: a guess is right whatever stands before it."""
+    """Draws by position alone: a guess is right whatever tokens come before it."""
     return zlib.crc32(bytes(str(len(text)), "ascii")) % VOCAB
 
 
 def coupled(text: Sequence[int]) -> int:
-    """Likely tokens and noise by position, as a model that draws hot: half of the time what stands before is of no account."""
+    """Draws as a model at a high temperature: half of the tokens depend on the position alone."""
     return (
         of_the_place(text)
         if zlib.crc32(bytes(str([len(text)]), "ascii")) % 2
@@ -73,7 +73,7 @@ def draws_of(model: Model, text: list[int], draft: Draft) -> list[int]:
 
 
 def gained(draft: Draft, drawn: list[int]) -> list[int]:
-    """What verification gives: the draws from the last known token on, as long as drafts are what was drawn."""
+    """Returns the tokens that verification gives: the draws, up to the first that no draft foresaw."""
     tokens, place = [drawn[0]], -1
     children = {
         key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
@@ -84,7 +84,10 @@ def gained(draft: Draft, drawn: list[int]) -> list[int]:
 
 
 class Published:
-    """The algorithm by columns, every context written out: what a column has are its guesses, each drawn behind the one before it."""
+    """The published algorithm, written column by column, with every context spelled out.
+
+    A column holds its guesses. Each guess is drawn after the one before it.
+    """
 
     def __init__(self, model: Model, prompt: list[int], sizes: Lookahead) -> None:
         self.model, self.text, self.sizes = model, prompt, sizes
@@ -95,7 +98,7 @@ class Published:
         self.columns = deque(deque([token_id]) for token_id in first_row)
 
     def paths(self) -> list[tuple[int, ...]]:
-        """Of n-grams and of columns."""
+        """Returns the paths to draft: those of the n-gram pool, and one for each column."""
         length = self.sizes.ngram
         for end in range(max(length, self.num_taken + 1), len(self.text) + 1):
             self.put(self.text[end - length : end])
@@ -122,7 +125,7 @@ class Published:
         self.columns.append(deque(next(self.fillings) for _ in range(num_candidates)))
 
     def step(self) -> int:
-        """Tokens that it gains."""
+        """Takes a step, and returns the number of tokens that it gains."""
         paths, num_known = self.paths(), len(self.text)
         drawn = [
             self.model([*self.text, *self.context(column)]) for column in range(self.sizes.window)
@@ -149,7 +152,7 @@ class Published:
 def step(
     proposer: LookaheadProposer, group: SequenceGroup, model: Model, num_drafts: int
 ) -> tuple[Draft, int]:
-    """As an engine makes it: the draft, and how many tokens came of it."""
+    """Takes a step as an engine does. Returns the draft, and the number of gained tokens."""
     (sequence,) = group.sequences
     draft = proposer.propose(group.request, sequence, num_drafts)
     assert draft is not None and draft == draft.sound(VOCAB, num_drafts)
@@ -163,7 +166,7 @@ def step(
 def differs_from_the_published(
     model: Model, prompt: list[int], sizes: Lookahead, num_steps: int
 ) -> str | None:
-    """Where, if anywhere, in drafts or in what comes of them."""
+    """Returns where the drafts or the gained tokens differ, or None."""
     published, proposer = Published(model, list(prompt), sizes), LookaheadProposer(sizes)
     group = make_group("a", 0, prompt, max_tokens=10_000)
     for number in range(num_steps):

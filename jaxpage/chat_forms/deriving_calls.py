@@ -54,9 +54,10 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
 
 
 def _payload(prober: Prober, answer: RenderedAnswer) -> tuple[ToolForm, str] | None:
-    """Returns a form with what a call is between its markers, or None.
+    """Returns the form of the text between a call's markers, or None if none can be derived.
 
-    With it comes the marker after the last value, which is none of the call's own markers.
+    The second value is the marker after the last argument. It belongs to the arguments and not to
+    the call.
     """
     first = answer.calls[0]
     form = ToolForm("", first.payload, is_code=first.is_code)
@@ -98,7 +99,9 @@ def _split_end(content: ContentForm, after: str) -> tuple[ContentForm, str]:
 
 
 def _first(prober: Prober, text: TextForms, alone: str, opening: str) -> str | None:
-    """Returns what an answer has of the marker before its first call, if the prompt has the rest.
+    """Returns the part of the first call's opening marker that the model has to write.
+
+    A prompt may end with the beginning of that marker; the answer then has only the remainder.
 
     Args:
         prober: Renders answers.

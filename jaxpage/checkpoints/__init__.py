@@ -10,7 +10,7 @@ checkpoint fits. Other rooms take, to find a model:
     HUB_FILES               names the files that are fetched from the hub
     is_own_name             says whether a model is packaged or can be fetched
     FETCHABLE, Fetchable    describe the models that `jaxpage fetch` brings
-    path_of_fetched            says where such a model is put
+    path_of_fetched         says where such a model is put
     is_gguf                 says whether a path is a GGUF file
 
 To read and load it:
@@ -26,10 +26,10 @@ To read and load it:
     insert                  puts a value into a nested dict of weights
     check_all_finite        refuses weights that are no numbers
     read_embedding_files    reads how a model embeds texts
-    EmbeddingFiles           says it
+    EmbeddingFiles          says it
     read_config             reads config.json
     read_generation_config  reads generation_config.json
-    read_dtype            gives the dtype that config.json says the weights have
+    read_dtype              gives the dtype that config.json says the weights have
     load_tokenizer          loads the tokenizer of a directory or GGUF file
     tokenizer_of            loads the tokenizer of a configuration's model
     ends_of_text            gives the ids that end a text
@@ -39,23 +39,23 @@ To read and load it:
 For models that are no files, and for what comes next to a model:
 
     ModelConfig, Parameters  say what a caller may give
-    open_parameters          opens a model whose weights are arrays in memory
-    with_parameters          gives the same model with other weights
-    name_parameters          gives the arrays of a loaded model by their names in its checkpoint
-    read_adapter             reads a LoRA adapter
-    Adapter                  holds its matrices
-    adapter_version          changes when the files of an adapter are written again
-    AdapterVersion           is the type of it
-    open_medusa              opens Medusa's heads
-    MedusaFiles              holds them
-    load_medusa              loads them
-    MEDUSA_FILES             names their files
-    open_mtp                 opens the MTP head inside a checkpoint
-    load_mtp                 loads it
-    open_eagle               opens an EAGLE head
-    EagleMethod              is the kind of head
-    load_eagle               loads it
-    EAGLE_FILES              names its files
+    open_parameters         opens a model whose weights are arrays in memory
+    with_parameters         gives the same model with other weights
+    name_parameters         gives the arrays of a loaded model by their names in its checkpoint
+    read_adapter            reads a LoRA adapter
+    Adapter                 holds its matrices
+    adapter_version         changes when the files of an adapter are written again
+    AdapterVersion          is the type of it
+    open_medusa             opens Medusa's heads
+    MedusaFiles             holds them
+    load_medusa             loads them
+    MEDUSA_FILES            names their files
+    open_mtp                opens the MTP head inside a checkpoint
+    load_mtp                loads it
+    open_eagle              opens an EAGLE head
+    EagleMethod             is the kind of head
+    load_eagle              loads it
+    EAGLE_FILES             names its files
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ For weights in panels, which kernels for CPUs multiply by:
 
     Packings             says how each of them is packed, by path
     pack_weights         packs them
-    unpack_weights     gives the weights of a model as they were
-    unpack_weight      gives one of them
-    make_packed_product       gives the product with one weight
+    unpack_weights       gives the weights of a model as they were
+    unpack_weight        gives one of them
+    make_packed_product  gives the product with one weight
 
 For the shapes and the inputs of steps:
 
@@ -50,7 +50,7 @@ For keys and values:
 
     KVPages              holds the pages of all layers
     page_shapes          gives their shapes
-    divide_shapes       gives them for a model that is divided
+    divide_shapes        gives them for a model that is divided
     page_dtype           gives the type of their numbers
     bytes_of_pages, bytes_per_layer   count their bytes
     HostPages            holds the blocks that are swapped out

@@ -94,7 +94,7 @@ def _branch(tree: Any, path: Path) -> Any:
 
 
 def _of_each_part(array: jax.Array, change: Callable[[np.ndarray], np.ndarray]) -> jax.Array:
-    """Returns an array of which each device has what `change` makes of its part."""
+    """Applies a function to the part of an array on each device, and returns the new array."""
     shards = array.addressable_shards
     made = [
         jax.device_put(np.ascontiguousarray(change(np.asarray(shard.data))), shard.device)

@@ -22,17 +22,17 @@ Other rooms take:
     normalise              gives the prompts of a caller as a list
     one_each               gives one set of parameters for each prompt
     accept_sampling_params           lets a method take `sampling_params` for `params`
-    check_token_ids      refuses token ids that the model does not have
+    check_token_ids        refuses token ids that the model does not have
     SCORING                are the parameters of requests for scores
-    pair_arguments           gives each prompt its continuation
+    pair_arguments         gives each prompt its continuation
     scores_of              makes scores of outputs
     continuation_logprobs  gives the log probability of each token after a prompt
     reranker_of            says how a model ranks documents
     TextEmbedding          says how texts become vectors
-    check_dimensions     checks how many dimensions a call asks for
+    check_dimensions       checks how many dimensions a call asks for
     YesNo, ByVectors       rank by the probabilities of two tokens; by vectors
     RerankMethod           names these ways
-    check_documents      gives the documents of a caller as a list
+    check_documents        gives the documents of a caller as a list
     rank                   puts documents in the order of their scores
 """
 

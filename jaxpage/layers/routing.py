@@ -48,8 +48,9 @@ class Routing:
             the weight; otherwise ratings are scores.
         groups: The groups of experts, or None.
         factor: The factor of the weights.
-        jitter: Half the distance, as a share of the best score, from which experts have no part in
-            the softmax that weighs the best one (Phi-3.5-MoE); None for other models.
+        jitter: A threshold of Phi-3.5-MoE; None for other models. The softmax that weighs the best
+            expert leaves out experts whose scores differ from the best one by more than twice this
+            share of it.
     """
 
     num_experts: int

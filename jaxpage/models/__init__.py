@@ -30,7 +30,7 @@ Of modules and their weights:
     other_names          gives the other names of a tensor in a checkpoint
     num_bytes            counts the bytes of weights
     FLOATS               names the types that a model's weights may have
-    find_ignored_tensors      names the tensors of a checkpoint that are not loaded
+    find_ignored_tensors names the tensors of a checkpoint that are not loaded
     ignored              names those of a decoder
     Path                 is the place of a module or parameter in a model
     Rule                 gives the modules that replace those of a family
@@ -47,7 +47,7 @@ Of models that are divided among devices:
     with_sharding        gives the rule that divides its layers
     ShardedWeight        is a weight with the parameters that have parts of it
     Place                is one of these parameters
-    shard_weights      finds them
+    shard_weights        finds them
     join_weights         makes whole weights of them
     entry_at             gives the entry of a tree
 

@@ -1,8 +1,9 @@
 """Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers; some take the output of a shared block, too.
 
-A block is attention and a feed-forward half, over the hidden state next to the token's embedding.
-A few blocks, whose weights are there once, take turns; each layer adds products of a low rank of
-its own to theirs. What a layer has for its block is keys and values, and then a state.
+A shared block is attention and an MLP. Its input is the hidden state, concatenated with the token's
+embedding. There are a few such blocks, and the layers that use them take them in turn. The weights
+of a block are held once; each layer adds low-rank products of its own to them (as LoRA does). The
+cache of such a layer is the keys and values of its block, followed by its Mamba state.
 """
 
 from __future__ import annotations

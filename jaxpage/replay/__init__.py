@@ -8,7 +8,7 @@ Other rooms take:
     Record              is one JSON object of a log
     engine_header       makes the first record of a log, which says what engine it is
     package_versions    gives the versions of Python and of the packages that decide the numbers
-    encode_record      gives a record as a line
+    encode_record       gives a record as a line
     MAX_LINE_BYTES      is the length of the longest line
     write_log           writes records to a file
     check_new           checks that a log can be begun at a path

@@ -11,14 +11,14 @@ jax and Starlette are imported. Other rooms and the tools take:
     AUTO            is the coordinator's address that a job says itself
     hosts_of_job    takes the hosts from the job that runs the process
     find_job        asks JAX for the job that the process belongs to
-    bind_socket    binds the address of the server
+    bind_socket     binds the address of the server
     start           runs a server until a signal ends it
     start_several   runs a server of several models, which are loaded when they are asked for
     read_models_file  reads which models these are
     run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
-    derive_form    does so for a tokenizer
+    derive_form     does so for a tokenizer
     TokenTexts      gives the text of each token
     open_incidents  lets an engine keep its last steps, to write them when something goes wrong
 """

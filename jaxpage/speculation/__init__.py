@@ -13,7 +13,7 @@ This room never imports jax. Other rooms take:
     SpeculationCounts    counts drafts that were verified and accepted
     Choices              is a tree of drafts: each node is its path of ranks
     choices_of           gives the tree for a number of drafts
-    assume_accuracies   says how often heads are taken to be right before they are measured
+    assume_accuracies    says how often heads are taken to be right before they are measured
     NUM_RECYCLED         is the number of tokens that recycling keeps for each token
 """
 

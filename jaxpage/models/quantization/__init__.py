@@ -13,7 +13,7 @@ This is a room within `jaxpage.models`, with a door of its own. Other rooms take
     explain_refused_experts       says why a format cannot be read where experts are stacked
     GGUF                  is the name of the scheme that keeps matrices as a GGUF file has them
     GGUF_FORMATS          are the kinds of matrices that are kept
-    choose_scheme           makes this scheme
+    choose_scheme         makes this scheme
 """
 
 from jaxpage.models.quantization.gguf import FORMATS as GGUF_FORMATS

@@ -32,7 +32,9 @@ constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
-constexpr int kMostRowsOfCodes = 2 * kMostRows;  // that are multiplied by words as they are made: with more of them these are made once
+// Up to this many rows, the codes of a group are decoded into registers and multiplied at once. With more rows
+// each tile would decode them again, so they are decoded into a buffer first.
+constexpr int kMostRowsOfCodes = 2 * kMostRows;
 constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
 constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
 constexpr int64_t kTileWordsOfBlock = 256;  // with AMX, which reads faster than the second cache gives
