@@ -42,7 +42,7 @@ from jaxpage.engine import (
     scores_of,
 )
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput, RerankResult
+from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput, RerankResult, TokenPooling
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -263,9 +263,16 @@ class AsyncLLM(DrivenModel):
         """
         checked = check_dimensions(dimensions)
         requests, poolings = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
+        pooled = await self._pool(requests, poolings)
         files = self._embedding.files
+        return np.stack([files.finish(vector, normalize, checked) for vector in pooled])
+
+    async def _pool(
+        self, requests: Sequence[PreparedRequest], poolings: Sequence[TokenPooling]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns the pooled vector [D] of each prompt, all with the same weights."""
         async with aclosing(self._driver.vectors(requests, self._embedder, poolings)) as vectors:
-            return np.stack([files.finish(vector, normalize, checked) async for vector in vectors])
+            return [vector async for vector in vectors]
 
     async def rerank(
         self,
@@ -290,8 +297,7 @@ class AsyncLLM(DrivenModel):
             params = SamplingParams(max_tokens=1)
             requests = await asyncio.to_thread(self._prepare, texts, params)
             poolings = reranker.poolings(len(documents), instruction)
-            vectors = self._driver.vectors(requests, self._embedder, poolings)
-            pooled = [vector async for vector in vectors]
+            pooled = await self._pool(requests, poolings)
             return rank(reranker.scores(pooled), documents, top_n)
         prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
         outputs = await self._whole(prompts, reranker.first)
