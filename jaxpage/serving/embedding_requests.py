@@ -5,7 +5,6 @@ The inputs of a request are computed one at a time on the engine's thread, betwe
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import Embedder
 from jaxpage.engine import PreparedRequest
-from jaxpage.serving.http.answers import make_ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.http.answers import make_ignored_header, make_refusal, whole_answer
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import parse_object
@@ -85,11 +84,7 @@ class EmbeddingRequests:
         try:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
-            refusal = refusal_of(error)
-            if refusal is None:
-                refusal = await asyncio.to_thread(asked.refusal, error)
-            # `to_api_error` logs an error that the client may not see.
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error
+            raise await make_refusal(error, asked.refusal) from error
 
     async def _values(
         self, asked: Any, requests: list[PreparedRequest], arrived: float

@@ -18,7 +18,12 @@ from jaxpage.async_driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.http.answers import make_ignored_header, refusal_of, to_api_error, whole_answer
+from jaxpage.serving.http.answers import (
+    make_ignored_header,
+    make_refusal,
+    to_api_error,
+    whole_answer,
+)
 from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
@@ -112,12 +117,7 @@ class Generating:
                 requests, stream=exchange.stream, name=exchange.id, arrived=arrived
             )
         except Exception as error:
-            # A refusal may quote the request, and then it looks for the quote in all of it.
-            refusal = refusal_of(error)
-            if refusal is None:
-                refusal = await asyncio.to_thread(exchange.refusal, error)
-            # `to_api_error` logs an error that the client may not see.
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error
+            raise await make_refusal(error, exchange.refusal) from error
 
     async def _stream(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpage.engine import ByVectors, PreparedRequest, YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.embedding_requests import EmbeddingRequests
-from jaxpage.serving.http.answers import refusal_of, to_api_error
+from jaxpage.serving.http.answers import make_refusal
 from jaxpage.serving.wire.rerank import RerankAnswer
 
 
@@ -48,10 +48,7 @@ class Reranking(EmbeddingRequests):
                 requests, stream=False, name=asked.id, arrived=arrived
             )
         except Exception as error:
-            refusal = refusal_of(error)
-            if refusal is None:
-                refusal = await asyncio.to_thread(asked.refusal, error)
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error
+            raise await make_refusal(error, asked.refusal) from error
         try:
             outputs = await asyncio.gather(*(handle.whole() for handle in handles))
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -102,6 +102,21 @@ def to_api_error(error: Exception) -> ApiError:
     if refusal is None:
         logger.error("a request could not be answered", exc_info=error)
     return refusal or ApiError(500, INTERNAL)
+
+
+async def make_refusal(error: Exception, ask: Callable[[Exception], ApiError]) -> ApiError:
+    """Returns the error for the client, for an exception while its request was prepared.
+
+    Args:
+        error: The exception.
+        ask: Returns what the request says of an exception that `refusal_of` does not know. It may
+            look for a quote in all of the request, so it runs on another thread.
+    """
+    refusal = refusal_of(error)
+    if refusal is None:
+        refusal = await asyncio.to_thread(ask, error)
+    # `to_api_error` logs an error that the client may not see.
+    return to_api_error(error) if refusal.status == 500 else refusal
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
