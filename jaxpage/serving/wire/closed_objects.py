@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.wire.schemas import NAMED_SCHEMAS, target_of
+from jaxpage.serving.wire.schemas import NAMED_SCHEMAS, dict_of, list_of, target_of
 
 _OPENING = frozenset(("additionalProperties", "unevaluatedProperties"))
 _UNIONS = ("anyOf", "oneOf")
@@ -99,7 +99,7 @@ class _Closing:
             if "$ref" in applied:
                 # It leads to a schema that is closed where it stands.
                 return self._with_closed_values(part)
-            if len(members := _list(part, "allOf")) == 1:
+            if len(members := list_of(part, "allOf")) == 1:
                 return {**self._with_closed_values(part), "allOf": [self.close(members[0])]}
         unions = [name for name in _UNIONS if isinstance(part.get(name), list)]
         keys = _Keys(outer)
@@ -171,12 +171,12 @@ class _Closing:
         seen.add(id(part))
         if part.get("additionalProperties", False) is not False or "unevaluatedProperties" in part:
             raise _StaysOpenError
-        required = [key for key in _list(part, "required") if isinstance(key, str)]
-        keys.names.update(dict.fromkeys([*_dict(part, "properties"), *required]))
-        keys.patterns.update(_dict(part, "patternProperties"))
-        merged = _list(part, "allOf")
+        required = [key for key in list_of(part, "required") if isinstance(key, str)]
+        keys.names.update(dict.fromkeys([*dict_of(part, "properties"), *required]))
+        keys.patterns.update(dict_of(part, "patternProperties"))
+        merged = list_of(part, "allOf")
         if with_unions:
-            merged = [*merged, *_list(part, "anyOf"), *_list(part, "oneOf")]
+            merged = [*merged, *list_of(part, "anyOf"), *list_of(part, "oneOf")]
         if "$ref" in part:
             target = target_of(self._root, part["$ref"])
             if not isinstance(target, dict):
@@ -188,7 +188,7 @@ class _Closing:
 
 def _with_keys(part: dict[str, Any], keys: _Keys) -> dict[str, Any]:
     """Returns a part that admits these keys and no others."""
-    properties = _dict(part, "properties")
+    properties = dict_of(part, "properties")
     closed = {
         **part,
         "properties": {
@@ -198,16 +198,5 @@ def _with_keys(part: dict[str, Any], keys: _Keys) -> dict[str, Any]:
     }
     if keys.patterns:
         patterns = {pattern: True for pattern in keys.patterns}
-        closed["patternProperties"] = {**patterns, **_dict(part, "patternProperties")}
+        closed["patternProperties"] = {**patterns, **dict_of(part, "patternProperties")}
     return {**closed, "additionalProperties": False}
-
-
-def _list(part: dict[str, Any], name: str) -> list[Any]:
-    """Returns a keyword's list; an empty one if it has something else, which is refused later."""
-    value = part.get(name)
-    return value if isinstance(value, list) else []
-
-
-def _dict(part: dict[str, Any], name: str) -> dict[str, Any]:
-    value = part.get(name)
-    return value if isinstance(value, dict) else {}

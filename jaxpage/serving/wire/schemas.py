@@ -95,7 +95,7 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
     # What is wrong with the whole schema, the compiler of grammars says as well.
     if not is_whole and (keyword := find_unsupported_keyword(part)) is not None:
         refuse(f"no grammar can enforce {keyword}, which is not supported", keyword)
-    for pattern in _keys(part, "patternProperties"):
+    for pattern in dict_of(part, "patternProperties"):
         if problem := problem_of_pattern(pattern):
             refuse(f"pattern {show(pattern)} {problem}", "patternProperties")
 
@@ -127,8 +127,8 @@ def admits_object(schema: dict[str, Any]) -> bool:
             return False
         if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
             return False
-        together = [*_list(part, "allOf"), target_of(root, part.get("$ref", "#nothing"))]
-        choices = [_list(part, name) for name in ("anyOf", "oneOf") if name in part]
+        together = [*list_of(part, "allOf"), target_of(root, part.get("$ref", "#nothing"))]
+        choices = [list_of(part, name) for name in ("anyOf", "oneOf") if name in part]
         return all(admits(subschema, root, depth) for subschema in together) and all(
             any(admits(subschema, root, depth) for subschema in choice) for choice in choices
         )
@@ -165,7 +165,7 @@ def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if name in part and not isinstance(part[name], list):
             yield f".{name}", part[name]
     for name in _LISTED_SCHEMAS + _SCHEMAS:
-        for index, inner in enumerate(_list(part, name)):
+        for index, inner in enumerate(list_of(part, name)):
             yield f".{name}[{index}]", inner
     for name in NAMED_SCHEMAS:
         if isinstance(part.get(name), dict):
@@ -209,14 +209,16 @@ def target_of(root: Any, reference: Any) -> Any:
     return True if anchor else target
 
 
-def _list(part: dict[str, Any], name: str) -> list[Any]:
+def list_of(part: dict[str, Any], name: str) -> list[Any]:
+    """Returns a keyword's list; an empty one if it has something else, which is refused."""
     value = part.get(name)
     return value if isinstance(value, list) else []
 
 
-def _keys(part: dict[str, Any], name: str) -> Iterator[str]:
+def dict_of(part: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a keyword's object; an empty one if it has something else, which is refused."""
     value = part.get(name)
-    yield from value if isinstance(value, dict) else ()
+    return value if isinstance(value, dict) else {}
 
 
 def problem_of_pattern(pattern: Any) -> str | None:
