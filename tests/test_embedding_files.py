@@ -260,9 +260,8 @@ def test_prompts_come_before_texts_and_may_not_count(
         vector_of(saved, PROMPTS[name] + text, [mode], (), "" if include else PROMPTS[name])
         for name, text in zip(prompts, [QUERY, *DOCUMENTS], strict=True)
     ]
-    reranker = reranker_of(llm.tokenizer, tmp_path)
+    reranker = reranker_of(llm._embedding)
     assert isinstance(reranker, ByVectors)
-    monkeypatch.setattr(llm, "_reranker", lambda _: reranker)
     found = {one.index: one.relevance_score for one in llm.rerank(QUERY, DOCUMENTS)}
     near([found[place] for place in range(3)], np.stack(vectors[1:]) @ vectors[0])
     # A text that is neither query nor document comes after the default prompt; token ids do not.
@@ -282,7 +281,7 @@ def test_documents_have_a_prompt(prompts: Any, expected: str, tmp_path: Path) ->
 @pytest.mark.parametrize("similarity", [None, "cosine", "dot", "euclidean", "manhattan"])
 def test_the_similarity_is_that_of_the_files(similarity: Any, tmp_path: Path) -> None:
     write_files(tmp_path, {"pooling_mode": "mean"}, (), {"similarity_fn_name": similarity})
-    reranker = reranker_of(None, tmp_path)
+    reranker = reranker_of(TextEmbedding(read_embedding_files(tmp_path)))
     assert isinstance(reranker, ByVectors)
     a, b = RANDOM.standard_normal((2, 9)).astype(np.float32)
     expected = {
@@ -368,8 +367,7 @@ def test_what_is_not_supported_is_refused_for_embeddings_alone(
     write_json(tmp_path / file, content)
     use(llm, tmp_path, monkeypatch)
     monkeypatch.setattr(llm, "_embedder", None)
-    reranker = reranker_of(llm.tokenizer, tmp_path)
-    monkeypatch.setattr(llm, "_reranker", lambda _: reranker)
+    reranker = reranker_of(llm._embedding)
     context = wire.context(embedding=llm._embedding, reranker=reranker)
     asked = {"model": "demo", "query": "a", "documents": ["x"]}
     for error, call in (

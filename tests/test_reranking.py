@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, AsyncLLM
-from jaxpage.engine import ByVectors, YesNo, reranker_of
+from jaxpage.checkpoints import read_embedding_files
+from jaxpage.engine import ByVectors, RerankMethod, TextEmbedding, YesNo, reranker_of
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.outputs import TokenPooling
 from jaxpage.serving.wire.errors import ApiError
@@ -137,9 +138,13 @@ def results_of(results: Any) -> list[float]:
     return [one.relevance_score for one in sorted(results, key=lambda one: one.index)]
 
 
+def reranker_for(tokenizer: Any, directory: Path, method: RerankMethod = "auto") -> Any:
+    return reranker_of(TextEmbedding(read_embedding_files(directory), tokenizer), method)
+
+
 def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
     _, model, tokenizer = saved
-    assert isinstance(reranker_of(tokenizer, saved[0]), YesNo)
+    assert isinstance(reranker_for(tokenizer, saved[0]), YesNo)
     for instruction in (None, INSTRUCTION):
         wanted = by_yes_and_no(model, tokenizer, instruction or TASK)
         results = llm.rerank(QUERY, DOCUMENTS, instruction=instruction)
@@ -190,14 +195,14 @@ def write_files(directory: Path, pooling: dict[str, Any], prompts: Any = None) -
 
 def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
     tokenizer = small_tokenizer()
-    assert reranker_of(tokenizer, tmp_path) == YesNo(
+    assert reranker_for(tokenizer, tmp_path) == YesNo(
         *map(tokenizer.convert_tokens_to_ids, ("yes", "no"))
     )
-    plain = reranker_of(small_tokenizer(()), tmp_path)
+    plain = reranker_for(small_tokenizer(()), tmp_path)
     assert isinstance(plain, ByVectors)
     assert plain.poolings(1, None) == [TokenPooling(("lasttoken",))] * 2
     write_files(tmp_path, {"pooling_mode_mean_tokens": True})
-    found = reranker_of(tokenizer, tmp_path)
+    found = reranker_for(tokenizer, tmp_path)
     assert isinstance(found, ByVectors) and found.poolings(0, None) == [TokenPooling(("mean",))]
     pooling = {
         "word_embedding_dimension": 8,
@@ -205,18 +210,18 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
         "include_prompt": True,
     }
     write_files(tmp_path, pooling, {"query": "Instruct: x\nQuery:", "document": ""})
-    found = reranker_of(tokenizer, tmp_path)
+    found = reranker_for(tokenizer, tmp_path)
     assert isinstance(found, ByVectors)
     assert found.poolings(0, None) == [TokenPooling(("lasttoken",))]
     assert found.texts("q", ["d"], None) == ["Instruct: x\nQuery:q", "d"]
-    assert isinstance(reranker_of(tokenizer, tmp_path, "yes_no"), YesNo)
+    assert isinstance(reranker_for(tokenizer, tmp_path, "yes_no"), YesNo)
     with pytest.raises(ConfigError, match="has no <|im_start|>"):
-        reranker_of(small_tokenizer(()), tmp_path, "yes_no")
+        reranker_for(small_tokenizer(()), tmp_path, "yes_no")
     write_files(tmp_path, {"pooling_mode_first": True})
-    refused = reranker_of(tokenizer, tmp_path)
+    refused = reranker_for(tokenizer, tmp_path)
     with pytest.raises(CheckpointError, match="'pooling_mode_first' is not one of"):
         refused.texts("q", ["d"], None)
-    assert isinstance(reranker_of(tokenizer, tmp_path, "yes_no"), YesNo)
+    assert isinstance(reranker_for(tokenizer, tmp_path, "yes_no"), YesNo)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class DrivenModel(BuiltModel):
         """
         if self.tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer to rank texts")
-        return reranker_of(self.tokenizer, self._model.directory, method)
+        return reranker_of(self._embedding, method)
 
     def _prompt_of(self, text: str) -> dict[str, Any]:
         """Returns a text that has all its special tokens in itself, as a prompt."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.checkpoints import read_embedding_files
 from jaxpage.engine.embedding import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
@@ -179,9 +177,7 @@ def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 
-def reranker_of(
-    tokenizer: Any | None, directory: Path, method: RerankMethod = "auto"
-) -> YesNo | ByVectors:
+def reranker_of(embedding: TextEmbedding, method: RerankMethod = "auto") -> YesNo | ByVectors:
     """Returns the way in which a model ranks.
 
     With "auto" a model that has the pooling of sentence-transformers ranks by vectors. Any other
@@ -189,8 +185,7 @@ def reranker_of(
     by these tokens. The rest ranks by vectors.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        directory: The directory of the model.
+        embedding: The way in which the model embeds texts, with its tokenizer.
         method: The way, or "auto".
 
     Raises:
@@ -198,11 +193,10 @@ def reranker_of(
         ConfigError: The tokenizer lacks what the method needs.
     """
     check_choice("method", method, ("auto", "yes_no", "embedding"))
-    files = read_embedding_files(directory)
-    by_vectors = ByVectors(TextEmbedding(files, tokenizer))
-    if method == "embedding" or (method == "auto" and files.is_stated):
+    by_vectors = ByVectors(embedding)
+    if method == "embedding" or (method == "auto" and embedding.files.is_stated):
         return by_vectors
-    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    vocabulary = {} if embedding.tokenizer is None else embedding.tokenizer.get_vocab()
     if lacking := [text for text in (*_MARKS, "yes", "no") if text not in vocabulary]:
         if method == "auto":
             return by_vectors

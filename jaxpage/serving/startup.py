@@ -130,7 +130,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
-        reranker=reranker_of(built.tokenizer, built.model.directory, server.rerank_method),
+        reranker=reranker_of(built.embedding, server.rerank_method),
         embedding=built.embedding,
     )
 
