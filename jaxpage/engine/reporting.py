@@ -250,14 +250,15 @@ class Reporter:
             stop: The number of output tokens to its end; None for all that are known.
             is_brief: True leaves out the log probabilities.
         """
-        is_last = stop is None or stop >= sequence.num_output_tokens
-        last_character = len(sequence.text) if is_last else _text_end(sequence, stop or 0)
-        last_token = None if is_last else sequence.num_prompt_tokens + (stop or 0)
+        stop = sequence.num_output_tokens if stop is None else stop
+        is_last = stop >= sequence.num_output_tokens
+        last_character = len(sequence.text) if is_last else _text_end(sequence, stop)
+        first = sequence.num_prompt_tokens
         num_logprobs = self._group.request.params.logprobs
         return CompletionOutput(
             index=sequence.sample_index,
             text=sequence.text[characters:last_character],
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens : last_token],
+            token_ids=sequence.token_ids[first + tokens : first + stop],
             cumulative_logprob=None
             if self._group.request.num_logprobs is None
             else sequence.cumulative_logprob,
