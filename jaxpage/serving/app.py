@@ -15,7 +15,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -77,6 +76,7 @@ from jaxpage.serving.wire.exchange import (
 )
 from jaxpage.serving.wire.messages import count_tokens, open_message
 from jaxpage.serving.wire.ollama import (
+    ollama_time,
     open_ollama_chat,
     open_ollama_embed,
     open_ollama_embeddings,
@@ -240,7 +240,7 @@ class Server:
 
     async def _tags(self, request: Request) -> Response:
         """Answers Ollama's list of models, without paths: clients see none of this machine."""
-        since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
+        since = ollama_time(self._created)
         card = self._context.card
         models = [{**card.body(name), "modified_at": since} for name in self._names]
         return json_answer({"models": models})

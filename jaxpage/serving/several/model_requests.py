@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.types import Message, Receive
 
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.ollama import ollama_time
 from jaxpage.settings.argument_checks import show
 
 # Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.
@@ -65,13 +65,3 @@ def read_keep_alive(value: Any) -> float:
     except ValueError as error:
         text = f"keep_alive {error}, got {show(value)}"
         raise ApiError(400, text, param="keep_alive") from None
-
-
-def ollama_time(seconds: float) -> str:
-    """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
-    most = 253_402_300_799.0  # the last second of the year 9999
-    return (
-        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
-        .isoformat()
-        .replace("+00:00", "Z")
-    )

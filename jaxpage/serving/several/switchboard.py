@@ -31,7 +31,6 @@ from jaxpage.serving.preparing import Readers
 from jaxpage.serving.several.model_requests import (
     UNLOADING,
     ModelRequest,
-    ollama_time,
     read_keep_alive,
     receive_again,
 )
@@ -48,6 +47,7 @@ from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encode
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.model_card import ModelCard
+from jaxpage.serving.wire.ollama import ollama_time
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show
@@ -295,7 +295,7 @@ class Switchboard:
         return json_answer(self._card(name))
 
     async def _tags(self, request: Request) -> Response:
-        since = ollama_time(float(self._created))
+        since = ollama_time(self._created)
         cards = {name: await self._file_card(name) for name in self._entries}
         models = [
             {**cards[model].body(name), "modified_at": since}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -368,11 +368,21 @@ class _Vector(EmbeddingAnswer):
         return {"embedding": super().whole(vectors, num_tokens)["data"][0]["embedding"]}
 
 
+def ollama_time(seconds: float) -> str:
+    """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
+    most = 253_402_300_799.0  # the last second of the year 9999
+    return (
+        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
+        .isoformat()
+        .replace("+00:00", "Z")
+    )
+
+
 def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
     content = said.get("content", "")
     reasoning = said.get("reasoning")
     thinking = {} if reasoning is None else {"thinking": reasoning}
-    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    now = ollama_time(time.time())
     if is_chat:
         return {
             "model": model,
