@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from jaxpage.cli.flag import json_object
 from jaxpage.cli.flags import SAMPLING_FLAGS
 from jaxpage.errors import CapacityError
+from jaxpage.private_files import open_private
 from jaxpage.settings.argument_checks import close_names
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.yaml_file import parse_scalar
@@ -194,7 +194,7 @@ class Conversation:
         data = (
             json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
         ).encode()
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open_private(path, "wb") as file:
             file.write(data)
         return f"Written to {path}"
 
