@@ -158,12 +158,12 @@ def dense_attend(num_rows: int) -> Attend:
         assert k_TKH is not None
         sinks = options.sinks
         softcap = options.logit_softcap
-        num_kv_heads, head_width = k_TKH.shape[1:]
+        num_kv_heads, head_dim = k_TKH.shape[1:]
         length = len(q_TNH) // num_rows
-        q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)
+        q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_dim)
         new_pages = k_TKH, k_TKH if v_TKH is None else v_TKH
         k, v = (
-            part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width)
+            part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_dim)
             for part in new_pages
         )
         scores = options.scale * jnp.einsum(

@@ -82,13 +82,13 @@ class Shape:
 
     kind: str  # "decode": rows of one token; "verify": of a few; "chunk": of any number
     group: int  # G
-    head_width: int  # H
+    head_dim: int  # H
     block_size: int  # S
     dtype: str
     page_dtype: str
 
     def __str__(self) -> str:
-        return f"{self.kind} g{self.group} h{self.head_width} s{self.block_size} {self.dtype} {self.page_dtype}"
+        return f"{self.kind} g{self.group} h{self.head_dim} s{self.block_size} {self.dtype} {self.page_dtype}"
 
 
 VERIFY_LEN = 64  # with more query tokens in a row, a call is a chunk
@@ -104,7 +104,7 @@ def shape_of(arguments: Arguments) -> Shape:
     return Shape(
         kind=kind_of(arguments.max_query_len),
         group=arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
-        head_width=arguments.q_TNH.shape[2],
+        head_dim=arguments.q_TNH.shape[2],
         block_size=arguments.k_pages.shape[1],
         dtype=arguments.q_TNH.dtype.name,
         page_dtype=arguments.k_pages.dtype.name,

@@ -49,7 +49,7 @@ def test_weights_of_products_are_those_of_torchs_linear_layers(changes: dict) ->
 
 
 def test_what_a_step_must_do_by_hand() -> None:
-    kv = KVSpec(num_layers=2, num_kv_heads=2, head_width=8, sliding_windows=(None, 10))
+    kv = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, sliding_windows=(None, 10))
     spec = SimpleNamespace(kv=kv, num_query_heads=4)
     decode = work_of(
         spec, ProductWeights(1000, 2000), "float32", num_rows=3, num_tokens=1, context=19

@@ -190,8 +190,8 @@ def test_the_inspector_shows_every_group(model: Path) -> None:
 
 
 def test_layers_are_grouped_by_how_far_they_see() -> None:
-    target = KVSpec(num_layers=4, num_kv_heads=2, head_width=16, sliding_windows=(8, None, 32, 8))
-    drafter = KVSpec(num_layers=2, num_kv_heads=1, head_width=16, sliding_windows=(None, 64))
+    target = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, sliding_windows=(8, None, 32, 8))
+    drafter = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, sliding_windows=(None, 64))
     groups = cache_groups((target, drafter), longest=64, block_size=4, dtype="float32")
     assert [(group.sliding_window, group.layers) for group in groups] == [
         (None, (1, 4, 5)),

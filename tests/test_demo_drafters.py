@@ -170,7 +170,7 @@ def step_by_step(
 
     def turned(x_NH: np.ndarray, at: int) -> np.ndarray:
         first, second = np.split(x_NH, 2, -1)
-        angle = at * TOY.rope_theta ** (-np.arange(0, TOY.head_width, 2) / TOY.head_width)
+        angle = at * TOY.rope_theta ** (-np.arange(0, TOY.head_dim, 2) / TOY.head_dim)
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -188,10 +188,10 @@ def step_by_step(
         both = np.concatenate([embedding, norm(feature, "hidden_norm")])
         x = feature if is_eagle else both @ p["fc_proj"]
         y = both if is_eagle else norm(x, "input_norm")
-        q, k, v = ((y @ p[f"{part}_proj"]).reshape(-1, TOY.head_width) for part in "qkv")
+        q, k, v = ((y @ p[f"{part}_proj"]).reshape(-1, TOY.head_dim) for part in "qkv")
         keys.append(turned(k, at)[0])
         values.append(v[0])
-        weights = np.exp(turned(q, at) @ np.array(keys).T / np.sqrt(TOY.head_width))
+        weights = np.exp(turned(q, at) @ np.array(keys).T / np.sqrt(TOY.head_dim))
         attended = weights @ np.array(values) / weights.sum(-1, keepdims=True)
         x = x + attended.reshape(-1) @ p["o_proj"]
         fed = norm(x, "post_norm")
@@ -231,7 +231,7 @@ def test_a_draft_model_is_an_ordinary_model(
     assert spec == draft_model.draft_spec(TOY)
     jax.tree.map(np.testing.assert_array_equal, again, exporting.round_to_bfloat16(params))
     files = open_model(tmp_path)
-    assert (files.spec.vocab_size, files.spec.model_width, files.spec.kv.num_layers) == (48, 16, 2)
+    assert (files.spec.vocab_size, files.spec.hidden_size, files.spec.kv.num_layers) == (48, 16, 2)
     load_weights(files.plan, "float32", jnp.asarray)
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
@@ -252,7 +252,7 @@ def test_heads_are_read_as_they_were_trained(
     drafter, params, _ = train("medusa")
     measured = {"accuracies": [[0.5, 0.25]] * 4}
     drafter.export(params, tmp_path, measured)
-    files = open_medusa(tmp_path, model_width=32, vocab_size=48)
+    files = open_medusa(tmp_path, hidden_size=32, vocab_size=48)
     assert files.accuracies == ((0.5, 0.25),) * 4
     parameters = load_medusa(files, "float32", jnp.asarray)
     np.testing.assert_array_equal(parameters["token_map"], FREQUENT)

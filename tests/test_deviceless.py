@@ -115,7 +115,7 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
 @pytest.mark.parametrize("page_dtype", few(["bfloat16", "int8"], ["bfloat16"]))
 def test_latents_keep_their_sums_in_registers(page_dtype: str) -> None:
     """Those of DeepSeek-V3: 512 of 576 numbers are values, and all 128 heads share them."""
-    latent = {"num_heads": 128, "num_kv_heads": 1, "head_width": 576, "page_dtype": page_dtype}
+    latent = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "page_dtype": page_dtype}
     for name in ("decode 64x2048", "verify chain 16x8", "chunk 2048+0"):
         spec = dataclasses.replace(find(f"llama-3-8b {name}"), **latent)
         found = compiled_case(attention_case(spec, "triton", value_width=512))
@@ -131,7 +131,7 @@ def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() 
     """Two turns of keys and two of values are in shared memory. With three or four stages it is one: the block table takes the others."""
     spec = find("llama-3-8b decode 64x2048")
     cut = triton.heuristic(shape_of_spec(spec))
-    turn = 2 * 2 * cut.context * spec.head_width  # bytes of keys and values
+    turn = 2 * 2 * cut.context * spec.head_dim  # bytes of keys and values
     for stages, buffers in ((cut.num_stages, 2), (4, 1)):
         tiles = dataclasses.replace(cut, num_stages=stages)
         (main,) = (
@@ -146,7 +146,7 @@ def test_tiles_fit_in_the_shared_memory_of_small_gpus() -> None:
     """99 KiB of Ada and its like; heads 128 and 256 wide."""
     for name in ("llama-3-8b chunk 2048+0", "llama-3-8b verify chain 16x8"):
         for width in (128, 256):
-            spec = dataclasses.replace(find(name), head_width=width)
+            spec = dataclasses.replace(find(name), head_dim=width)
             tiles = triton.heuristic(shape_of_spec(spec), (8, 9))
             for kernel in compiled_case(attention_case(spec, "triton", tiles=tiles)).kernels:
                 assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes
@@ -196,7 +196,7 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
     )
     registers = -(-main.machine.registers // 8) * 8 * (main.threads or 0)
     programs = min(65536 // registers, 233472 // ((main.shared_bytes or 0) + 1024))
-    turn = 2 * tiles.context * spec.head_width * jnp.dtype(page_dtype).itemsize
+    turn = 2 * tiles.context * spec.head_dim * jnp.dtype(page_dtype).itemsize
     assert programs * turn >= 33 * 1024
 
 
@@ -284,7 +284,7 @@ CARDS = {  # bytes of shared memory that a program may have
 }
 WITHOUT_FP8 = ("a100", "rtx3090")
 CALLS = ("decode 64x2048", "verify chain 16x8", "verify tree 16x16", "chunk 2048+0")
-HEADS = {"8b": {}, "1b": {"head_width": 64}}  # of Llama 3, else alike
+HEADS = {"8b": {}, "1b": {"head_dim": 64}}  # of Llama 3, else alike
 LLAMA_3_1B = {
     **LLAMA_3_8B,
     "hidden_size": 2048,

@@ -203,7 +203,7 @@ REFUSED = {
     "k_pages of int8 under q_TNH of bfloat16": dict(spec={"page_dtype": "int8"}),
     "k_pages of float16 under q_TNH of bfloat16": dict(spec={"page_dtype": "float16"}),
     "q_TNH of float32": dict(spec={"dtype": "float32", "page_dtype": "float32"}),
-    "heads 64 wide": dict(spec={"head_width": 64}),
+    "heads 64 wide": dict(spec={"head_dim": 64}),
     "256 heads for one": dict(spec={"num_heads": 256, "num_kv_heads": 1}),
     "interpret=True": dict(interpret=True),
 }

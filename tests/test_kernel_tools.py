@@ -65,7 +65,7 @@ SMALL = Spec(
     name="small",
     num_heads=4,
     num_kv_heads=2,
-    head_width=16,
+    head_dim=16,
     contexts=(30, 9),
     queries=(1, 1),
     block_size=8,
@@ -107,8 +107,8 @@ def test_work_is_what_counting_one_by_one_finds(rows, window, tree, page_dtype):
     vector = 16 * 2 if page_dtype == "bfloat16" else 16 + 4
     found = work(spec)
     assert found.kv_bytes == 2 * len(touched) * spec.num_kv_heads * vector
-    assert found.flops == 4 * pairs * spec.num_heads * spec.head_width
-    assert found.query_bytes == 2 * sum(queries) * spec.num_heads * spec.head_width * 2
+    assert found.flops == 4 * pairs * spec.num_heads * spec.head_dim
+    assert found.query_bytes == 2 * sum(queries) * spec.num_heads * spec.head_dim * 2
     assert found.table_bytes == 4 * len(blocks)
 
 
@@ -118,10 +118,10 @@ def test_the_tiles_of_a_spec_are_those_of_its_call():
 
     for spec in (SMALL, MIXED, *specs.SPECS):
         cut = dataclasses.replace(spec, contexts=spec.contexts[:2], queries=spec.queries[:2])
-        num_tokens, shape = sum(cut.queries), (3, cut.block_size, cut.num_kv_heads, cut.head_width)
+        num_tokens, shape = sum(cut.queries), (3, cut.block_size, cut.num_kv_heads, cut.head_dim)
         arguments = SimpleNamespace(
             max_query_len=cut.max_query_len,
-            q_TNH=jax.ShapeDtypeStruct((num_tokens, cut.num_heads, cut.head_width), cut.dtype),
+            q_TNH=jax.ShapeDtypeStruct((num_tokens, cut.num_heads, cut.head_dim), cut.dtype),
             k_pages=jax.ShapeDtypeStruct(shape, cut.page_dtype),
         )
         assert tiles.shape_of(arguments) == shape_of_spec(cut)

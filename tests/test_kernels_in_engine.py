@@ -399,9 +399,7 @@ def test_without_pallas_triton_backend_everything_else_works():
 
 def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_on_a_gpu():
     def chosen(name, device, heads=1, dtype="bfloat16"):
-        spec = KVSpec(
-            num_layers=2, num_kv_heads=heads, head_width=256, sliding_windows=(None, None)
-        )
+        spec = KVSpec(num_layers=2, num_kv_heads=heads, head_dim=256, sliding_windows=(None, None))
         pages = page_shapes(spec, 2**17 + 1, 16, page_dtype(dtype, "bfloat16"))
         layers, buckets = (
             zip(pages, spec.sliding_windows, strict=True),

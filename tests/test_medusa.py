@@ -65,7 +65,7 @@ def loaded(directory: Path) -> Any:
 
 
 def opened(directory: Path) -> MedusaFiles:
-    return open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH)
+    return open_medusa(directory, hidden_size=WIDTH, vocab_size=WIDTH)
 
 
 def module(directory: Path) -> MedusaHeads:
@@ -544,7 +544,7 @@ def test_engines_without_heads_have_steps_without_guesses(
 
 
 def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
-    stored = open_medusa(heads, model_width=WIDTH, vocab_size=WIDTH).num_bytes("float32")
+    stored = open_medusa(heads, hidden_size=WIDTH, vocab_size=WIDTH).num_bytes("float32")
     assert stored == sum(
         leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"])
     )

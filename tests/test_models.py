@@ -217,7 +217,7 @@ def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
         return hidden_TD
 
     jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((3,), jnp.int32))
-    scales = getattr(spec, "attention_scales", (spec.kv.head_width**-0.5,) * spec.kv.num_layers)
+    scales = getattr(spec, "attention_scales", (spec.kv.head_dim**-0.5,) * spec.kv.num_layers)
     numbers = range(spec.kv.num_layers)
     assert seen == list(zip(numbers, numbers, spec.kv.sliding_windows, scales, strict=True))
 
@@ -603,7 +603,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
     "queries of latents that do not grow": (
         "mistral4-growth",
-        lambda: {"spec": {"query_growth": None}},
+        lambda: {"spec": {"temperature_tuning": None}},
     ),
     "scores of experts that are sigmoids": (
         "mistral4-growth",
@@ -671,7 +671,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "chunks one too wide": ("llama4-chunks", lambda: {"attend": dense_attend(1)}),
     "queries that grow one position late": (
         "llama4-images",
-        lambda: {"spec": {"query_growth": (0.1, 12, 0)}},
+        lambda: {"spec": {"temperature_tuning": (0.1, 12, 0)}},
     ),
     "weights of experts after them": (
         "llama4-chunks",
@@ -929,7 +929,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             assert ours.kv.num_kv_heads == getattr(
                 theirs, "num_key_value_heads", theirs.num_attention_heads
             )
-        assert ours.kv.head_width == width, name
+        assert ours.kv.head_dim == width, name
         windows = ("sliding_window", "window_size", "attention_chunk_size")
         window = next((getattr(theirs, each) for each in windows if hasattr(theirs, each)), None)
         types = getattr(theirs, "layer_types", getattr(theirs, "attention_layers", None))
@@ -956,7 +956,7 @@ def test_llama_4_is_read_as_it_is_published():
         read_spec("llama4-chunks", attn_temperature_tuning=tuning, no_rope_layers=layers)[1]
         for tuning, layers in ((4, []), (True, None))
     )
-    assert published == plain and published.query_growth is not None
+    assert published == plain and published.temperature_tuning is not None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -242,10 +242,10 @@ def test_lowers_for_a_gpu_that_is_not_there(options):
 def shapes_of(spec: Spec):
     tokens, blocks = sum(spec.queries), 1 + max(spec.contexts) // spec.block_size
     pages = jax.ShapeDtypeStruct(
-        (blocks, spec.block_size, spec.num_kv_heads, spec.head_width), spec.page_dtype
+        (blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.page_dtype
     )
     rows = len(spec.queries)
-    queries = jax.ShapeDtypeStruct((tokens, spec.num_heads, spec.head_width), spec.dtype)
+    queries = jax.ShapeDtypeStruct((tokens, spec.num_heads, spec.head_dim), spec.dtype)
     lists = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, blocks), (rows,), (rows + 1,))
     )
@@ -271,7 +271,7 @@ def test_the_rule_fits_every_named_shape(kind):
 
     for spec in taken.values():
         out = jax.eval_shape(lambda *arrays, spec=spec: call(*arrays, spec=spec), *shapes_of(spec))
-        assert out.shape == (sum(spec.queries), spec.num_heads, spec.head_width), spec.name
+        assert out.shape == (sum(spec.queries), spec.num_heads, spec.head_dim), spec.name
 
 
 def test_the_rule_fills_shared_memory_and_no_more():
@@ -281,7 +281,7 @@ def test_the_rule_fills_shared_memory_and_no_more():
         shape = mosaic.Shape(
             kind=kind,
             group=4,
-            head_width=width,
+            head_dim=width,
             block_size=block_size,
             dtype="bfloat16",
             page_dtype="bfloat16",

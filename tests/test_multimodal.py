@@ -83,7 +83,7 @@ def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_trans
     assert spec.vocab_size == theirs.vocab_size
     assert spec.num_query_heads == theirs.num_attention_heads
     assert spec.kv.num_kv_heads == theirs.num_key_value_heads
-    assert spec.kv.head_width == theirs.head_dim
+    assert spec.kv.head_dim == theirs.head_dim
     assert spec.tie_word_embeddings and spec.rope.frequencies[0] == 1 / 8
 
 

@@ -132,7 +132,7 @@ def test_a_write_fills_exactly_its_slots(dtype, real, others, seed):
 
 
 @pytest.mark.parametrize("width", [80, 96, 128])
-def test_head_widths_and_heads_are_masked(width, monkeypatch):
+def test_head_dims_and_heads_are_masked(width, monkeypatch):
     """One head to a program, then all of them."""
     for tile in (1, 2048):
         monkeypatch.setattr(triton_write, "TILE", tile)

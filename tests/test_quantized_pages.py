@@ -277,7 +277,7 @@ def test_refusals_name_the_argument():
 
 
 def test_bytes_of_a_block_count_the_scales():
-    kv = KVSpec(num_layers=3, num_kv_heads=2, head_width=64, sliding_windows=(None,) * 3)
+    kv = KVSpec(num_layers=3, num_kv_heads=2, head_dim=64, sliding_windows=(None,) * 3)
     sizes = {
         name: sum(bytes_per_layer(kv, 16, page_dtype(name, "bfloat16")))
         for name in ("auto", "int8", "fp8")

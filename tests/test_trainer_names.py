@@ -49,9 +49,9 @@ def weights(case: str) -> tuple[dict[str, Any], Arrays]:
     return config, arrays
 
 
-def split_heads(x: np.ndarray, head_width: int) -> np.ndarray:
+def split_heads(x: np.ndarray, head_dim: int) -> np.ndarray:
     """[heads x H, in] becomes [in, heads, H]."""
-    return x.T.reshape(x.shape[1], -1, head_width)
+    return x.T.reshape(x.shape[1], -1, head_dim)
 
 
 def interleaved(x: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
     """Returns weights in the layout of MaxText, as a nested dict."""
     num_layers, gemma = config["num_hidden_layers"], case.startswith("gemma")
     layers: list[Arrays] = [{} for _ in range(num_layers)]
-    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     experts: dict[tuple[int, str], list[np.ndarray]] = {}
     found: Arrays = {}
     norm = "norm" if gemma else "layer_norm"
@@ -100,15 +100,15 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
             experts.setdefault((int(place), f"moe_block.{wi}"), []).append(x.T)
             continue
         if kind == "bias":
-            to, x = f"{to}.bias", x.reshape(-1, head_width)
+            to, x = f"{to}.bias", x.reshape(-1, head_dim)
         elif module in ("q_proj", "k_proj", "v_proj"):
-            to, x = f"{to}.kernel", split_heads(x, head_width)
+            to, x = f"{to}.kernel", split_heads(x, head_dim)
             if case == "llama" and module != "v_proj":
                 x = interleaved(x)
             if case in ("llama", "gemma2") and module == "q_proj":
-                x = x * np.float32(head_width**-0.5)
+                x = x * np.float32(head_dim**-0.5)
         elif module == "o_proj":
-            x = x.T.reshape(-1, head_width, x.shape[0])
+            x = x.T.reshape(-1, head_dim, x.shape[0])
         elif x.ndim == 2:
             x = x.T
         elif gemma:
@@ -144,7 +144,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
 
 def of_tunix(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
     """Returns weights of Llama or Qwen in the layout of Tunix."""
-    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found: Arrays = {}
     for name, x in arrays.items():
         *before, module, kind = name.removeprefix("model.").split(".")
@@ -153,9 +153,9 @@ def of_tunix(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
         elif module == "embed_tokens":
             found["embedder.input_embedding"] = x
         elif module in ("q_proj", "k_proj", "v_proj"):
-            found[".".join([*before[:2], "attn", module, "w"])] = split_heads(x, head_width)
+            found[".".join([*before[:2], "attn", module, "w"])] = split_heads(x, head_dim)
         elif module == "o_proj":
-            whole = x.T.reshape(-1, head_width, x.shape[0])
+            whole = x.T.reshape(-1, head_dim, x.shape[0])
             found[".".join([*before[:2], "attn", module, "w"])] = whole
         elif "mlp" in before:
             found[".".join([*before, module, "kernel"])] = x.T
@@ -168,7 +168,7 @@ def of_tunix(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
 
 def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
     """Returns weights of Gemma in the layout of the library gemma."""
-    head_width, num_layers = config["head_dim"], config["num_hidden_layers"]
+    head_dim, num_layers = config["head_dim"], config["num_hidden_layers"]
     found: Arrays = {
         "transformer/embedder": {"input_embedding": arrays["model.embed_tokens.weight"]},
         "transformer/final_norm": {"scale": arrays["model.norm.weight"]},
@@ -180,7 +180,7 @@ def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
             if name.startswith(f"model.layers.{layer}.")
         }
         q, k, v = (
-            own[f"self_attn.{x}_proj.weight"].reshape(-1, head_width, config["hidden_size"])
+            own[f"self_attn.{x}_proj.weight"].reshape(-1, head_dim, config["hidden_size"])
             for x in "qkv"
         )
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
@@ -191,9 +191,7 @@ def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
             found[f"{at}/attn/q_einsum"] = {"w": q}
             found[f"{at}/attn/kv_einsum"] = {"w": np.stack([k, v])}
         output = own["self_attn.o_proj.weight"]
-        found[f"{at}/attn/attn_vec_einsum"] = {
-            "w": output.T.reshape(-1, head_width, output.shape[0])
-        }
+        found[f"{at}/attn/attn_vec_einsum"] = {"w": output.T.reshape(-1, head_dim, output.shape[0])}
         gating = np.stack([own[f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
         gating = gating.swapaxes(1, 2) if case == "gemma" else gating
         found[f"{at}/mlp"] = {"gating_einsum": gating, "linear": own["mlp.down_proj.weight"].T}

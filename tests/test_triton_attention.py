@@ -36,7 +36,7 @@ def kind(spec) -> tuple:
         "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
     )
     heads = (
-        (spec.num_heads // spec.num_kv_heads, spec.head_width)
+        (spec.num_heads // spec.num_kv_heads, spec.head_dim)
         if steps == "decode"
         else len(set(spec.queries))
     )
@@ -53,11 +53,11 @@ def test_real_shapes_cut_small(spec):
         small.contexts,
         small.queries,
         heads=(small.num_heads, small.num_kv_heads),
-        width=small.head_width,
+        width=small.head_dim,
         block_size=small.block_size,
         page_dtype="float32" if small.page_dtype == small.dtype else small.page_dtype,
     )
-    options = {"scale": small.head_width**-0.5, "sliding_window": small.sliding_window}
+    options = {"scale": small.head_dim**-0.5, "sliding_window": small.sliding_window}
     if small.tree:
         options["tree_mask_TQ"] = random_tree(2, len(case.q_TNH), small.max_query_len)
     if small.sinks:
@@ -449,7 +449,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
 def test_there_are_tiles_for_every_shape(steps, group, dtype):
     for width in (32, 80, 128, 256):
         shape = Shape(
-            kind=steps, group=group, head_width=width, block_size=16, dtype=dtype, page_dtype="int8"
+            kind=steps, group=group, head_dim=width, block_size=16, dtype=dtype, page_dtype="int8"
         )
         assert triton.heuristic(shape).query_rows >= group
 

@@ -60,13 +60,13 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
     spec = ExpertsSpec(Routing(num_experts, arguments.per_token, normalized=True), arguments.width)
     kind: dict[str, Any] = {"activation": "silu", "shared": None, "dtype": arguments.dtype}
     graph, shapes = abstract(
-        make_experts(spec, arguments.model_width, PLAIN_NAMES, layer="0", **kind)
+        make_experts(spec, arguments.hidden_size, PLAIN_NAMES, layer="0", **kind)
     )
     rng = np.random.default_rng(0)
     parameters = jax.tree.map(
         lambda each: jnp.asarray(0.05 * rng.standard_normal(each.shape), each.dtype), shapes
     )
-    x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.model_width)), arguments.dtype)
+    x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.hidden_size)), arguments.dtype)
 
     def routed(parameters: Any, x_TD: jax.Array) -> jax.Array:
         with TraceScope(make_layer_kernels(choose_backend("auto", jax.devices()[0]))).open():

@@ -244,7 +244,7 @@ class _Parts:
 
     def q_TNH(self) -> jax.Array:
         return jnp.ones(
-            (self.case.bucket.num_tokens, self.spec.num_query_heads, self.spec.kv.head_width),
+            (self.case.bucket.num_tokens, self.spec.num_query_heads, self.spec.kv.head_dim),
             self.dtype,
         )
 
@@ -291,7 +291,7 @@ class _Parts:
         leaves = jax.tree.leaves(shapes.arguments[0])
         weights: int = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         if not self.spec.tie_word_embeddings:
-            weights -= self.spec.vocab_size * self.spec.model_width * self.dtype.itemsize
+            weights -= self.spec.vocab_size * self.spec.hidden_size * self.dtype.itemsize
         rows = 1 if self.case.chunk else self.case.rows
         per_block = shapes.pages_bytes // self.case.num_blocks
         return weights + rows * self.case.blocks_per_row * per_block

@@ -54,9 +54,9 @@ def inputs(spec: Spec, layers: int, device: str) -> tuple[Any, list[tuple[Any, A
     rows, context, queries = len(spec.contexts), spec.contexts[0], spec.queries[0]
     dtype = getattr(torch, spec.dtype)
     q = torch.randn(
-        rows, queries, spec.num_heads, spec.head_width, dtype=dtype, device=device
+        rows, queries, spec.num_heads, spec.head_dim, dtype=dtype, device=device
     ).transpose(1, 2)
-    shape = (rows, context, spec.num_kv_heads, spec.head_width)
+    shape = (rows, context, spec.num_kv_heads, spec.head_dim)
     made = [
         [torch.randn(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
         for _ in range(layers)
@@ -68,7 +68,7 @@ def attend(spec: Spec, q: Any, layers: list[tuple[Any, Any]]) -> Any:
     """Makes one call per layer, each on the output of the one before."""
     queries, context = spec.queries[0], spec.contexts[0]
     options: dict[str, Any] = {
-        "scale": spec.head_width**-0.5,
+        "scale": spec.head_dim**-0.5,
         "enable_gqa": spec.num_heads != spec.num_kv_heads,
     }
     if queries == context and queries > 1:

@@ -228,4 +228,4 @@ def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
         processor_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws
     ]
     neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
-    return 4 * (logits + 24 * tokens * spec.model_width + neutral)
+    return 4 * (logits + 24 * tokens * spec.hidden_size + neutral)

@@ -269,7 +269,7 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     """
     directory = drafter_directory(config)
     spec = target.spec
-    files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
+    files = open_medusa(directory, hidden_size=spec.hidden_size, vocab_size=spec.vocab_size)
     num_heads = files.spec.num_heads
     num_drafts = config.num_speculative_tokens
     accuracies = [

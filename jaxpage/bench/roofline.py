@@ -114,7 +114,7 @@ def product_weights(
         dtype: The type of weights that are not quantised.
         rule: The rule that says which modules have quantised weights.
     """
-    looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.model_width
+    looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
     return ProductWeights(
         number,

@@ -155,8 +155,8 @@ def _spec(
     known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
     _check_sizes(config, method, decoder, map_info, known, target, problems)
     shapes = {
-        "tokens": (target.spec.vocab_size, decoder.model_width),
-        "head": (known, decoder.model_width),
+        "tokens": (target.spec.vocab_size, decoder.hidden_size),
+        "head": (known, decoder.hidden_size),
     }
     tables = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
     spec = EagleSpec(
@@ -174,7 +174,7 @@ def _spec(
         return spec
     return Eagle3Spec(
         **vars(spec),
-        target_width=target.spec.model_width,
+        target_width=target.spec.hidden_size,
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.flag("norm_before_fc"),
         norm_each=config.flag("fc_norm"),
@@ -193,16 +193,16 @@ def _check_sizes(
 ) -> None:
     """Adds sizes that differ from the target's; `known` is the number of tokens of the head."""
     vocab_size = target.spec.vocab_size
-    width = target.spec.model_width
+    width = target.spec.hidden_size
     if decoder.vocab_size != vocab_size:
         problems.add(
             f"config.json: vocab_size is {decoder.vocab_size}, but the model's is {vocab_size}"
         )
     stated = config.field("target_hidden_size") if method == "eagle3" else None
-    if (stated or decoder.model_width) != width:
+    if (stated or decoder.hidden_size) != width:
         name = "hidden_size" if stated is None else "target_hidden_size"
         problems.add(
-            f"config.json: {name} is {stated or decoder.model_width}, but the model's width is {width}"
+            f"config.json: {name} is {stated or decoder.hidden_size}, but the model's width is {width}"
         )
     for name in ("draft_vocab_size", "truncated_vocab_size"):
         if config.field(name, known) != known:

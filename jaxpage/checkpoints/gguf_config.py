@@ -148,15 +148,15 @@ def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     config["num_key_value_heads"] = _count(file, "attention.head_count_kv", heads)
-    head_width = _count(file, "attention.key_length", width // heads)
-    if head_width < 2 or head_width % 2:
-        raise CheckpointError(f"heads are {head_width} wide, and the rotary embedding turns pairs")
+    head_dim = _count(file, "attention.key_length", width // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"heads are {head_dim} wide, and the rotary embedding turns pairs")
     for key in ("attention.value_length", "rope.dimension_count"):
-        if file.of_model(key) not in (None, head_width):
+        if file.of_model(key) not in (None, head_dim):
             raise UnsupportedError(
-                f"{file.architecture}.{key} is {quote(file.of_model(key))}, and heads are {head_width} wide: only the same is supported"
+                f"{file.architecture}.{key} is {quote(file.of_model(key))}, and heads are {head_dim} wide: only the same is supported"
             )
-    config["head_dim"] = head_width
+    config["head_dim"] = head_dim
 
 
 def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ _LLAMA3 = {
 }
 
 
-def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
+def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Returns the rope parameters; the family says whether their numbers make sense.
 
     Raises:
@@ -78,7 +78,7 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         )
     if kind != "none":
         parameters |= {"rope_type": kind, "factor": factor}
-    parameters |= _of_factors(file, parameters, head_width)
+    parameters |= _of_factors(file, parameters, head_dim)
     if (
         theta := file.of_model("rope.freq_base_swa") or _THETA_OF_WINDOWS.get(file.architecture)
     ) is None:
@@ -101,14 +101,14 @@ def _own(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key.startswith("rope.")}
 
 
-def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> dict[str, Any]:
+def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Returns Llama 3.1's scaling, of which a file has only the factor of each frequency."""
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return {}
     if (
         parameters["rope_type"] != "default"
-        or tensor.shape != (head_width // 2,)
+        or tensor.shape != (head_dim // 2,)
         or tensor.dtype != "F32"
     ):
         raise UnsupportedError(
@@ -117,7 +117,7 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
     factors = read_gguf_array(tensor)
     scaling = {"rope_type": "llama3", "factor": as_number(float(factors.max())), **_LLAMA3}
     with np.errstate(all="ignore"):  # for numbers that make no sense
-        expected = _llama3_factors(scaling, parameters["rope_theta"], head_width)
+        expected = _llama3_factors(scaling, parameters["rope_theta"], head_dim)
     if not np.allclose(factors, expected, rtol=1e-4):
         raise UnsupportedError(
             f"tensor 'rope_freqs.weight' has other factors than Llama 3.1's scaling by {scaling['factor']:g} makes of {_LLAMA3}"
@@ -125,8 +125,8 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
     return scaling
 
 
-def _llama3_factors(scaling: dict[str, Any], theta: float, head_width: int) -> np.ndarray:
+def _llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:
     low, high, original = (scaling[name] for name in _LLAMA3)
-    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_width, 2) / head_width)
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)

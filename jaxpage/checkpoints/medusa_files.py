@@ -66,14 +66,14 @@ class MedusaFiles:
         return self.spec.table_rows if self.token_map is None else len(self.token_map)
 
 
-def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> MedusaFiles:
+def open_medusa(directory: Path, *, hidden_size: int, vocab_size: int) -> MedusaFiles:
     """Opens heads in the format of Medusa's authors or of vLLM.
 
     The tensors say how many heads there are, because published configs are wrong.
 
     Args:
         directory: The directory of the heads.
-        model_width: The width of the model that they predict for.
+        hidden_size: The width of the model that they predict for.
         vocab_size: The size of its vocabulary.
 
     Raises:
@@ -81,7 +81,7 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     """
     problems = Problems(directory)
     config = check_config(directory, problems)
-    for name, ours in (("hidden_size", model_width), ("vocab_size", vocab_size)):
+    for name, ours in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if config.get(name, ours) != ours:
             problems.add(f"config.json: {name} is {config[name]!r}, but the model's is {ours}")
     tensors = read_tensors(directory, problems, MEDUSA_FILE)
@@ -90,7 +90,7 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     if TOKEN_MAP in stored:
         token_map = read_token_map(stored.pop(TOKEN_MAP), vocab_size, problems)
     spec = _spec(
-        config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size
+        config, stored, token_map, problems, hidden_size=hidden_size, vocab_size=vocab_size
     )
     accuracies = _accuracies(config, spec, problems)
     plan = LoadPlan(directory, "safetensors")
@@ -127,7 +127,7 @@ def _spec(
     token_map: npt.NDArray[np.int32] | None,
     problems: Problems,
     *,
-    model_width: int,
+    hidden_size: int,
     vocab_size: int,
 ) -> MedusaSpec | None:
     """Returns the spec, by the names of the tensors.
@@ -160,7 +160,7 @@ def _spec(
         bias=is_authors or config.get("medusa_fc_bias") is True,
         one_table=not is_authors and config.get("original_lm_head") is True,
         table_rows=vocab_size,
-        model_width=model_width,
+        hidden_size=hidden_size,
         num_known=None if token_map is None else len(token_map),
     )
     if is_authors and token_map is not None:

@@ -39,8 +39,8 @@ class Sizes:
 
     num_layers: int
     vocab_size: int
-    model_width: int
-    head_width: int
+    hidden_size: int
+    head_dim: int
 
 
 Turn = Callable[[Any, Sizes], Any]
@@ -80,7 +80,7 @@ def _inner(x: Any, sizes: Sizes) -> Any:
         raise UnsupportedError(
             f"a gating_einsum of {x.shape[0]} by {x.shape[1]} does not show which axis is the input's"
         )
-    return x.T if x.shape[0] == sizes.model_width else x
+    return x.T if x.shape[0] == sizes.hidden_size else x
 
 
 def _less_one(x: Any, sizes: Sizes) -> Any:
@@ -99,7 +99,7 @@ def _tokens(x: Any, sizes: Sizes) -> Any:
 def _tokens_over(divisor: Callable[[float], Any]) -> Turn:
     """Returns what takes the factor of Gemma's embeddings out of the token table."""
     return lambda x, sizes: (
-        _tokens(x, sizes).astype(np.float32) / np.float32(divisor(sizes.model_width**0.5))
+        _tokens(x, sizes).astype(np.float32) / np.float32(divisor(sizes.hidden_size**0.5))
     ).astype(x.dtype)
 
 
@@ -112,7 +112,7 @@ def _in_halves(x: Any, sizes: Sizes) -> Any:
 def _remove_scale(turn: Turn) -> Turn:
     """Returns what takes the factor of the scores out of queries."""
     return lambda x, sizes: turn(
-        (x.astype(np.float32) * np.float32(sizes.head_width**0.5)).astype(x.dtype), sizes
+        (x.astype(np.float32) * np.float32(sizes.head_dim**0.5)).astype(x.dtype), sizes
     )
 
 
@@ -278,9 +278,9 @@ def _with_dots(name: str) -> str:
 
 def _sizes(config: Mapping[str, Any]) -> Sizes:
     width = int(config["hidden_size"])
-    head_width = config.get("head_dim") or width // int(config["num_attention_heads"])
+    head_dim = config.get("head_dim") or width // int(config["num_attention_heads"])
     num_layers = int(config["num_hidden_layers"])
-    return Sizes(num_layers, int(config["vocab_size"]), width, int(head_width))
+    return Sizes(num_layers, int(config["vocab_size"]), width, int(head_dim))
 
 
 def _rename(

@@ -281,9 +281,9 @@ def _bytes_per_token_text(plan: MemoryPlan) -> str:
 def _describe_cache(kv: KVSpec) -> str:
     states = [state for state in kv.states if state is not None]
     if kv.value_width is not None:
-        heads = f"a latent of {kv.head_width} for all heads"
+        heads = f"a latent of {kv.head_dim} for all heads"
     else:
-        kinds = dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_width)])
+        kinds = dict.fromkeys(kv.heads or [(kv.num_kv_heads, kv.head_dim)])
         heads = " or ".join(f"{count} heads of {width}" for count, width in kinds)
     text = f"{kv.num_layers - len(states)} layers, {heads}"
     for state, count in collections.Counter(states).items():

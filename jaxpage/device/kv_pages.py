@@ -82,9 +82,9 @@ def page_shapes(
                 num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
             shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
             continue
-        num_kv_heads, head_width = kv.heads_of(layer)
+        num_kv_heads, head_dim = kv.heads_of(layer)
         slots = (count, block_size, num_kv_heads)
-        page = jax.ShapeDtypeStruct((*slots, head_width), dtype)
+        page = jax.ShapeDtypeStruct((*slots, head_dim), dtype)
         scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
         if kv.value_width is not None:
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]

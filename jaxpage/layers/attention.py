@@ -30,11 +30,11 @@ class Attention(nnx.Module):
             it has two, the keys before their norm are the values too; where it has one, the layer
             reads the keys and values of another one, whose number and pages it has.
         output: The product for the output.
-        head_width: The width of a head (H).
-        value_head_width: The width of a value head, at most `head_width`. The cache pads narrower
+        head_dim: The width of a head (H).
+        value_head_dim: The width of a value head, at most `head_dim`. The cache pads narrower
             values with zeros.
         value_scale: The factor by which values are multiplied.
-        scale: The factor of the scores; `head_width ** -0.5` where None is given.
+        scale: The factor of the scores; `head_dim ** -0.5` where None is given.
         sliding_window: See `AttentionOptions`.
         chunked: True if this window does not slide: it is the size of chunks of positions
             (`AttentionOptions.attention_chunk`). A family sets it.
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         norm_together: True if the norms are over all heads together, not over each head.
         turned_first: True if queries and keys are turned before the norms (HunYuan).
         logit_softcap: See `AttentionOptions`.
-        query_growth: Three numbers (b, n, s): queries are multiplied by
+        temperature_tuning: Three numbers (b, n, s): queries are multiplied by
             `1 + b log(1 + floor((position + s) / n))` (Llama 4, Ministral 3).
         sinks: See `AttentionOptions`.
         alibi_slopes: See `AttentionOptions`: those of all query heads of the model.
@@ -66,8 +66,8 @@ class Attention(nnx.Module):
         query_key_value: Linear,
         output: Linear,
         *,
-        head_width: int,
-        value_head_width: int | None = None,
+        head_dim: int,
+        value_head_dim: int | None = None,
         value_scale: float = 1.0,
         scale: float | None = None,
         sliding_window: int | None = None,
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         norm_together: bool = False,
         turned_first: bool = False,
         logit_softcap: float | None = None,
-        query_growth: tuple[float, int, int] | None = None,
+        temperature_tuning: tuple[float, int, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
         alibi_slopes: tuple[float, ...] | None = None,
         num_groups: int | None = None,
@@ -95,29 +95,29 @@ class Attention(nnx.Module):
         self.norm_together = norm_together
         self.turned_first = turned_first
         self.logit_softcap = logit_softcap
-        self.query_growth = query_growth
+        self.temperature_tuning = temperature_tuning
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
         self.num_groups = num_groups
         self.num_gates = num_gates
         self.gates = gates
         self.limit = limit
-        self.head_width = head_width
-        self.value_head_width = value_head_width or head_width
+        self.head_dim = head_dim
+        self.value_head_dim = value_head_dim or head_dim
         self.value_scale = value_scale
         self.sliding_window = sliding_window
         self.chunked = False
         self.rope = rope
-        self.scale = head_width**-0.5 if scale is None else scale
+        self.scale = head_dim**-0.5 if scale is None else scale
 
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         if self.rope is not None and self._turns_alone:
-            num_keys = self.query_key_value.spec.parts[1].rows // self.head_width
+            num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
             turned = context.angles(self.rope).split_and_rotate(
-                self.query_key_value(x_TI), num_keys, self.head_width
+                self.query_key_value(x_TI), num_keys, self.head_dim
             )
             return self._over_heads(*turned, layer_pages, context)
         q, k, v = self.project(x_TI)
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
                 (q, keys_and_values[0], keys_and_values[-1]) if keys_and_values else (q, None, None)
             )
         num_tokens = fused.shape[0]
-        grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
+        grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_dim)
         q = self._with_gates(grouped[:, :, :-2].reshape(num_tokens, -1), x_TI)
         k = grouped[:, :, -2]
         v = grouped[:, :, -1]
@@ -154,7 +154,7 @@ class Attention(nnx.Module):
         """Returns queries, each head followed by its gates if there is a product for gates."""
         if self.gates is None:
             return q
-        q_TNH = q.reshape(len(q), -1, self.head_width)
+        q_TNH = q.reshape(len(q), -1, self.head_dim)
         gate_TNG = self.gates(x_TI).reshape(*q_TNH.shape[:2], self.num_gates)
         return jnp.concatenate([q_TNH, gate_TNG], axis=-1).reshape(len(q), -1)
 
@@ -178,9 +178,9 @@ class Attention(nnx.Module):
             v = None if v is None else jnp.clip(v, -self.limit, self.limit)
         gate_TNH = None
         if self.num_gates:
-            q_TNG = q.reshape(len(q), -1, self.head_width + self.num_gates)
-            q, gate_TNH = jnp.split(q_TNG, [self.head_width], axis=-1)
-        heads = (len(q), -1, self.head_width)
+            q_TNG = q.reshape(len(q), -1, self.head_dim + self.num_gates)
+            q, gate_TNH = jnp.split(q_TNG, [self.head_dim], axis=-1)
+        heads = (len(q), -1, self.head_dim)
         q_TNH = q.reshape(heads)
         k_TKH = None if k is None else k.reshape(heads)
         v_TKH = None if v is None else self._values(v)
@@ -202,7 +202,7 @@ class Attention(nnx.Module):
         norms = (self.query_norm, self.key_norm, self.value_norm)
         parts = self.query_key_value.spec.parts
         is_plain = self.limit is None and not self.num_gates and norms == (None, None, None)
-        is_usual = self.value_head_width == self.head_width and self.value_scale == 1.0
+        is_usual = self.value_head_dim == self.head_dim and self.value_scale == 1.0
         return len(parts) == 3 and is_plain and is_usual
 
     def _over_heads(
@@ -216,8 +216,8 @@ class Attention(nnx.Module):
         place: jax.Array | int = 0,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output for queries and keys that have been normed and turned."""
-        if self.query_growth is not None:
-            q_TNH = scale_by_position(q_TNH, context.positions_T, self.query_growth)
+        if self.temperature_tuning is not None:
+            q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
         options = AttentionOptions(
             scale=self.scale,
             sliding_window=None if self.chunked else self.sliding_window,
@@ -229,18 +229,18 @@ class Attention(nnx.Module):
         out_TNH, layer_pages = context.attend(
             self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options
         )
-        if self.value_head_width < self.head_width:
-            out_TNH = out_TNH[..., : self.value_head_width]
+        if self.value_head_dim < self.head_dim:
+            out_TNH = out_TNH[..., : self.value_head_dim]
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(len(q_TNH), -1)), layer_pages
 
     def _values(self, v: jax.Array) -> jax.Array:
         """Returns the values of each head, as wide as keys."""
-        v_TKH = v.reshape(len(v), -1, self.value_head_width)
+        v_TKH = v.reshape(len(v), -1, self.value_head_dim)
         if self.value_scale != 1.0:
             v_TKH = v_TKH * self.value_scale
-        missing = self.head_width - self.value_head_width
+        missing = self.head_dim - self.value_head_dim
         return jnp.pad(v_TKH, ((0, 0), (0, 0), (0, missing))) if missing else v_TKH
 
     def _slopes(self, num_heads: int, place: jax.Array | int) -> jax.Array | None:
@@ -258,7 +258,7 @@ class Attention(nnx.Module):
 def scale_by_position(
     q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], growth: tuple[float, int, int]
 ) -> Float[Array, "T N H"]:
-    """Returns queries scaled by their positions; see `Attention.query_growth`."""
+    """Returns queries scaled by their positions; see `Attention.temperature_tuning`."""
     rate, length, start = growth
     position_T = (positions_T + start).astype(jnp.float32)
     growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))

@@ -224,7 +224,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         router: Router,
         experts: Experts,
-        model_width: int,
+        hidden_size: int,
         *,
         shared: tuple[MLP | GatedMLP, str | None] | None = None,
         dtype: DTypeLike,
@@ -233,7 +233,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = experts
         gate = None if shared is None else shared[1]
         self.shared = None if shared is None else shared[0]
-        shape = (1, model_width)
+        shape = (1, hidden_size)
         self.shared_gate = (
             None
             if gate is None

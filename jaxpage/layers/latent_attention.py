@@ -73,7 +73,7 @@ class LatentAttention(nnx.Module):
         widths: The widths of the heads and of the latent.
         rope: The rotation; None if there is none.
         scale: The factor of the scores.
-        query_growth: See `Attention`.
+        temperature_tuning: See `Attention`.
         queries: The product for the queries of all heads, in each head the plain part first.
         down: The product for the latent and the part that is rotated.
         norm: The norm of the latent.
@@ -95,14 +95,14 @@ class LatentAttention(nnx.Module):
         num_heads: int,
         rope: Rope | None,
         scale: float,
-        query_growth: tuple[float, int, int] | None = None,
+        temperature_tuning: tuple[float, int, int] | None = None,
     ):
         self.layer_index = layer_index
         self.num_heads = num_heads
         self.widths = widths
         self.rope = rope
         self.scale = scale
-        self.query_growth = query_growth
+        self.temperature_tuning = temperature_tuning
         self.queries = queries
         self.down = down
         self.norm = norm
@@ -129,8 +129,8 @@ class LatentAttention(nnx.Module):
             turned_TNE = angles.rotate(turned_TNE)
             shared_T1E = angles.rotate(shared_T1E)
         q_TNH = jnp.concatenate([absorbed_TNR, turned_TNE], axis=-1)
-        if self.query_growth is not None:
-            q_TNH = scale_by_position(q_TNH, context.positions_T, self.query_growth)
+        if self.temperature_tuning is not None:
+            q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
         k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], shared_T1E], axis=-1)
         options = AttentionOptions(scale=self.scale, value_width=widths.rank)
         out_TNR, layer_pages = context.attend(

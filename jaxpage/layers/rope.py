@@ -56,13 +56,13 @@ class Angles:
     interleaved: bool = False
 
     def split_and_rotate(
-        self, x_TF: Float[Array, "T F"], num_keys: int, head_width: int
+        self, x_TF: Float[Array, "T F"], num_keys: int, head_dim: int
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Returns the queries and keys of rows, turned, and the values behind them."""
         kernels = row_kernels(x_TF.dtype)
         if kernels is not None and not self.interleaved:
-            return kernels.split_and_rotate(x_TF, self.cos_TE, self.sin_TE, num_keys, head_width)
-        x_TMH = x_TF.reshape(len(x_TF), -1, head_width)
+            return kernels.split_and_rotate(x_TF, self.cos_TE, self.sin_TE, num_keys, head_dim)
+        x_TMH = x_TF.reshape(len(x_TF), -1, head_dim)
         num_queries = x_TMH.shape[1] - 2 * num_keys
         q_TNH, k_TKH, v_TKH = jnp.split(x_TMH, [num_queries, num_queries + num_keys], axis=1)
         return self.rotate(q_TNH), self.rotate(k_TKH), v_TKH

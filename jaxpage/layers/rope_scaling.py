@@ -21,7 +21,7 @@ _Scaling = Callable[[Mapping[str, Any], int, int], tuple[Floats, float]]
 
 
 def make_rope(
-    parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int
+    parameters: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int
 ) -> tuple[Rope, int]:
     """Returns the rope of a config and the number of positions for which it holds.
 
@@ -30,7 +30,7 @@ def make_rope(
     Args:
         parameters: The `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`
             and the numbers of the type, in which `wrong_parameters` finds nothing.
-        head_width: The width of a head, or of its part that is turned.
+        head_dim: The width of a head, or of its part that is turned.
         max_position_embeddings: The number of positions of the config.
 
     Raises:
@@ -42,7 +42,7 @@ def make_rope(
         for name, value in parameters.items()
     }
     try:
-        frequencies, factor = SCALINGS[rope_type](numbers, head_width, max_position_embeddings)
+        frequencies, factor = SCALINGS[rope_type](numbers, head_dim, max_position_embeddings)
     except ArithmeticError as error:
         raise CheckpointError(
             f"rope parameters {dict(parameters)} make no sense ({error})"
@@ -56,7 +56,7 @@ def make_rope(
     return Rope(tuple(float(f) for f in frequencies), float(factor)), limit
 
 
-def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str]:
+def wrong_parameters(parameters: Mapping[str, Any], head_dim: int) -> list[str]:
     """Returns all that is wrong with the numbers that the type, one of `SCALINGS`, uses."""
     kind = parameters["rope_type"]
     needed = ("rope_theta", *_NEEDED.get(kind, ()))
@@ -74,10 +74,10 @@ def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str
         values = parameters.get(name)
         if (
             not isinstance(values, list)
-            or len(values) != head_width // 2
+            or len(values) != head_dim // 2
             or not all(map(_is_number, values))
         ):
-            wrong.append(f"rope {name} must be a list of {head_width // 2} numbers")
+            wrong.append(f"rope {name} must be a list of {head_dim // 2} numbers")
     length = parameters.get(LENGTH)
     if kind in ("llama3", "yarn", "longrope") and (type(length) is not int or length < 1):
         wrong.append(f"{LENGTH} must be a positive integer: {length!r}")

@@ -74,7 +74,7 @@ class Router(nnx.Module):
     def __init__(
         self,
         routing: Routing,
-        model_width: int,
+        hidden_size: int,
         *,
         weight: Source,
         bias: Source,
@@ -84,7 +84,7 @@ class Router(nnx.Module):
         self.routing = routing
         count = routing.num_experts
         self.weight = parameter(
-            (count, model_width), axes=(None, "embed"), dtype=dtype, sources=[weight]
+            (count, hidden_size), axes=(None, "embed"), dtype=dtype, sources=[weight]
         )
         self.bias = (
             parameter((count,), axes=(None,), dtype=dtype, sources=[bias]) if routing.bias else None

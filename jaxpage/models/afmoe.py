@@ -50,17 +50,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "afmoe") as fields:
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
             window = fields.optional_integer("sliding_window", 1024)
-            rope, longest = fields.rope(
-                head_width, fields.integer("max_position_embeddings", 16_384)
-            )
+            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
             is_scaled = fields.flag("mup_enabled", False)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
                 attention_bias=fields.flag("attention_bias", False),
@@ -69,7 +67,7 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 form=FORM,
                 norm_heads=True,
-                separate_gates=head_width,
+                separate_gates=head_dim,
                 embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
                 experts=_read_experts(fields),
                 expert_names=NAMES,

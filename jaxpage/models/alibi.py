@@ -32,7 +32,7 @@ def alibi_sizes(fields: Fields, longest: int) -> dict[str, Any]:
     num_heads = fields.integer("num_attention_heads")
     return {
         "num_kv_heads": num_heads,
-        "head_width": fields.divide("hidden_size", "num_attention_heads"),
+        "head_dim": fields.divide("hidden_size", "num_attention_heads"),
         "max_position_embeddings": longest,
         "feed_forward_width": 4 * fields.integer("hidden_size"),
         "rope": (NO_ROTATION, longest),

@@ -10,9 +10,9 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -38,15 +38,15 @@ class Spec(RotaryDecoderSpec):
         changed: dict[str, Any] = {} if rope else {"rope_parameters": ROPE}
         changed |= {"hidden_act": "silu"} if xielu else {}
         with Fields({**config, **changed}, "apertus") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 65_536)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
-                rope=fields.rope(head_width, longest, theta=12_000_000.0),
+                rope=fields.rope(head_dim, longest, theta=12_000_000.0),
                 plain_mlp=("up_proj", "down_proj"),
                 xielu=xielu,
                 epsilon=("rms_norm_eps", 1e-5),

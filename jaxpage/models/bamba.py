@@ -14,10 +14,10 @@ from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -46,18 +46,18 @@ class Spec(RotaryDecoderSpec):
                 fields.note(WrongField(text), attn_layer_indices=None)
                 attending = []
             mamba = read_mamba(fields)
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 262_144)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 states=tuple(
                     None if index in attending else mamba.state for index in range(num_layers)
                 ),
                 attention_bias=fields.flag("attention_bias", False),
-                rope=fields.rope(head_width, longest, partial=0.5),
+                rope=fields.rope(head_dim, longest, partial=0.5),
                 epsilon=("rms_norm_eps", 1e-5),
                 mlp_bias=fields.flag("mlp_bias", False),
                 form=FORM,

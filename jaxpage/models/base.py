@@ -26,7 +26,7 @@ class KVSpec:
     Attributes:
         num_layers: The number of layers that keep something; others may read what these keep.
         num_kv_heads: The number of key/value heads.
-        head_width: The width of a head.
+        head_dim: The width of a head.
         sliding_windows: For each layer, how many positions a token sees, its own included (see
             `Attend`); None if it sees all.
         value_width: The number of leading numbers of a key that are its value, which is then not
@@ -37,12 +37,12 @@ class KVSpec:
             (Falcon-H1), none (Nemotron-H) or those of another one (Gemma 4); None if it is
             `num_layers`.
         heads: For each layer, its number of key/value heads and their width, in a model whose
-            layers differ in them; empty if all have `num_kv_heads` of `head_width`.
+            layers differ in them; empty if all have `num_kv_heads` of `head_dim`.
     """
 
     num_layers: int
     num_kv_heads: int
-    head_width: int
+    head_dim: int
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
@@ -60,7 +60,7 @@ class KVSpec:
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Returns the number of key/value heads of a layer, and their width."""
-        return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_width)
+        return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_dim)
 
 
 @runtime_checkable
@@ -75,7 +75,7 @@ class ModelSpec(Protocol):
         """Returns the number of token ids, which is the width of the logits."""
 
     @property
-    def model_width(self) -> int:
+    def hidden_size(self) -> int:
         """Returns the width of the hidden states (D)."""
         ...
 

@@ -68,7 +68,7 @@ class BlockForm:
     def head_norm(
         self,
         num_rows: int,
-        head_width: int,
+        head_dim: int,
         axis: str,
         *,
         name: str,
@@ -77,20 +77,20 @@ class BlockForm:
     ) -> Norm | HeadNorm:
         """Returns the norm of queries or of keys, of which all heads have this number of rows."""
         if self.head_scales == "none":
-            return RMSNorm(head_width, name=None, epsilon=epsilon, dtype=dtype)
+            return RMSNorm(head_dim, name=None, epsilon=epsilon, dtype=dtype)
         if self.head_scales != "shared":
-            source = _head_scales(name, num_rows // head_width, head_width, self.head_scales)
+            source = _head_scales(name, num_rows // head_dim, head_dim, self.head_scales)
             return HeadNorm(source, axis=axis, epsilon=epsilon, dtype=dtype)
-        width, over = (num_rows, axis) if self.together else (head_width, None)
+        width, over = (num_rows, axis) if self.together else (head_dim, None)
         return self.norm(width, name=name, epsilon=epsilon, axis=over, dtype=dtype)
 
 
 LLAMA_FORM = BlockForm()
 
 
-def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Source:
+def _head_scales(name: str, num_heads: int, head_dim: int, kind: str) -> Source:
     """Returns the scales of a `HeadNorm`; see `BlockForm.head_scales`."""
     if kind == "stacked":
-        return tensor(f"{name}.weight", num_heads, head_width)
+        return tensor(f"{name}.weight", num_heads, head_dim)
     norms = f"{name.removesuffix('_norm')}_layernorm.norms"
-    return stack([tensor(f"{norms}.{head}.weight", head_width) for head in range(num_heads)])
+    return stack([tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)])

@@ -57,7 +57,7 @@ class Model(RotaryDecoder):
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         super().__init__(spec, dtype=dtype)
         self.tokens_norm = spec.form.norm(
-            spec.model_width,
+            spec.hidden_size,
             name=f"{spec.name}.word_embeddings_layernorm",
             epsilon=spec.norm_epsilon,
             dtype=dtype,

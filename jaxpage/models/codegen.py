@@ -59,7 +59,7 @@ class Model(RotaryDecoder):
                 whole.layer_index,
                 whole.query_key_value,
                 whole.output,
-                head_width=whole.head_width,
+                head_dim=whole.head_dim,
                 rope=whole.rope,
                 num_groups=NUM_PARTS,
             )

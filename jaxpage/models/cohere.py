@@ -14,10 +14,10 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -43,15 +43,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "cohere") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 8192)
             if fields.rope_parameters(longest, THETA)["rope_type"] == "default":
                 longest = fields.optional_integer("model_max_length", None) or longest
-            rope, longest = fields.rope(head_width, longest, theta=THETA)
+            rope, longest = fields.rope(head_dim, longest, theta=THETA)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(replace(rope, interleaved=True), longest),

@@ -15,10 +15,10 @@ from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -34,14 +34,14 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "cohere2") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
-            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 8192))
+            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 8192))
             rope = replace(rope, interleaved=True)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(
                     fields, types, fields.optional_integer("sliding_window", 4096)

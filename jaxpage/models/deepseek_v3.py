@@ -159,7 +159,7 @@ def knobs_of(latent: LatentSpec, rope: Rope, length: int) -> dict[str, Any]:
     return {
         "latent": latent,
         "num_kv_heads": 1,
-        "head_width": latent.widths.kept,
+        "head_dim": latent.widths.kept,
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),

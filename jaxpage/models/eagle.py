@@ -87,7 +87,7 @@ class _Eagle(nnx.Module):
     """
 
     def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
-        width = spec.decoder.model_width
+        width = spec.decoder.hidden_size
         rows = spec.table_rows
         tokens_name = "embed_tokens" if spec.own_tokens else None
         head_name = "lm_head" if spec.own_head else None
@@ -132,7 +132,7 @@ class Eagle(_Eagle):
     fuse = staticmethod(output_alone)
 
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
-        super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
+        super().__init__(spec, 2 * spec.decoder.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             DecoderLayer(
                 spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype
@@ -164,7 +164,7 @@ class FusionLayer(nnx.Module):
 
         def norm(part: str) -> RMSNorm:
             return RMSNorm(
-                decoder.model_width,
+                decoder.hidden_size,
                 name=f"{name}.{part}",
                 epsilon=decoder.norm_epsilon,
                 dtype=dtype,
@@ -173,7 +173,7 @@ class FusionLayer(nnx.Module):
         self.embedding_norm = norm("input_layernorm")
         self.feature_norm = norm("hidden_norm")
         self.attention = make_attention(
-            decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.model_width, dtype=dtype
+            decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.hidden_size, dtype=dtype
         )
         self.mlp_norm = norm("post_attention_layernorm")
         self.mlp = make_mlp(decoder, name=f"{name}.mlp", dtype=dtype)
@@ -220,7 +220,7 @@ class Eagle3(_Eagle):
             DecoderLayer(decoder, index, name=f"layers.{index}", dtype=dtype)
             for index in range(1, decoder.kv.num_layers)
         )
-        self.norm = norm(decoder.model_width, name="norm")
+        self.norm = norm(decoder.hidden_size, name="norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
         """Returns the features of the target's hidden states."""

@@ -13,8 +13,8 @@ from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -44,7 +44,7 @@ class Spec(RotaryDecoderSpec):
             fields.only(moe_norm_min=1e-12)
             width = ("moe_intermediate_size", 1536)
             num_shared = fields.integer("moe_num_shared_experts", 2, least=0)
-            knobs = ernie_knobs(fields, head_width_or_quotient(fields), 4)
+            knobs = ernie_knobs(fields, read_head_dim(fields), 4)
             return cls._from_fields(
                 fields,
                 head_bias=knobs["mlp_bias"],

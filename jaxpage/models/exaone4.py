@@ -16,9 +16,9 @@ from jaxpage.models.layer_windows import rope_with_windows, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -36,15 +36,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "exaone4") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 2048)
             window = fields.optional_integer("sliding_window", 4096)
             types = fields.layer_types(usual_types(fields, window))
-            rope, longest = fields.rope(head_width, longest)
+            rope, longest = fields.rope(head_dim, longest)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 32),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
                 rope=(rope, longest),

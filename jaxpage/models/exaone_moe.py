@@ -20,9 +20,9 @@ from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -39,14 +39,14 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "exaone_moe") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             window = fields.integer("sliding_window", 4096)
             types = fields.layer_types(usual_types(fields, window))
-            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
+            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 32),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
                 rope=(rope, longest),

@@ -118,7 +118,7 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
 
 def make_experts(
     spec: ExpertsSpec,
-    model_width: int,
+    hidden_size: int,
     names: ExpertNames,
     *,
     layer: str,
@@ -130,7 +130,7 @@ def make_experts(
 
     Args:
         spec: The experts.
-        model_width: The width of the model.
+        hidden_size: The width of the model.
         names: The names of the weights.
         layer: The name of the layer in the checkpoint.
         activation: The name of the activation function.
@@ -170,17 +170,17 @@ def make_experts(
         return ExpertLinear(spec_of_all)
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stack("gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up))
-    down = stack("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
+    gate_up = stack("gate_up_proj", 2 * inner, hidden_size, (both, "embed"), (names.gate, names.up))
+    down = stack("down_proj", hidden_size, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(
         gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
     )
-    rated = _make_router(spec.routing, model_width, names, layer, dtype)
-    return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)
+    rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
+    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, dtype=dtype)
 
 
 def _make_router(
-    routing: Routing, model_width: int, names: ExpertNames, layer: str, dtype: DTypeLike
+    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: DTypeLike
 ) -> Router:
     """Returns the router of a layer; see `make_experts`."""
     count = routing.num_experts
@@ -189,8 +189,8 @@ def _make_router(
     in_memory = f"{layer}.{module}"
     return Router(
         routing,
-        model_width,
-        weight=_either(f"{published}.{names.router}", f"{in_memory}.{router}", count, model_width),
+        hidden_size,
+        weight=_either(f"{published}.{names.router}", f"{in_memory}.{router}", count, hidden_size),
         bias=tensor(f"{published}.{names.router}.bias", count),
         correction=_corrections(
             f"{published}.{names.correction}",

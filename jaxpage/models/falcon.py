@@ -40,17 +40,17 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
             num_heads = fields.integer("num_attention_heads")
             width = fields.integer("hidden_size")
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             has_alibi = fields.flag("alibi", False)
             bias = fields.flag("bias", False)
             return cls._from_fields(
                 fields,
                 num_kv_heads=_kv_heads(fields, num_heads),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 rope=(NO_ROTATION, longest) if has_alibi else None,
-                alibi_slopes=_slopes(num_heads, head_width) if has_alibi else None,
+                alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
                 feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
                 attention_bias=bias,
                 mlp_bias=bias,
@@ -64,12 +64,12 @@ class Spec(RotaryDecoderSpec):
             )
 
 
-def _slopes(num_heads: int, head_width: int) -> tuple[float, ...]:
+def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
     """Returns the slopes, which Falcon scales like the scores.
 
     transformers rounds them to bfloat16, and their products with positions too.
     """
-    return tuple(slope * head_width**-0.5 for slope in alibi_slopes(num_heads))
+    return tuple(slope * head_dim**-0.5 for slope in alibi_slopes(num_heads))
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:

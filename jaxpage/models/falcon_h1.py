@@ -26,11 +26,11 @@ from jaxpage.models.mamba_config import make_mamba, read_mamba
 from jaxpage.models.mlp import LLAMA_NAMES, make_gated_mlp
 from jaxpage.models.rotary_decoder import (
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     make_attention,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -54,7 +54,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "falcon_h1") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             norm = "first" if fields.flag("mamba_norm_before_gate", True) else "gated"
             mamba = read_mamba(
                 fields,
@@ -66,12 +66,12 @@ class Spec(RotaryDecoderSpec):
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=fields.integer("max_position_embeddings", 8192),
                 attention_bias=fields.flag("attention_bias", False),
                 epsilon=("rms_norm_eps", 1e-5),
                 mlp_bias=fields.flag("mlp_bias", False),
-                attention_scale=head_width**-0.5 * fields.number("key_multiplier", 1.0),
+                attention_scale=head_dim**-0.5 * fields.number("key_multiplier", 1.0),
                 embedding_scale=fields.number("embedding_multiplier", 1.0),
                 logit_scale=fields.number("lm_head_multiplier", 1.0),
                 recurrent=mamba,
@@ -84,7 +84,7 @@ class Spec(RotaryDecoderSpec):
         kv = KVSpec(
             2 * count,
             spec.kv.num_kv_heads,
-            head_width,
+            head_dim,
             (None,) * 2 * count,
             states=states,
             decoder_layers=count,
@@ -126,7 +126,7 @@ class FalconMLP(nnx.Module):
     def __init__(self, spec: Spec, *, name: str, dtype: DTypeLike):
         plain = make_gated_mlp(
             LLAMA_NAMES,
-            spec.model_width,
+            spec.hidden_size,
             spec.feed_forward_width,
             module=name,
             bias=spec.mlp_bias,
@@ -151,7 +151,7 @@ class FalconH1Layer(nnx.Module):
     def __init__(self, spec: Spec, index: int, *, dtype: DTypeLike):
         assert isinstance(spec.recurrent, MambaSpec)
         name = f"{spec.name}.layers.{index}"
-        width = spec.model_width
+        width = spec.hidden_size
         epsilon = spec.norm_epsilon
         self.norm = spec.form.norm(
             width, name=f"{name}.input_layernorm", epsilon=epsilon, dtype=dtype
@@ -191,7 +191,7 @@ class Model(nnx.Module):
     """Computes the model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         self.tokens, self.head = token_tables(
             spec.vocab_size,
             width,

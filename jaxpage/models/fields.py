@@ -252,7 +252,7 @@ class Fields(ConfigFields):
 
     def rope(
         self,
-        head_width: int,
+        head_dim: int,
         max_position_embeddings: int,
         *,
         theta: float = 10_000.0,
@@ -265,7 +265,7 @@ class Fields(ConfigFields):
         See `make_rope`.
 
         Args:
-            head_width: The width of a head.
+            head_dim: The width of a head.
             max_position_embeddings: The number of positions of the config.
             theta: The default of `rope_theta`.
             partial: The default share of each head that is turned; None for a family that turns
@@ -275,11 +275,11 @@ class Fields(ConfigFields):
                 family whose config class has that field.
         """
         parameters = self.rope_parameters(max_position_embeddings, theta, original)
-        return self.rope_of(parameters, head_width, max_position_embeddings, partial, aliases)
+        return self.rope_of(parameters, head_dim, max_position_embeddings, partial, aliases)
 
     def ropes_by_type(
         self,
-        head_width: int,
+        head_dim: int,
         max_position_embeddings: int,
         theta: Mapping[str, tuple[str, float]],
         partial: float | None = None,
@@ -289,7 +289,7 @@ class Fields(ConfigFields):
         `rope_scaling` of older configs is for layers without a window.
 
         Args:
-            head_width: The width of a head.
+            head_dim: The width of a head.
             max_position_embeddings: The number of positions of the config.
             theta: For each layer type the field of older configs, or "" for none, and the default.
             partial: See `rope`.
@@ -322,7 +322,7 @@ class Fields(ConfigFields):
                 text = "rope truncate = false of a layer type is not supported: transformers reads"
                 self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
             ropes[kind], reach = self.rope_of(
-                parameters, head_width, max_position_embeddings, partial
+                parameters, head_dim, max_position_embeddings, partial
             )
             limit = min(limit, reach)
         return ropes, limit
@@ -330,7 +330,7 @@ class Fields(ConfigFields):
     def rope_of(
         self,
         parameters: dict[str, Any],
-        head_width: int,
+        head_dim: int,
         longest: int,
         partial: float | None = None,
         aliases: Mapping[str, str] | None = None,
@@ -354,7 +354,7 @@ class Fields(ConfigFields):
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
             wrong.append(f"partial_rotary_factor must be above 0, up to 1, not {factor!r}")
             factor = 1.0
-        width = int(head_width * factor)
+        width = int(head_dim * factor)
         if parameters.get("mrope_section"):
             refused.append("mrope_section (positions with several axes) is not supported")
         # vLLM and llama.cpp use these; transformers passes them over.
@@ -370,23 +370,21 @@ class Fields(ConfigFields):
         if refused or wrong:
             self.note(*map(RefusedField, refused), *map(WrongField, wrong), **NO_ROPE)
             factor = partial or 1.0
-            width = int(head_width * factor)
+            width = int(head_dim * factor)
             parameters = _plain_rope(longest)
         if width % 2 or width == 0:
             instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
             instead |= NO_ROPE if factor != 1.0 else {}
             text = f"the rotary embedding needs an even head width, not {width}"
-            text += f" (head_dim {head_width}, partial_rotary_factor {factor})"
+            text += f" (head_dim {head_dim}, partial_rotary_factor {factor})"
             self.note(WrongField(text), **instead)
             width = _SIZE
             parameters = _plain_rope(longest)
         try:
-            return make_rope(parameters, head_width=width, max_position_embeddings=longest)
+            return make_rope(parameters, head_dim=width, max_position_embeddings=longest)
         except CheckpointError as error:
             self.note(WrongField(str(error)), **NO_ROPE)
-            return make_rope(
-                _plain_rope(longest), head_width=width, max_position_embeddings=longest
-            )
+            return make_rope(_plain_rope(longest), head_dim=width, max_position_embeddings=longest)
 
     def rope_parameters(
         self, max_position_embeddings: int, theta: float, original: int | None = None

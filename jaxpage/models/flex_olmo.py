@@ -11,10 +11,10 @@ from jaxpage.models.olmo2 import FORM
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -29,16 +29,16 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "flex_olmo", {"num_experts": "num_local_experts"}) as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 4096)
             width = ("intermediate_size", 11008)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
-                rope=fields.rope(head_width, longest, theta=500_000.0),
+                rope=fields.rope(head_dim, longest, theta=500_000.0),
                 form=FORM,
                 norm_heads=True,
                 experts=read_experts(

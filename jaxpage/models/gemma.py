@@ -48,7 +48,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 16),
-                head_width=fields.integer("head_dim", 256),
+                head_dim=fields.integer("head_dim", 256),
                 max_position_embeddings=fields.integer("max_position_embeddings", 8192),
                 attention_bias=fields.flag("attention_bias", False),
                 activation=("hidden_act", ACTIVATION),

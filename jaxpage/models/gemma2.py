@@ -63,7 +63,7 @@ def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> d
     refuse_bidirectional(fields)
     return {
         "num_kv_heads": key_value_heads(fields, 4),
-        "head_width": fields.integer("head_dim", 256),
+        "head_dim": fields.integer("head_dim", 256),
         "attention_bias": fields.flag("attention_bias", False),
         "activation": ("hidden_activation", ACTIVATION),
         "embedding_scale": math.sqrt(fields.integer("hidden_size")),

@@ -44,7 +44,7 @@ class Spec(RotaryDecoderSpec):
             types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
             knobs = gemma_knobs(fields, caps=(None, None))
             ropes, longest = fields.ropes_by_type(
-                knobs["head_width"], fields.integer("max_position_embeddings", 131_072), THETA
+                knobs["head_dim"], fields.integer("max_position_embeddings", 131_072), THETA
             )
             return cls._from_fields(
                 fields,

@@ -86,16 +86,16 @@ class Spec(Gemma4Spec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "gemma3n_text") as fields:
-            head_width = fields.integer("head_dim", 256)
+            head_dim = fields.integer("head_dim", 256)
             types = layer_types(fields, 5)
             longest = fields.integer("max_position_embeddings", 32_768)
-            ropes, longest = fields.ropes_by_type(head_width, longest, ROPES)
+            ropes, longest = fields.ropes_by_type(head_dim, longest, ROPES)
             places = find_shared_layers(fields, types, 15)
             widths = _inner_widths(fields, len(types))
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(ropes[FULL], longest),
@@ -122,7 +122,7 @@ class Spec(Gemma4Spec):
             kv = KVSpec(
                 num_with_pages,
                 spec.kv.num_kv_heads,
-                head_width,
+                head_dim,
                 windows[:num_with_pages],
                 decoder_layers=len(types),
             )
@@ -177,7 +177,7 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         inner = spec.inner_widths[layer_index]
-        width = spec.model_width
+        width = spec.hidden_size
         self.gate = make_product(width, inner, f"{name}.gate_proj", dtype)
         self.up = make_product(width, inner, f"{name}.up_proj", dtype)
         self.down = make_product(inner, width, f"{name}.down_proj", dtype)
@@ -199,7 +199,7 @@ class AltUp(nnx.Module):
     """Predicts all hidden states of a layer, and corrects them by its output."""
 
     def __init__(self, spec: Spec, *, name: str, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         count = spec.num_states
         self.norm = make_norm(spec, f"{name}.router_norm", dtype)
         self.router = make_product(width, count, f"{name}.modality_router", dtype)
@@ -251,7 +251,7 @@ class Gemma3nLayer(nnx.Module):
             name: The layer's name in the checkpoint.
             dtype: The type of the parameters.
         """
-        width = spec.model_width
+        width = spec.hidden_size
         self.altup = AltUp(spec, name=f"{name}.altup", dtype=dtype)
         laurel = f"{name}.laurel"
         self.low = make_product(width, spec.low_rank, f"{laurel}.linear_left", dtype)
@@ -259,7 +259,7 @@ class Gemma3nLayer(nnx.Module):
         self.behind_low_rank = make_norm(spec, f"{laurel}.post_laurel_norm", dtype)
         self.attention_norm = make_norm(spec, f"{name}.input_layernorm", dtype)
         self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.behind_attention = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
+        self.post_attention_norm = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
         self.mlp_norm = make_norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
         inner = spec.inner_widths[layer_index]
         self.mlp = (
@@ -267,7 +267,7 @@ class Gemma3nLayer(nnx.Module):
             if spec.sparsities[layer_index]
             else make_mlp(spec, name=f"{name}.mlp", inner_width=inner, dtype=dtype)
         )
-        self.behind_mlp = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
+        self.post_mlp_norm = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
         assert spec.input_width is not None
         self.input = GatedInput(spec, spec.input_width, name=name, dtype=dtype)
         self.active = spec.active
@@ -287,8 +287,8 @@ class Gemma3nLayer(nnx.Module):
         normed_TD = self.attention_norm(x_TD)
         low_rank_TD = normed_TD + self.behind_low_rank(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
-        added_TD = (x_TD + self.behind_attention(attended_TD) + low_rank_TD) * 0.5**0.5
-        computed_TD = added_TD + self.behind_mlp(self.mlp(self.mlp_norm(added_TD)))
+        added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
+        computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))
         states = self.altup.correct(predictions, computed_TD)
         gate_TD = states[self.active]
         if self.scales_active:
@@ -306,7 +306,7 @@ class Model(RotaryDecoder):
         super().__init__(spec, dtype=dtype)
 
         def products(name: str) -> list[Linear]:
-            width = spec.model_width
+            width = spec.hidden_size
             names = (f"{spec.name}.{name}.{place}" for place in range(spec.num_states - 1))
             return [make_product(width, width, each, dtype) for each in names]
 

@@ -77,7 +77,7 @@ class Spec(Gemma4Spec):
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=heads[SLIDING][0],
-                head_width=heads[SLIDING][1],
+                head_dim=heads[SLIDING][1],
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(ropes[FULL], longest),

@@ -91,7 +91,7 @@ def make_norm(
     """Returns a norm over the hidden state, or over a head of this width."""
     axis = "embed" if width is None else None
     return RMSNorm(
-        width or spec.model_width, name=name, epsilon=spec.norm_epsilon, axis=axis, dtype=dtype
+        width or spec.hidden_size, name=name, epsilon=spec.norm_epsilon, axis=axis, dtype=dtype
     )
 
 
@@ -115,9 +115,9 @@ class PerLayerInputs(nnx.Module):
             dtype=dtype,
         )
         module = f"{name}.per_layer_model_projection"
-        self.product = make_product(spec.model_width, width, module, dtype)
+        self.product = make_product(spec.hidden_size, width, module, dtype)
         self.norm = make_norm(spec, f"{name}.per_layer_projection_norm", dtype, spec.input_width)
-        self.scale = spec.model_width**-0.5
+        self.scale = spec.hidden_size**-0.5
         self.input_width = spec.input_width
 
     def __call__(
@@ -134,7 +134,7 @@ class GatedInput(nnx.Module):
     """Takes a layer's own input through a gate that depends on the hidden state."""
 
     def __init__(self, spec: Gemma4Spec, input_width: int, *, name: str, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         self.gate = make_product(width, input_width, f"{name}.per_layer_input_gate", dtype)
         self.product = make_product(input_width, width, f"{name}.per_layer_projection", dtype)
         self.norm = make_norm(spec, f"{name}.post_per_layer_input_norm", dtype)
@@ -155,7 +155,7 @@ class Gemma4Experts(nnx.Module):
     """
 
     def __init__(self, spec: Gemma4Spec, experts: ExpertsSpec, *, name: str, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         count = experts.routing.num_experts
         inner = experts.width
 
@@ -230,13 +230,13 @@ def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike)
         key_norm = make_norm(spec, f"{name}.k_norm", dtype, head)
         value_norm = make_norm(spec, None, dtype, head)
     bias = spec.attention_input_bias
-    width = spec.model_width
+    width = spec.hidden_size
     out = Part(width, "embed", f"{name}.o_proj")
     return Attention(
         place,
         linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
         linear(queries, out, input_axis="heads", bias=spec.attention_output_bias, dtype=dtype),
-        head_width=head,
+        head_dim=head,
         sliding_window=spec.kv.sliding_windows[place],
         rope=spec.rope_of(layer),
         scale=spec.attention_scale,
@@ -262,11 +262,11 @@ class Gemma4Layer(nnx.Module):
         wide = 2 if shares and spec.wide_mlp else 1
         self.attention_norm = make_norm(spec, f"{name}.input_layernorm", dtype)
         self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.behind_attention = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
+        self.post_attention_norm = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
         self.mlp_norm = make_norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
         inner = wide * spec.feed_forward_width
         self.mlp = make_mlp(spec, name=f"{name}.mlp", inner_width=inner, dtype=dtype)
-        self.behind_mlp = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
+        self.post_mlp_norm = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
         self.experts = (
             None
             if spec.experts is None
@@ -290,11 +290,11 @@ class Gemma4Layer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages; `input_TI` is its input from the token."""
         attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
-        added_TD = x_TD + self.behind_attention(attended_TD)
+        added_TD = x_TD + self.post_attention_norm(attended_TD)
         fed_TD = self.mlp(self.mlp_norm(added_TD))
         if self.experts is not None:
             fed_TD = self.experts(added_TD, fed_TD)
-        out_TD = added_TD + self.behind_mlp(fed_TD)
+        out_TD = added_TD + self.post_mlp_norm(fed_TD)
         if self.input is not None and input_TI is not None:
             out_TD = out_TD + self.input(out_TD, input_TI)
         return out_TD * self.scale[...][None], layer_pages

@@ -11,10 +11,10 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -39,13 +39,13 @@ class Spec(RotaryDecoderSpec):
     ) -> RotaryDecoderSpec:
         """Returns the spec of a config.json of this model type, whose layers have this form."""
         with Fields(config, model_type) as fields:
-            head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
+            head_dim = fields.optional_integer("head_dim", 128) or read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 131_072)
-            rope, longest = fields.rope(head_width, longest, partial=0.5)
+            rope, longest = fields.rope(head_dim, longest, partial=0.5)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_input_bias=fields.flag("attention_bias", True),
                 rope=(replace(rope, interleaved=True), longest),

@@ -13,9 +13,9 @@ from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -32,15 +32,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "glm4_moe", ALIASES) as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 131_072)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_input_bias=fields.flag("attention_bias", False),
-                rope=fields.rope(head_width, longest, partial=0.5),
+                rope=fields.rope(head_dim, longest, partial=0.5),
                 epsilon=("rms_norm_eps", 1e-5),
                 norm_heads=fields.flag("use_qk_norm", False),
                 experts=read_corrected_experts(

@@ -42,7 +42,7 @@ class Spec:
     """
 
     vocab_size: int
-    model_width: int
+    hidden_size: int
     feed_forward_width: int
     num_query_heads: int
     max_position_embeddings: int
@@ -59,17 +59,17 @@ class Spec:
             num_heads, num_layers, width = (
                 fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
             )
-            head_width = fields.divide("n_embd", "n_head")
-            scale = head_width**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
+            head_dim = fields.divide("n_embd", "n_head")
+            scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
             by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
             fields.flag("reorder_and_upcast_attn", False)
             return cls(
                 vocab_size=fields.integer("vocab_size"),
-                model_width=width,
+                hidden_size=width,
                 feed_forward_width=fields.optional_integer("n_inner", None) or 4 * width,
                 num_query_heads=num_heads,
                 max_position_embeddings=fields.integer("n_positions", 1024),
-                kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
+                kv=KVSpec(num_layers, num_heads, head_dim, (None,) * num_layers),
                 activation=fields.activation("activation_function", "gelu_new"),
                 norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
                 attention_scales=tuple(
@@ -83,7 +83,7 @@ class DecoderLayer(nnx.Module):
     """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         inner = spec.feed_forward_width
         epsilon = spec.norm_epsilon
 
@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
                 width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"
             ),
             conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
-            head_width=spec.kv.head_width,
+            head_dim=spec.kv.head_dim,
             scale=spec.attention_scales[layer_index],
         )
         self.mlp_norm = LayerNorm(width, name=f"{name}.ln_2", epsilon=epsilon, dtype=dtype)
@@ -130,7 +130,7 @@ class Model(nnx.Module):
     """Computes a GPT-2 model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         self.tokens, self.head = token_tables(
             spec.vocab_size,
             width,

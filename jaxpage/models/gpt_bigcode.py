@@ -46,7 +46,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=1 if fields.flag("multi_query", True) else heads,
-                head_width=fields.divide("hidden_size", "num_attention_heads"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
                 max_position_embeddings=longest,
                 feed_forward_width=inner_width(fields, "n_inner"),
                 rope=(NO_ROTATION, longest),

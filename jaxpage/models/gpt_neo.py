@@ -47,7 +47,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
-                head_width=fields.divide("hidden_size", "num_attention_heads"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
                 max_position_embeddings=longest,
                 feed_forward_width=inner_width(fields, "intermediate_size"),
                 sliding_windows=tuple(

@@ -40,18 +40,18 @@ class Spec(RotaryDecoderSpec):
         # transformers writes it into files, and passes it over in favour of rotary_pct.
         config = without(config, "partial_rotary_factor")
         with Fields(config, "gpt_neox") as fields:
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             theta = fields.number("rotary_emb_base", 10_000.0)
             share = fields.number("rotary_pct", 0.25)
             # transformers passes these over, too; who wrote them expects something of them.
-            fields.only(rope_theta=theta, head_dim=head_width)
+            fields.only(rope_theta=theta, head_dim=head_dim)
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_width, longest, theta=theta, partial=share),
+                rope=fields.rope(head_dim, longest, theta=theta, partial=share),
                 attention_bias=fields.flag("attention_bias", True),
                 mlp_bias=True,
                 plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),

@@ -46,7 +46,7 @@ class Spec(RotaryDecoderSpec):
             "gpt_oss",
             {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
         ) as fields:
-            head_width = fields.integer("head_dim", 64)
+            head_dim = fields.integer("head_dim", 64)
             num_layers = fields.integer("num_hidden_layers")
             longest = fields.integer("max_position_embeddings", 131_072)
             swiglu = ClampedSwiGLU(
@@ -55,14 +55,14 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(
                     fields, layer_types(fields, 2), fields.optional_integer("sliding_window", 128)
                 ),
                 attention_bias=fields.flag("attention_bias", True),
                 sinks=True,
-                rope=fields.rope(head_width, longest, theta=150_000.0),
+                rope=fields.rope(head_dim, longest, theta=150_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
                 experts=read_experts(
                     fields,

@@ -49,15 +49,15 @@ class Spec(RotaryDecoderSpec):
     ) -> RotaryDecoderSpec:
         """Returns the spec of a family of this model type, whose modules have these names."""
         with Fields(config, model_type, ALIASES) as fields:
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             return cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 feed_forward_width=inner_width(fields, "n_inner"),
-                rope=(_rope(fields, head_width, longest), longest),
+                rope=(_rope(fields, head_dim, longest), longest),
                 mlp_bias=True,
                 head_bias=True,
                 plain_mlp=("fc_in", "fc_out"),
@@ -74,12 +74,12 @@ def inner_width(fields: Fields, name: str) -> int:
     return fields.optional_integer(name, None) or 4 * fields.integer("hidden_size")
 
 
-def _rope(fields: Fields, head_width: int, longest: int) -> Rope:
+def _rope(fields: Fields, head_dim: int, longest: int) -> Rope:
     turned = fields.integer("rotary_dim", 64)
-    if turned % 2 or turned > head_width:
-        text = f"rotary_dim = {turned} must be even, and at most the width of a head, {head_width}"
+    if turned % 2 or turned > head_dim:
+        text = f"rotary_dim = {turned} must be even, and at most the width of a head, {head_dim}"
         fields.note(WrongField(text), rotary_dim=2)
         turned = 2
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-    rope, _ = make_rope(parameters, head_width=turned, max_position_embeddings=longest)
+    rope, _ = make_rope(parameters, head_dim=turned, max_position_embeddings=longest)
     return replace(rope, interleaved=True)

@@ -17,10 +17,10 @@ from jaxpage.models.layer_windows import layer_types, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -52,18 +52,18 @@ def swash_knobs(fields: Fields, longest: int) -> dict[str, Any]:
         fields: The fields of the config.
         longest: The number of positions of the config.
     """
-    head_width = head_width_or_quotient(fields)
+    head_dim = read_head_dim(fields)
     types = layer_types(fields, 4, first=0)
-    rope, reach = fields.rope(head_width, longest)
+    rope, reach = fields.rope(head_dim, longest)
     parameters = fields.rope_parameters(longest, 10_000.0)
     thetas = _thetas(fields, parameters["rope_theta"])
     ropes = {
-        theta: fields.rope_of({**parameters, "rope_theta": theta}, head_width, longest)[0]
+        theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, longest)[0]
         for theta in thetas
         if theta
     }
     return {
-        "head_width": head_width,
+        "head_dim": head_dim,
         "max_position_embeddings": reach,
         "sliding_windows": windows_of(
             fields, types, fields.optional_integer("sliding_window", 128)

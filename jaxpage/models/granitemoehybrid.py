@@ -17,10 +17,10 @@ from jaxpage.models.mamba_config import read_mamba
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -42,8 +42,8 @@ class Spec(RotaryDecoderSpec):
             num_layers = fields.integer("num_hidden_layers")
             types = fields.layer_types((LINEAR,) * num_layers, kinds=(FULL, LINEAR), older=OLDER)
             mamba = read_mamba(fields)
-            head_width = head_width_or_quotient(fields)
-            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
+            head_dim = read_head_dim(fields)
+            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
             positions = fields.get("position_embedding_type", None)
             if positions not in (None, "nope", "rope"):
                 text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
@@ -55,7 +55,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 states=tuple(mamba.state if kind == LINEAR else None for kind in types),
                 attention_bias=fields.flag("attention_bias", False),

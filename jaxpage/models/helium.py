@@ -28,17 +28,17 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "helium") as fields:
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             usual = fields.divide("hidden_size", "num_attention_heads")
-            if head_width != usual:
-                text = f"head_dim = {head_width} is not hidden_size / num_attention_heads = {usual}"
+            if head_dim != usual:
+                text = f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {usual}"
                 fields.note(RefusedField(text), head_dim=usual)
             longest = fields.integer("max_position_embeddings", 4096)
             rope, longest = fields.rope(usual, longest, theta=100_000.0)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 20),
-                head_width=usual,
+                head_dim=usual,
                 max_position_embeddings=longest,
                 attention_input_bias=fields.flag("attention_bias", False),
                 mlp_bias=fields.flag("mlp_bias", False),

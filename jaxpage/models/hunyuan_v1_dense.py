@@ -12,10 +12,10 @@ from jaxpage.models.fields import NO_ROPE, Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -40,7 +40,7 @@ def hunyuan_knobs(fields: Fields) -> dict[str, Any]:
 
     A "dynamic" rope with `alpha` has a larger base at every length, and no other scaling.
     """
-    head_width = head_width_or_quotient(fields)
+    head_dim = read_head_dim(fields)
     longest = fields.integer("max_position_embeddings", 2048)
     parameters = fields.rope_parameters(longest, 10_000.0)
     alpha = parameters.get("alpha")
@@ -48,7 +48,7 @@ def hunyuan_knobs(fields: Fields) -> dict[str, Any]:
         theta = parameters["rope_theta"]
         numbers = [alpha, theta]
         if all(isinstance(each, int | float) and 0 < each < 1e30 for each in numbers):
-            stretched = float(theta) * float(alpha) ** (head_width / (head_width - 2))
+            stretched = float(theta) * float(alpha) ** (head_dim / (head_dim - 2))
             fields.config |= {
                 **dict.fromkeys(("rope_scaling", "rope_theta")),
                 "rope_parameters": {"rope_type": "default", "rope_theta": stretched},
@@ -58,7 +58,7 @@ def hunyuan_knobs(fields: Fields) -> dict[str, Any]:
             fields.note(WrongField(text), **NO_ROPE)
     return {
         "num_kv_heads": key_value_heads(fields, None),
-        "head_width": head_width,
+        "head_dim": head_dim,
         "max_position_embeddings": longest,
         "attention_bias": fields.flag("attention_bias", False),
         "epsilon": ("rms_norm_eps", 1e-5),

@@ -28,10 +28,10 @@ from jaxpage.models.rotary_decoder import (
     DecoderLayer,
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -70,11 +70,11 @@ class Spec(RotaryDecoderSpec):
                 )
             sparse = _every(fields, "expert_layer", 2, 1, num_layers)
             longest = fields.integer("max_position_embeddings", 262_144)
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 rope=(NO_ROTATION, longest),
                 form=FORM,
@@ -92,7 +92,7 @@ class Spec(RotaryDecoderSpec):
         kv = KVSpec(
             len(states),
             spec.kv.num_kv_heads,
-            head_width,
+            head_dim,
             (None,) * len(states),
             states=states,
             decoder_layers=num_layers,

@@ -112,7 +112,7 @@ def make_latent_attention(
     width: int,
     num_heads: int,
     rope: Rope | None,
-    query_growth: tuple[float, int, int] | None,
+    temperature_tuning: tuple[float, int, int] | None,
     name: str,
     dtype: DTypeLike,
 ) -> LatentAttention:
@@ -124,7 +124,7 @@ def make_latent_attention(
         width: The width of the model.
         num_heads: The number of heads.
         rope: The rotation; None if there is none.
-        query_growth: See `Attention`.
+        temperature_tuning: See `Attention`.
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
@@ -169,5 +169,5 @@ def make_latent_attention(
         num_heads=num_heads,
         rope=rope,
         scale=spec.scale,
-        query_growth=query_growth,
+        temperature_tuning=temperature_tuning,
     )

@@ -17,10 +17,10 @@ from jaxpage.models.mlp import MLPNames
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -66,13 +66,13 @@ def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, A
         **more: Further arguments of `Fields.layer_types`.
     """
     types = fields.layer_types(types, kinds=(FULL, CONVOLUTION), **more)
-    head_width = head_width_or_quotient(fields)
+    head_dim = read_head_dim(fields)
     rope, longest = fields.rope(
-        head_width, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
+        head_dim, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
     )
     return {
         "num_kv_heads": key_value_heads(fields, 8),
-        "head_width": head_width,
+        "head_dim": head_dim,
         "max_position_embeddings": longest,
         "rope": (rope, longest),
         "epsilon": ("norm_eps", 1e-5),

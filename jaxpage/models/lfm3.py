@@ -52,14 +52,14 @@ class Spec(RotaryDecoderSpec):
             types = fields.layer_types(
                 [_usual_type(number) for number in numbers], kinds=(FULL, SLIDING, CONVOLUTION)
             )
-            head_width = fields.integer("head_dim", 128)
-            ropes = _ropes(fields, types, head_width)
+            head_dim = fields.integer("head_dim", 128)
+            ropes = _ropes(fields, types, head_dim)
             longest = fields.integer("max_position_embeddings", 128_000)
             is_sandwich = fields.flag("use_sandwich_norm", True)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(
                     fields, types, fields.optional_integer("sliding_window", 256)
@@ -86,7 +86,7 @@ def _usual_type(number: int) -> str:
     return CONVOLUTION if number % 2 or number == 0 else SLIDING
 
 
-def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, Rope]:
+def _ropes(fields: Fields, types: Sequence[str], head_dim: int) -> dict[str, Rope]:
     """Returns the rotary embedding of each type of attention layer.
 
     As in transformers, fields at the top of the config are defaults for all types.
@@ -97,8 +97,8 @@ def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, R
         "rope_theta": fields.get("rope_theta", 1_000_000.0),
         "partial_rotary_factor": fields.get("partial_rotary_factor", None),
     }
-    if head_width % 2:
-        text = f"the rotary embedding needs an even head width, not head_dim = {head_width}"
+    if head_dim % 2:
+        text = f"the rotary embedding needs an even head width, not head_dim = {head_dim}"
         fields.note(WrongField(text), head_dim=128)
     ropes = {}
     for kind in [kind for kind in ROPES if kind in types]:
@@ -107,5 +107,5 @@ def _ropes(fields: Fields, types: Sequence[str], head_width: int) -> dict[str, R
             text = f"rope_parameters must have an object for {kind}, not {stated!r}"
             fields.note(WrongField(text), **NO_ROPE)
             rope = ROPES[kind]
-        ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_width)
+        ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_dim)
     return ropes

@@ -29,10 +29,10 @@ from jaxpage.models.rotary_decoder import (
     DecoderLayer,
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -58,16 +58,16 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "llama4_text") as fields:
-            head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
+            head_dim = fields.optional_integer("head_dim", 128) or read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 131_072)
-            rope, longest = fields.rope(head_width, longest, theta=500_000.0)
+            rope, longest = fields.rope(head_dim, longest, theta=500_000.0)
             rope = replace(rope, interleaved=True)
             rotates = rotating_layers(fields)
             inner = fields.integer("intermediate_size", 8192)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=_chunks(fields, rotates),
                 attention_bias=fields.flag("attention_bias", False),
@@ -76,7 +76,7 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 form=BlockForm(head_scales="none", turned_first=True),
                 norm_heads=fields.flag("use_qk_norm", True),
-                query_growth=_query_growth(fields),
+                temperature_tuning=_temperature_tuning(fields),
                 feed_forward_width=fields.integer("intermediate_size_mlp", 16_384),
                 mlp_names=MLPNames(module="feed_forward"),
                 experts=read_experts(
@@ -106,7 +106,7 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]
     return tuple(size if kind == CHUNKED else None for kind in types)
 
 
-def _query_growth(fields: Fields) -> tuple[float, int, int] | None:
+def _temperature_tuning(fields: Fields) -> tuple[float, int, int] | None:
     """Returns how queries grow with positions, counted from 1, in layers that do not rotate."""
     tuned = fields.get("attn_temperature_tuning", True)
     growth = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
@@ -140,7 +140,7 @@ class Llama4Layer(DecoderLayer):
         if attention.rope is None:
             attention.query_norm = attention.key_norm = None
         else:
-            attention.query_growth = None
+            attention.temperature_tuning = None
 
 
 class Model(RotaryDecoder):

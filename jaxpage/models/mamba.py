@@ -45,7 +45,7 @@ class Spec(nemotron_h.Spec):
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=1,
-                head_width=64,
+                head_dim=64,
                 max_position_embeddings=LONGEST,
                 epsilon=("layer_norm_epsilon", 1e-5),
                 activation="silu",

@@ -37,7 +37,7 @@ class Spec(nemotron_h.Spec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=mamba.heads,
-                head_width=64,
+                head_dim=64,
                 max_position_embeddings=LONGEST,
                 states=(mamba.state,) * num_layers,
                 epsilon=("layer_norm_epsilon", 1e-5),

@@ -33,7 +33,7 @@ class MedusaSpec:
         one_table: True if all heads share the table of the first.
         table_rows: The rows of a table: V, or the number of tokens that heads with a vocabulary of
             their own know.
-        model_width: The width of the model (D).
+        hidden_size: The width of the model (D).
         num_known: The number of tokens of a token map; None without one. With a map a row of a
             table is not the token of that id.
     """
@@ -44,7 +44,7 @@ class MedusaSpec:
     bias: bool
     one_table: bool
     table_rows: int
-    model_width: int
+    hidden_size: int
     num_known: int | None = None
 
     def table(self, head: int) -> str:
@@ -65,7 +65,7 @@ class MedusaHeads(nnx.Module):
     """
 
     def __init__(self, spec: MedusaSpec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         rows = spec.table_rows
         aliases = ("lm_head",) if spec.one_table else ()
 

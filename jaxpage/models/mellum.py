@@ -37,16 +37,16 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "mellum", ALIASES) as fields:
             refuse_rope_scaling(fields)
             fields.only(rope_theta=500_000.0)  # transformers does not read this field.
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             num_layers = fields.integer("num_hidden_layers")
             types = fields.layer_types(["full_attention"] * num_layers)
             ropes, longest = fields.ropes_by_type(
-                head_width, fields.integer("max_position_embeddings", 131_072), THETA
+                head_dim, fields.integer("max_position_embeddings", 131_072), THETA
             )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(
                     fields, types, fields.optional_integer("sliding_window", 1024)

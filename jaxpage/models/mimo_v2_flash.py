@@ -48,11 +48,11 @@ class Spec(RotaryDecoderSpec):
     """Reads transformers' `MiMoV2FlashConfig`.
 
     Attributes:
-        value_head_width: The width of a value head.
+        value_head_dim: The width of a value head.
         value_scale: The factor by which values are multiplied.
     """
 
-    value_head_width: int = 128
+    value_head_dim: int = 128
     value_scale: float = 1.0
 
     @classmethod
@@ -67,13 +67,13 @@ class Spec(RotaryDecoderSpec):
                 [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
             )
             sparse = sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
-            num_kv_heads, head_width, value_width = _widths(fields, types)
+            num_kv_heads, head_dim, value_width = _widths(fields, types)
             _refuse_contradictions(fields, types, sparse)
-            ropes, longest = _ropes(fields, head_width)
+            ropes, longest = _ropes(fields, head_dim)
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=num_kv_heads,
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, _window(fields)),
                 attention_input_bias=fields.flag("attention_bias", False),
@@ -92,10 +92,10 @@ class Spec(RotaryDecoderSpec):
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=sparse,
                 draft_heads=unread_heads(fields, "model.mtp."),
-                value_head_width=value_width,
+                value_head_dim=value_width,
                 value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
             )
-            heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_width) for kind in types)
+            heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
             return replace(spec, kv=replace(spec.kv, heads=heads))
 
 
@@ -106,14 +106,14 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
     if SLIDING in types and num_heads % (2 * num_kv_heads):
         text = f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads = {num_kv_heads} (sliding-window layers)"
         fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
-    head_width = fields.integer("head_dim", 192)
+    head_dim = fields.integer("head_dim", 192)
     value_width = fields.integer("v_head_dim", 128)
-    if value_width > head_width:
-        text = f"v_head_dim = {value_width} above head_dim = {head_width} is not supported"
-        fields.note(RefusedField(text), v_head_dim=head_width, head_dim=head_width)
+    if value_width > head_dim:
+        text = f"v_head_dim = {value_width} above head_dim = {head_dim} is not supported"
+        fields.note(RefusedField(text), v_head_dim=head_dim, head_dim=head_dim)
     fields.only(swa_num_attention_heads=num_heads, swa_num_key_value_heads=2 * num_kv_heads)
-    fields.only(swa_head_dim=head_width, swa_v_head_dim=value_width)
-    return num_kv_heads, head_width, min(value_width, head_width)
+    fields.only(swa_head_dim=head_dim, swa_v_head_dim=value_width)
+    return num_kv_heads, head_dim, min(value_width, head_dim)
 
 
 def _window(fields: Fields) -> int:
@@ -122,7 +122,7 @@ def _window(fields: Fields) -> int:
     return fields.integer("sliding_window", 129) if size is None else size + 1
 
 
-def _ropes(fields: Fields, head_width: int) -> tuple[dict[str, Rope], int]:
+def _ropes(fields: Fields, head_dim: int) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions."""
     refuse_rope_scaling(fields)
     # transformers reads none of these.
@@ -134,7 +134,7 @@ def _ropes(fields: Fields, head_width: int) -> tuple[dict[str, Rope], int]:
             for kind, each in ropes.items()
         }
     longest = fields.integer("max_position_embeddings", 131_072)
-    return fields.ropes_by_type(head_width, longest, THETA, partial=SHARE)
+    return fields.ropes_by_type(head_dim, longest, THETA, partial=SHARE)
 
 
 def _is_scaled(rope: Any) -> bool:
@@ -159,10 +159,10 @@ def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike)
     parts = (
         Part(num_heads * head, "heads", f"{name}.q_proj"),
         Part(num_kv_heads * head, "kv_heads", f"{name}.k_proj"),
-        Part(num_kv_heads * spec.value_head_width, "kv_heads", f"{name}.v_proj"),
+        Part(num_kv_heads * spec.value_head_dim, "kv_heads", f"{name}.v_proj"),
     )
     bias = spec.attention_input_bias
-    width = spec.model_width
+    width = spec.hidden_size
     out = Part(width, "embed", f"{name}.o_proj")
     sinks = None
     if window is not None:
@@ -171,9 +171,9 @@ def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike)
     return Attention(
         layer_index,
         linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
-        linear(num_heads * spec.value_head_width, out, input_axis="heads", bias=False, dtype=dtype),
-        head_width=head,
-        value_head_width=spec.value_head_width,
+        linear(num_heads * spec.value_head_dim, out, input_axis="heads", bias=False, dtype=dtype),
+        head_dim=head,
+        value_head_dim=spec.value_head_dim,
         value_scale=spec.value_scale,
         sliding_window=window,
         rope=spec.rope_of(layer_index),

@@ -45,19 +45,19 @@ class Spec(RotaryDecoderSpec):
             # Published configs name these, which transformers' class does not have.
             fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
             fields.only(use_routing_bias=True, shared_intermediate_size=0)
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             longest = fields.integer("max_position_embeddings", 196_608)
             turned = fields.optional_integer("rotary_dim", None)
             rope = fields.rope(
-                head_width,
+                head_dim,
                 longest,
                 theta=5_000_000.0,
-                partial=1.0 if turned is None else turned / head_width,
+                partial=1.0 if turned is None else turned / head_dim,
             )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 rope=rope,
                 form=BlockForm(together=True),

@@ -13,10 +13,10 @@ from jaxpage.models.fields import NO_ROPE, Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -51,24 +51,24 @@ class Spec(RotaryDecoderSpec):
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = {**config, "rope_parameters": ROPE}
         with Fields(config, "ministral3") as fields:
-            head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
+            head_dim = fields.optional_integer("head_dim", 128) or read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 262_144)
-            rope = fields.rope(head_width, longest)
+            rope = fields.rope(head_dim, longest)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=(fields.optional_integer("sliding_window", None),)
                 * fields.integer("num_hidden_layers"),
                 rope=rope,
                 epsilon=("rms_norm_eps", 1e-5),
-                query_growth=read_growth(fields, longest),
+                temperature_tuning=read_growth(fields, longest),
             )
 
 
 def read_growth(fields: Fields, longest: int) -> tuple[float, int, int] | None:
-    """Returns `Attention.query_growth`; None if there is no `llama_4_scaling_beta`.
+    """Returns `Attention.temperature_tuning`; None if there is no `llama_4_scaling_beta`.
 
     Args:
         fields: The fields of the config.

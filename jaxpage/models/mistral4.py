@@ -47,7 +47,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=first_dense(fields, 0),
-                query_growth=ministral3.read_growth(fields, longest),
+                temperature_tuning=ministral3.read_growth(fields, longest),
                 **latent_knobs(
                     fields, longest=longest, rank=256, query_rank=1024, plain=64, turns_share=True
                 ),

@@ -10,10 +10,10 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -30,16 +30,16 @@ class Spec(RotaryDecoderSpec):
         """Returns the spec of a config.json."""
         with Fields(config, "mixtral", {"num_local_experts": "num_experts"}) as fields:
             num_layers = fields.integer("num_hidden_layers")
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 4096 * 32)
             width = ("intermediate_size", 14336)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-                rope=fields.rope(head_width, longest, theta=1_000_000.0),
+                rope=fields.rope(head_dim, longest, theta=1_000_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
                 experts=read_experts(
                     fields,

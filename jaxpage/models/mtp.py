@@ -29,7 +29,7 @@ def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
 
     It attends to all positions, whatever the model's layers do, and has experts if the model has.
     """
-    kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
+    kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_dim, (None,), spec.kv.value_width)
     return replace(
         spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
     )
@@ -52,7 +52,7 @@ class MtpHead(nnx.Module):
             names: The names of the head's tensors.
             dtype: The type of the parameters.
         """
-        width, spec_of_layer = spec.model_width, layer_spec(spec)
+        width, spec_of_layer = spec.hidden_size, layer_spec(spec)
         self.kv = spec_of_layer.kv
         self.tokens = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
         self.head = Embedding(spec.vocab_size, width, name=None, dtype=dtype)

@@ -13,10 +13,10 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -31,16 +31,16 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "nemotron") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 4096)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_bias=fields.flag("attention_bias", False),
                 mlp_bias=fields.flag("mlp_bias", False),
-                rope=fields.rope(head_width, longest, partial=0.5),
+                rope=fields.rope(head_dim, longest, partial=0.5),
                 plain_mlp=("up_proj", "down_proj"),
                 epsilon=("norm_eps", 1e-5),
                 activation=("hidden_act", "relu2"),

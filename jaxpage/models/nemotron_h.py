@@ -67,12 +67,12 @@ class Spec(RotaryDecoderSpec):
                 text = "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
                 fields.note(RefusedField(text), tie_word_embeddings=False)
             mamba = _read_mamba(fields)
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             with_pages = [kind for kind in types if kind != MLP]
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=fields.integer("num_key_value_heads", 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=fields.integer("max_position_embeddings", 4096),
                 epsilon=("layer_norm_epsilon", 1e-5),
                 activation=("mlp_hidden_act", "relu2"),
@@ -85,7 +85,7 @@ class Spec(RotaryDecoderSpec):
         kv = KVSpec(
             len(with_pages),
             spec.kv.num_kv_heads,
-            head_width,
+            head_dim,
             (None,) * len(with_pages),
             states=tuple(mamba.state if kind == LINEAR else None for kind in with_pages),
             decoder_layers=len(types),
@@ -160,7 +160,7 @@ class Layer(nnx.Module):
             dtype: The type of the parameters.
         """
         name = f"{spec.name}.layers.{index}"
-        width = spec.model_width
+        width = spec.hidden_size
         epsilon = spec.norm_epsilon
         self.norm = spec.form.norm(width, name=f"{name}.norm", epsilon=epsilon, dtype=dtype)
         kind = spec.types[index]
@@ -191,7 +191,7 @@ class Model(nnx.Module):
     """Computes the model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         self.tokens, self.head = token_tables(
             spec.vocab_size,
             width,

@@ -14,10 +14,10 @@ from jaxpage.models.olmo2 import FORM
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -34,15 +34,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "olmo3") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             types = layer_types(fields, 4)
             ropes, longest = fields.ropes_by_type(
-                head_width, fields.integer("max_position_embeddings", 2048), THETA
+                head_dim, fields.integer("max_position_embeddings", 2048), THETA
             )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(
                     fields, types, fields.optional_integer("sliding_window", 4096)

@@ -20,10 +20,10 @@ from jaxpage.models.qwen3_5 import FULL, LINEAR
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix", "renamed"]
@@ -46,12 +46,12 @@ class Spec(RotaryDecoderSpec):
             check_activation(fields)
             types = _layer_types(fields)
             delta = _read_delta(fields)
-            head_width = head_width_or_quotient(fields)
-            rope, longest = _read_rope(fields, head_width)
+            head_dim = read_head_dim(fields)
+            rope, longest = _read_rope(fields, head_dim)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 states=tuple(delta.state if kind == LINEAR else None for kind in types),
                 attention_bias=fields.flag("attention_bias", False),
@@ -95,7 +95,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
     return widths
 
 
-def _read_rope(fields: Fields, head_width: int) -> tuple[Rope, int]:
+def _read_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
     """Returns the rotary embedding and its number of positions.
 
     There is no rotary embedding if `rope_theta` is null.
@@ -105,4 +105,4 @@ def _read_rope(fields: Fields, head_width: int) -> tuple[Rope, int]:
     theta = fields.get("rope_theta", 10_000.0)
     if isinstance(rope, dict):
         theta = rope.get("rope_theta", theta)
-    return (NO_ROTATION, longest) if theta is None else fields.rope(head_width, longest)
+    return (NO_ROTATION, longest) if theta is None else fields.rope(head_dim, longest)

@@ -33,7 +33,7 @@ class Spec:
     """Holds the fields of transformers' `OPTConfig`. Dropouts and `layerdrop` are for training."""
 
     vocab_size: int
-    model_width: int
+    hidden_size: int
     feed_forward_width: int
     # `word_embed_proj_dim`: there are projections to the model width and back where they differ.
     embedding_width: int
@@ -54,16 +54,16 @@ class Spec:
             num_heads = fields.integer("num_attention_heads")
             num_layers = fields.integer("num_hidden_layers")
             width = fields.integer("hidden_size")
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             norm_first = fields.flag("do_layer_norm_before", True)
             return cls(
                 vocab_size=fields.integer("vocab_size"),
-                model_width=width,
+                hidden_size=width,
                 feed_forward_width=fields.integer("ffn_dim"),
                 embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
                 num_query_heads=num_heads,
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
+                kv=KVSpec(num_layers, num_heads, head_dim, (None,) * num_layers),
                 activation=fields.activation("activation_function", "relu"),
                 norm_first=norm_first,
                 final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
@@ -75,14 +75,14 @@ class Spec:
     @property
     def projects(self) -> bool:
         """Returns whether the embeddings have another width than the model."""
-        return self.embedding_width != self.model_width
+        return self.embedding_width != self.hidden_size
 
 
 class DecoderLayer(nnx.Module):
     """Adds attention and then the feed-forward half, with norms before each or after the sums."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         inner = spec.feed_forward_width
         bias = spec.bias
 
@@ -100,7 +100,7 @@ class DecoderLayer(nnx.Module):
             layer_index,
             query_key_value(width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype),
             projection(width, width, "self_attn.out_proj", "embed", "heads"),
-            head_width=spec.kv.head_width,
+            head_dim=spec.kv.head_dim,
         )
         self.mlp_norm = norm("final_layer_norm")
         up = projection(width, inner, "fc1", "ffn", "embed")
@@ -130,7 +130,7 @@ class Model(nnx.Module):
     """
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         narrow = spec.embedding_width
         decoder = "model.decoder"
 

@@ -35,14 +35,14 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "phi") as fields:
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 2048)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_width, longest, partial=0.5),
+                rope=fields.rope(head_dim, longest, partial=0.5),
                 attention_bias=True,
                 mlp_bias=True,
                 head_bias=True,

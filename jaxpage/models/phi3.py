@@ -33,17 +33,15 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "phi3") as fields:
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 4096)
             window = fields.optional_integer("sliding_window", None)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                rope=fields.rope(
-                    head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096
-                ),
+                rope=fields.rope(head_dim, longest, partial=1.0, aliases=ROPE_NAMES, original=4096),
                 epsilon=("rms_norm_eps", 1e-5),
             )

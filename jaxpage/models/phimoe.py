@@ -17,10 +17,10 @@ from jaxpage.models.fields import Fields, without
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -70,9 +70,9 @@ class Spec(RotaryDecoderSpec):
 
 def _rope(fields: Fields) -> dict[str, Any]:
     """Returns the arguments about positions; a scaled rope has its own factor of sines."""
-    head_width = head_width_or_quotient(fields)
+    head_dim = read_head_dim(fields)
     longest = fields.integer("max_position_embeddings", 131_072)
-    rope, longest = fields.rope(head_width, longest, theta=THETA)
+    rope, longest = fields.rope(head_dim, longest, theta=THETA)
     parameters = fields.rope_parameters(longest, THETA)
     if parameters["rope_type"] != "default":
         factor = parameters.get("short_mscale")
@@ -82,7 +82,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
             factor = 1.0
         rope = replace(rope, attention_factor=float(factor))
     return {
-        "head_width": head_width,
+        "head_dim": head_dim,
         "max_position_embeddings": longest,
         "rope": (rope, longest),
     }

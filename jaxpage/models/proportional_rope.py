@@ -15,7 +15,7 @@ from jaxpage.models.fields import Fields
 NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
 
 
-def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_width: int) -> Rope:
+def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_dim: int) -> Rope:
     """Returns the rotary embedding of one type of layer.
 
     A proportional one turns only the first pairs of a head. Their frequencies are those that they
@@ -25,7 +25,7 @@ def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_wid
         fields: The fields of the config.
         kind: The type of layer.
         parameters: The rope parameters of this type.
-        head_width: The width of a head.
+        head_dim: The width of a head.
     """
     numbers = {
         **NUMBERS,
@@ -44,7 +44,7 @@ def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_wid
         theta = share = factor = 1.0
     if rope_type == "default":
         share = factor = 1.0
-    turned = int(min(share, 1.0) * head_width // 2)
-    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_width)
+    turned = int(min(share, 1.0) * head_dim // 2)
+    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
-    return Rope((*map(float, frequencies), *(0.0,) * (head_width // 2 - turned)))
+    return Rope((*map(float, frequencies), *(0.0,) * (head_dim // 2 - turned)))

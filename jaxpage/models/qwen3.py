@@ -36,7 +36,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 32),
-                head_width=fields.integer("head_dim", 128),
+                head_dim=fields.integer("head_dim", 128),
                 max_position_embeddings=fields.integer("max_position_embeddings", 32768),
                 sliding_windows=windows_by_layer(fields),
                 attention_bias=fields.flag("attention_bias", False),

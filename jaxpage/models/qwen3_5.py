@@ -63,12 +63,12 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
     )
     delta = read_delta(fields, grouped=grouped)
-    head_width = fields.integer("head_dim", 256)
+    head_dim = fields.integer("head_dim", 256)
     rope, longest = fields.rope(
-        head_width, fields.integer("max_position_embeddings", 32768), partial=0.25
+        head_dim, fields.integer("max_position_embeddings", 32768), partial=0.25
     )
     return {
-        "head_width": head_width,
+        "head_dim": head_dim,
         "max_position_embeddings": longest,
         "states": tuple(delta.state if kind == LINEAR else None for kind in types),
         "attention_bias": fields.flag("attention_bias", False),

@@ -46,7 +46,7 @@ class RotaryDecoderSpec:
     """Holds the fields that the families' configs have in common."""
 
     vocab_size: int
-    model_width: int
+    hidden_size: int
     feed_forward_width: int
     num_query_heads: int
     max_position_embeddings: int
@@ -67,7 +67,7 @@ class RotaryDecoderSpec:
     form: BlockForm = LLAMA_FORM
     form_by_layer: tuple[BlockForm, ...] = ()  # where layers differ from `form`
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
-    attention_scale: float | None = None  # None for head_width ** -0.5
+    attention_scale: float | None = None  # None for head_dim ** -0.5
     attention_softcap: float | None = None
     attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
@@ -76,7 +76,7 @@ class RotaryDecoderSpec:
     recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     separate_gates: int = 0  # the gates of each head for which there is a product of their own
-    query_growth: tuple[float, int, int] | None = None  # see `Attention`
+    temperature_tuning: tuple[float, int, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # the factor of each half's output, before it is added
     logit_scale: float = 1.0
@@ -107,7 +107,7 @@ class RotaryDecoderSpec:
         *,
         num_kv_heads: int,
         max_position_embeddings: int,
-        head_width: int | None = None,
+        head_dim: int | None = None,
         value_width: int | None = None,
         sliding_windows: tuple[int | None, ...] | None = None,
         states: tuple[StateSpec | None, ...] = (),
@@ -127,7 +127,7 @@ class RotaryDecoderSpec:
             fields: The fields of the config.
             num_kv_heads: The number of key/value heads.
             max_position_embeddings: The number of positions.
-            head_width: The width of a head; None to call `head_width_or_quotient`.
+            head_dim: The width of a head; None to call `read_head_dim`.
             value_width: See `KVSpec`.
             sliding_windows: The window of each layer; None if no layer has one.
             states: See `KVSpec`.
@@ -149,18 +149,18 @@ class RotaryDecoderSpec:
             text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
             heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
             fields.note(WrongField(text), **heads)
-        head_width = head_width or head_width_or_quotient(fields)
-        turned, length = rope or fields.rope(head_width, max_position_embeddings)
+        head_dim = head_dim or read_head_dim(fields)
+        turned, length = rope or fields.rope(head_dim, max_position_embeddings)
         return cls(
             vocab_size=fields.integer("vocab_size"),
-            model_width=fields.integer("hidden_size"),
+            hidden_size=fields.integer("hidden_size"),
             feed_forward_width=feed_forward_width or fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(
                 num_layers,
                 num_kv_heads,
-                head_width,
+                head_dim,
                 sliding_windows or (None,) * num_layers,
                 value_width,
                 states,
@@ -184,7 +184,7 @@ def key_value_heads(fields: Fields, default: int | None) -> int:
     )
 
 
-def head_width_or_quotient(fields: Fields) -> int:
+def read_head_dim(fields: Fields) -> int:
     """Returns `head_dim`.
 
     If it is absent or null, it is the model width over the number of query heads.
@@ -217,15 +217,15 @@ def make_attention(
         return make_latent_attention(
             spec.latent,
             layer_index,
-            width=spec.model_width,
+            width=spec.hidden_size,
             num_heads=spec.num_query_heads,
             rope=spec.rope_of(layer_index),
-            query_growth=spec.query_growth,
+            temperature_tuning=spec.temperature_tuning,
             name=name,
             dtype=dtype,
         )
-    width = spec.model_width
-    head = spec.kv.head_width
+    width = spec.hidden_size
+    head = spec.kv.head_dim
     queries = spec.num_query_heads * head
     keys = spec.kv.num_kv_heads * head
     # With one head the fused product is as others are: all queries, the key, the value.
@@ -258,7 +258,7 @@ def make_attention(
             bias=spec.attention_output_bias,
             dtype=dtype,
         ),
-        head_width=head,
+        head_dim=head,
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
@@ -268,7 +268,7 @@ def make_attention(
         turned_first=spec.form.turned_first,
         num_groups=spec.kv.num_kv_heads if is_grouped else None,
         logit_softcap=spec.attention_softcap,
-        query_growth=spec.query_growth,
+        temperature_tuning=spec.temperature_tuning,
         limit=spec.attention_limit,
         sinks=_sinks(spec, name, dtype),
         alibi_slopes=spec.alibi_slopes,
@@ -286,7 +286,7 @@ def make_mixer(
     return make_recurrent(
         spec.recurrent,
         layer_index,
-        width=spec.model_width,
+        width=spec.hidden_size,
         epsilon=spec.norm_epsilon,
         layer=name,
         dtype=dtype,
@@ -314,7 +314,7 @@ def make_mlp(
     spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike
 ) -> MLP | GatedMLP:
     """Returns a feed-forward half; `inner_width` None is that of the spec."""
-    width = spec.model_width
+    width = spec.hidden_size
     inner = inner_width or spec.feed_forward_width
     bias = spec.mlp_bias
     if spec.plain_mlp is None:
@@ -356,7 +356,7 @@ def make_feed_forward(
         shared = expert, gate and f"{module}.{gate}"
     return make_experts(
         experts,
-        spec.model_width,
+        spec.hidden_size,
         spec.expert_names,
         layer=name,
         activation=spec.activation,
@@ -392,16 +392,16 @@ class DecoderLayer(nnx.Module):
             if part is None:
                 return None
             return form.norm(
-                spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype
+                spec.hidden_size, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype
             )
 
-        before_attention, behind_attention, before_mlp, behind_mlp = form.norms
+        before_attention, post_attention_norm, before_mlp, post_mlp_norm = form.norms
         self.attention_norm = norm(before_attention) if norm_first else None
         self.attention = self.mixer(spec, layer_index, name=name, dtype=dtype)
-        self.behind_attention = norm(behind_attention)
+        self.post_attention_norm = norm(post_attention_norm)
         self.mlp_norm = norm(before_mlp)
         self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)
-        self.behind_mlp = norm(behind_mlp)
+        self.post_mlp_norm = norm(post_mlp_norm)
         self.parallel = form.parallel
         self.residual_scale = spec.residual_scale
 
@@ -417,14 +417,14 @@ class DecoderLayer(nnx.Module):
         """Returns the output of the layer and its pages."""
         normed_TD = _norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
-        attended_TD = self._scale(_norm(self.behind_attention, attended_TD))
+        attended_TD = self._scale(_norm(self.post_attention_norm, attended_TD))
         if self.parallel:
             added_TD = x_TD + attended_TD
             entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)
         else:
             added_TD, entering_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
         fed_TD = self.mlp(entering_TD)
-        return added_TD + self._scale(_norm(self.behind_mlp, fed_TD)), layer_pages
+        return added_TD + self._scale(_norm(self.post_mlp_norm, fed_TD)), layer_pages
 
     def _scale(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
@@ -444,7 +444,7 @@ class RotaryDecoder(nnx.Module):
     layer: ClassVar[Callable[..., nnx.Module]] = DecoderLayer
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         names = spec.names
         self.tokens, self.head = token_tables(
             spec.vocab_size,

@@ -29,7 +29,7 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=fields.optional_integer("head_dim", 128),
+                head_dim=fields.optional_integer("head_dim", 128),
                 max_position_embeddings=fields.integer("max_position_embeddings", 524_288),
                 attention_input_bias=fields.flag("attention_bias", True),
                 attention_output_bias=fields.flag("attention_out_bias", False),

@@ -11,10 +11,10 @@ from jaxpage.models.layer_windows import rotating_layers, windows_of
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
+    read_head_dim,
 )
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -32,7 +32,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "smollm3") as fields:
-            head_width = head_width_or_quotient(fields)
+            head_dim = read_head_dim(fields)
             longest = fields.integer("max_position_embeddings", 32768)
             rotates = rotating_layers(fields)
             window = (
@@ -44,12 +44,12 @@ class Spec(RotaryDecoderSpec):
                 "sliding_attention" if window and not turns else "full_attention"
                 for turns in rotates
             ]
-            rope, longest = fields.rope(head_width, longest, theta=2_000_000.0)
+            rope, longest = fields.rope(head_dim, longest, theta=2_000_000.0)
             by_layer: list[Rope | None] = [rope if turns else None for turns in rotates]
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, fields.layer_types(types), window),
                 attention_bias=fields.flag("attention_bias", False),

@@ -30,7 +30,7 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "solar_open", {"n_routed_experts": "num_local_experts"}) as fields:
             # Published files have these fields; transformers' class does not.
             fields.only(first_k_dense_replace=0, use_qk_norm=False)
-            head_width = fields.integer("head_dim", 128)
+            head_dim = fields.integer("head_dim", 128)
             longest = fields.integer("max_position_embeddings", 131_072)
             experts = read_corrected_experts(
                 fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
@@ -38,10 +38,10 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
                 attention_input_bias=fields.flag("attention_bias", False),
-                rope=fields.rope(head_width, longest, theta=1_000_000.0),
+                rope=fields.rope(head_dim, longest, theta=1_000_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
                 feed_forward_width=experts.width,  # No layer is dense.
                 experts=experts,

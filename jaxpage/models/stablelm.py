@@ -33,14 +33,14 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "stablelm") as fields:
-            head_width = fields.divide("hidden_size", "num_attention_heads")
+            head_dim = fields.divide("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 4096)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 32),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_width, longest, partial=0.25),
+                rope=fields.rope(head_dim, longest, partial=0.25),
                 attention_input_bias=fields.flag("use_qkv_bias", False),
                 epsilon=("layer_norm_eps", 1e-5),
                 form=PARALLEL if fields.flag("use_parallel_residual", False) else FORM,

@@ -95,7 +95,7 @@ class Spec(RotaryDecoderSpec):
             hybrid = tuple(index for index, kind in enumerate(types) if kind == HYBRID)
             width = fields.integer("hidden_size")
             mamba = _read_mamba(fields, width)
-            head_width = _read_head_width(fields, width)
+            head_dim = _read_head_dim(fields, width)
             _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
             _refuse(fields)
             longest = fields.integer("max_position_embeddings", 4096)
@@ -103,16 +103,16 @@ class Spec(RotaryDecoderSpec):
             spec = cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_width=head_width,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_width, longest)
+                rope=fields.rope(head_dim, longest)
                 if fields.flag("use_mem_rope", False)
                 else (NO_ROTATION, longest),
                 epsilon=("rms_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
                 feed_forward_width=fields.optional_integer("intermediate_size", None) or 4 * width,
                 mlp_bias=fields.flag("add_bias_linear", False),
-                attention_scale=(head_width / 2) ** -0.5,
+                attention_scale=(head_dim / 2) ** -0.5,
                 recurrent=mamba,
                 tied=True,
                 hybrid=hybrid,
@@ -126,7 +126,7 @@ class Spec(RotaryDecoderSpec):
         kv = KVSpec(
             num_with_pages,
             spec.kv.num_kv_heads,
-            head_width,
+            head_dim,
             (None,) * num_with_pages,
             states=tuple(states),
             decoder_layers=num_layers,
@@ -161,7 +161,7 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
     )
 
 
-def _read_head_width(fields: Fields, width: int) -> int:
+def _read_head_dim(fields: Fields, width: int) -> int:
     """Returns the width of a head: heads share the width of two hidden states."""
     heads = fields.integer("num_attention_heads")
     if 2 * width % heads:
@@ -253,7 +253,7 @@ class Block(nnx.Module):
             dtype: The type of the parameters.
         """
         name = _block(spec.name, layer)
-        width = spec.model_width
+        width = spec.hidden_size
         epsilon = spec.norm_epsilon
         norm = spec.form.norm
         self.norm = norm(2 * width, name=f"{name}input_layernorm", epsilon=epsilon, dtype=dtype)
@@ -322,7 +322,7 @@ class Layer(nnx.Module):
             dtype: The type of the parameters.
         """
         name = f"{spec.name}.layers.{index}"
-        width = spec.model_width
+        width = spec.hidden_size
         self.turn: int | None = None
         if index in spec.hybrid:
             number = spec.hybrid.index(index)
@@ -372,7 +372,7 @@ def _adapters(
 ) -> tuple[LowRankLinear | None, LowRankLinear]:
     """Returns what a layer, the one of this number that has a block, adds to its products."""
     name = _block(spec.name, spec.hybrid[number % spec.num_blocks])
-    width = spec.model_width
+    width = spec.hidden_size
     of_attention = None
     if spec.adapts_attention:
         names = [f"{name}self_attn.linear_{kind}_adapter_list.{number}" for kind in "qkv"]
@@ -387,7 +387,7 @@ class Model(nnx.Module):
     """Computes the model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
+        width = spec.hidden_size
         self.tokens, _ = token_tables(
             spec.vocab_size, width, name=f"{spec.name}.embed_tokens", tied=True, dtype=dtype
         )

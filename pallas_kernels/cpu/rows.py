@@ -72,16 +72,16 @@ def split_and_rotate(
     cos_TE: Float[Array, "T E"],
     sin_TE: Float[Array, "T E"],
     num_keys: int,
-    head_width: int,
+    head_dim: int,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Returns the queries, keys and values that each row has in this order.
 
     Queries and keys are turned as by `rotate`.
     """
     num_tokens, width = x_TF.shape
-    num_queries = width // head_width - 2 * num_keys
+    num_queries = width // head_dim - 2 * num_keys
     shapes = [
-        jax.ShapeDtypeStruct((num_tokens, heads, head_width), x_TF.dtype)
+        jax.ShapeDtypeStruct((num_tokens, heads, head_dim), x_TF.dtype)
         for heads in (num_queries, num_keys, num_keys)
     ]
     call = jax.ffi.ffi_call("jaxpage_split_and_rotate", shapes, vmap_method="sequential")

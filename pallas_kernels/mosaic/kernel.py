@@ -54,12 +54,12 @@ _SWIZZLED_F32 = (mg.TilingTransform((8, 32)), mg.SwizzleTransform(128))
 
 def entry(plan: Plan, operands: Operands) -> None:
     """Runs the kernel's body in every warpgroup."""
-    keys = mg.SMEM((plan.stages, plan.context, plan.head_width), plan.dtype, transforms=_SWIZZLED)
-    queries = mg.SMEM((plan.consumers, ROWS, plan.head_width), plan.dtype, transforms=_SWIZZLED)
+    keys = mg.SMEM((plan.stages, plan.context, plan.head_dim), plan.dtype, transforms=_SWIZZLED)
+    queries = mg.SMEM((plan.consumers, ROWS, plan.head_dim), plan.dtype, transforms=_SWIZZLED)
     partial = top_total = None
     if plan.splits > 1:
         partial = mg.SMEM(
-            (plan.consumers, ROWS, plan.head_width), jnp.float32, transforms=_SWIZZLED_F32
+            (plan.consumers, ROWS, plan.head_dim), jnp.float32, transforms=_SWIZZLED_F32
         )
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
@@ -252,7 +252,7 @@ def _consume(
     if plan.consumers == 2:
         pl.when(consumer == 1)(lambda: _hand_over(plan, shared))
     start = (
-        _full((ROWS, plan.head_width), 0.0),
+        _full((ROWS, plan.head_dim), 0.0),
         *_softmax_start(plan, operands, head, split, consumer),
     )
     acc, top, total = lax.fori_loop(0, turns.number, body, start)
@@ -378,7 +378,7 @@ def _clean(
     def _() -> None:
         for row in range(0, plan.context, ROWS):
             key = _iota((ROWS, 64), 0) + (position + row)
-            for column in range(0, plan.head_width, 64):
+            for column in range(0, plan.head_dim, 64):
                 ref = shared.v.at[slot, pl.ds(row, ROWS), pl.ds(column, 64)]
                 values = load(ref, mg.Layout.WGMMA)
                 ref[...] = jnp.where(

@@ -31,7 +31,7 @@ class Plan:
         splits: The splits of the context.
         split_turns: The turns of a split at least.
         group: The query heads for each key/value head (G).
-        head_width: The width of a head (H).
+        head_dim: The width of a head (H).
         block_size: The slots of a block (S).
         table_width: The blocks of a table row (M).
         dtype: The type of queries and pages.
@@ -49,7 +49,7 @@ class Plan:
     splits: int
     split_turns: int
     group: int
-    head_width: int
+    head_dim: int
     block_size: int
     table_width: int
     dtype: Any
@@ -76,7 +76,7 @@ class Plan:
     @property
     def consumer_registers(self) -> int:
         """Returns the registers of a consumer's thread."""
-        return 224 if self.head_width <= 128 else 232
+        return 224 if self.head_dim <= 128 else 232
 
     @property
     def producer_registers(self) -> int:
@@ -90,9 +90,9 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Returns the shared memory of a program, without barriers and Mosaic's own needs."""
-        queries = self.consumers * ROWS * self.head_width * 2
-        buffers = 4 * self.stages * self.context * self.head_width
-        partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
+        queries = self.consumers * ROWS * self.head_dim * 2
+        buffers = 4 * self.stages * self.context * self.head_dim
+        partials = self.consumers * ROWS * 4 * (self.head_dim + 2) if self.splits > 1 else 0
         return queries + buffers + partials
 
 

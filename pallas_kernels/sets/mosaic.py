@@ -49,13 +49,13 @@ def heuristic(shape: Shape) -> Tiles:
     """
     chunk = shape.kind == "chunk"
     query_rows = 128 if chunk else 64
-    context = 128 if chunk and shape.head_width <= 128 else 64
+    context = 128 if chunk and shape.head_dim <= 128 else 64
     max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[
         shape.kind
     ]
-    queries = query_rows * shape.head_width * 2
-    partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
-    buffer = 4 * context * shape.head_width  # bytes of the keys and values of a turn
+    queries = query_rows * shape.head_dim * 2
+    partials = query_rows * (shape.head_dim + 2) * 4 if max_splits > 1 else 0
+    buffer = 4 * context * shape.head_dim  # bytes of the keys and values of a turn
     return Tiles(
         query_rows=query_rows,
         context=context,
@@ -89,7 +89,7 @@ def attend(
         raise NotImplementedError(
             f"tiles need {plan.shared_bytes + _RESERVED_BYTES} bytes of shared memory, and a program has {SHARED_BYTES}: "
             f"query_rows={tiles.query_rows}, context={tiles.context}, num_stages={tiles.num_stages}, "
-            f"max_splits={tiles.max_splits}, head width {plan.head_width}"
+            f"max_splits={tiles.max_splits}, head width {plan.head_dim}"
         )
     description_R3 = _describe(arguments, cut)
     inputs = [
@@ -203,7 +203,7 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
         splits=tiles.max_splits,
         split_turns=tiles.split_context // tiles.context,
         group=group,
-        head_width=arguments.q_TNH.shape[2],
+        head_dim=arguments.q_TNH.shape[2],
         block_size=arguments.k_pages.shape[1],
         table_width=arguments.block_table_BM.shape[1],
         dtype=arguments.q_TNH.dtype,
@@ -235,10 +235,10 @@ def _gather(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
     q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(
-        num_tiles, tokens, num_kv_heads, plan.group, plan.head_width
+        num_tiles, tokens, num_kv_heads, plan.group, plan.head_dim
     )
     q_RKXH = q_RQKGH.swapaxes(1, 2).reshape(
-        num_tiles, num_kv_heads, tokens * plan.group, plan.head_width
+        num_tiles, num_kv_heads, tokens * plan.group, plan.head_dim
     )
     return jnp.pad(q_RKXH, ((0, 0), (0, 0), (0, plan.used_rows - tokens * plan.group), (0, 0)))
 
@@ -271,12 +271,12 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
     if plan.splits == 1:
         return [
             jax.ShapeDtypeStruct(
-                (plan.num_tiles, num_kv_heads, plan.used_rows, plan.head_width), plan.dtype
+                (plan.num_tiles, num_kv_heads, plan.used_rows, plan.head_dim), plan.dtype
             )
         ]
     leading = (plan.num_tiles, plan.splits, num_kv_heads)
     return [
-        jax.ShapeDtypeStruct((*leading, plan.used_rows, plan.head_width), jnp.float32),
+        jax.ShapeDtypeStruct((*leading, plan.used_rows, plan.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((*leading, 2, plan.consumers * ROWS), jnp.float32),
     ]
 
@@ -310,7 +310,7 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
     tokens = cut.token_RQ.shape[1]
     num_kv_heads = out_RKXH.shape[1]
     out_RKQGH = out_RKXH[:, :, : tokens * plan.group].reshape(
-        -1, num_kv_heads, tokens, plan.group, plan.head_width
+        -1, num_kv_heads, tokens, plan.group, plan.head_dim
     )
     out_TKGH = out_RKQGH[cut.tile_T, :, cut.offset_T]
     # A tile that sees nothing wrote nothing.

@@ -59,7 +59,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
             no GPU.
     """
     has = has or capability(target_device())
-    wide = shape.head_width > 128
+    wide = shape.head_dim > 128
     eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # they become floats in registers
     # Partial results of a long chunk would fill the memory.
     splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
@@ -67,9 +67,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     # The operands of a product are in registers there. On Hopper and the large Blackwells they are
     # in shared memory.
     in_registers = has is not None and has[0] in (8, 12)
-    short = (
-        wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
-    )
+    short = wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_dim > 64))
     context = 16 if wide and few else 32 if short else 64
     stages = 5
     if shape.dtype == "float32":  # without tensor cores, operands of products are in registers
@@ -77,7 +75,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
         context = 16
         warps = 8
         stages = 3
-    elif shape.head_width > MAX_WIDTH:  # latents
+    elif shape.head_dim > MAX_WIDTH:  # latents
         rows = 16 if shape.kind == "decode" else 32
         warps = 8
         context = 16 if eight_bits else context
@@ -92,7 +90,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     elif shape.kind == "verify":
         rows = 32 if in_registers and not wide else 64
         warps = 8 if wide else 4
-        if in_registers and eight_bits and shape.head_width <= 64:
+        if in_registers and eight_bits and shape.head_dim <= 64:
             stages = 7  # with a third turn in flight, as above
     elif in_registers and eight_bits and not wide:
         rows = 64

@@ -55,9 +55,9 @@ def write_gguf(
     found: dict[str, tuple[str, Any]] = {
         f"{architecture}.{key}": (type_, config[name]) for name, (key, type_) in _METADATA.items()
     }
-    head_width = config.get("head_dim") or config["hidden_size"] // heads
-    found[f"{architecture}.attention.key_length"] = ("uint32", head_width)
-    found[f"{architecture}.attention.value_length"] = ("uint32", head_width)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    found[f"{architecture}.attention.key_length"] = ("uint32", head_dim)
+    found[f"{architecture}.attention.value_length"] = ("uint32", head_dim)
     found[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
     for name, key in _OF_GEMMA.items():
         if name in config:
@@ -66,7 +66,7 @@ def write_gguf(
                 config[name],
             )
     if architecture == "llama":
-        found["llama.rope.dimension_count"] = ("uint32", head_width)
+        found["llama.rope.dimension_count"] = ("uint32", head_dim)
     for key, (type_, value) in {**found, **(metadata or {})}.items():
         if key != left_out:
             getattr(writer, f"add_{type_}")(key, value)

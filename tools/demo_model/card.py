@@ -27,7 +27,7 @@ language: en
 # The demo model of jaxpage
 
 A Llama of {parameters:,} parameters (width {spec.width}, {spec.layers} layers, {spec.heads} query and {spec.kv_heads} \
-key/value heads of width {spec.head_width}, feed-forward {spec.feed_forward}, vocabulary {spec.vocabulary}, tied \
+key/value heads of width {spec.head_dim}, feed-forward {spec.feed_forward}, vocabulary {spec.vocabulary}, tied \
 embeddings, {spec.max_positions} positions) in bfloat16. It exists so that `jaxpage generate` prints English on a machine \
 without a network, and so that tests and speculation measurements have weights that have learned something. \
 It is not useful for anything else. [The card of the drafters](DRAFTERS.md) is about its drafters.

@@ -34,7 +34,7 @@ def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
     made smaller.
     """
     spec, width = teacher.spec, teacher.spec.width
-    inner, kv = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    inner, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes = {
         "q_proj": (2 * width, inner),
         "k_proj": (2 * width, kv),
@@ -72,7 +72,7 @@ def mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Arra
         past: The keys and values [B, T, K, H] of every pass so far.
     """
     b, t, _, _ = q_BTNH.shape
-    q = q_BTNH.reshape(b, t, spec.kv_heads, -1, spec.head_width) / math.sqrt(spec.head_width)
+    q = q_BTNH.reshape(b, t, spec.kv_heads, -1, spec.head_dim) / math.sqrt(spec.head_dim)
     newest = len(past) - 1
     back = jnp.arange(t)[:, None] - jnp.arange(t)
     first = jnp.where(back >= newest, jnp.einsum("btkgh,bskh->bkgts", q, past[0][0]), -1e30)
@@ -108,9 +108,7 @@ def unrolled(
         y = jnp.concatenate(
             [next_BTD, rms_norm(feature_BTD, params["hidden_norm"], spec.norm_epsilon)], -1
         )
-        q, k, v = (
-            (y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_width) for part in "qkv"
-        )
+        q, k, v = ((y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_dim) for part in "qkv")
         past.append((rotate(k, *rope), v))
         x_BTD = feature_BTD + mix(spec, rotate(q, *rope), past) @ params["o_proj"]
         x_BTD = x_BTD + feed_forward(

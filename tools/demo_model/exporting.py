@@ -55,7 +55,7 @@ def llama_config(spec: ModelSpec) -> dict[str, object]:
         "num_hidden_layers": spec.layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_width,
+        "head_dim": spec.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": spec.max_positions,
         "rope_theta": spec.rope_theta,

@@ -28,7 +28,7 @@ class ModelSpec:
     norm_epsilon: float = 1e-5
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         """Returns the width of a head."""
         return self.width // self.heads
 
@@ -38,7 +38,7 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
 
     Projections that write to the residual stream are scaled down.
     """
-    d, h = spec.width, spec.head_width
+    d, h = spec.width, spec.head_dim
     shapes = {
         "q_proj": (d, spec.heads * h),
         "k_proj": (d, spec.kv_heads * h),
@@ -76,7 +76,7 @@ def rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
     """Returns the cosines and sines of rotary embeddings for the first positions."""
-    frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_width, 2) / spec.head_width)
+    frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_dim, 2) / spec.head_dim)
     angle = jnp.arange(length)[:, None] * frequency
     angle_TH = jnp.concatenate([angle, angle], -1)
     return jnp.cos(angle_TH), jnp.sin(angle_TH)
@@ -89,7 +89,7 @@ def _attend(
     q = rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
     k = rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
     v = (x_BTD @ p["v_proj"]).reshape(b, t, spec.kv_heads, -1)
-    q = q.reshape(b, t, spec.kv_heads, spec.heads // spec.kv_heads, -1) / math.sqrt(spec.head_width)
+    q = q.reshape(b, t, spec.kv_heads, spec.heads // spec.kv_heads, -1) / math.sqrt(spec.head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
     scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
     mixed = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, -1), v)

@@ -67,9 +67,7 @@ def unrolled(
         both = [embedded_BTD, rms_norm(hidden_BTD, params["hidden_norm"], epsilon)]
         x_BTD = jnp.concatenate(both, -1) @ params["fc_proj"]
         y = rms_norm(x_BTD, params["input_norm"], epsilon)
-        q, k, v = (
-            (y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_width) for part in "qkv"
-        )
+        q, k, v = ((y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_dim) for part in "qkv")
         past.append((rotate(k, *rope), v))
         x_BTD = x_BTD + mix(spec, rotate(q, *rope), past) @ params["o_proj"]
         x_BTD = x_BTD + feed_forward(params, rms_norm(x_BTD, params["post_norm"], epsilon))

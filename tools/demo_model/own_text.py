@@ -46,10 +46,10 @@ def _decode_layer(
     """Computes one token of each row in a layer, with the keys and values of those before it."""
     b, groups = x_BD.shape[0], spec.heads // spec.kv_heads
     y_BD = rms_norm(x_BD, p["input_norm"], spec.norm_epsilon)
-    q, k, v = ((y_BD @ p[f"{part}_proj"]).reshape(b, 1, -1, spec.head_width) for part in "qkv")
+    q, k, v = ((y_BD @ p[f"{part}_proj"]).reshape(b, 1, -1, spec.head_dim) for part in "qkv")
     grow = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=1)
     k, v = grow(cache[0], rotate(k, *rope)), grow(cache[1], v)
-    q = rotate(q, *rope).reshape(b, spec.kv_heads, groups, -1) / math.sqrt(spec.head_width)
+    q = rotate(q, *rope).reshape(b, spec.kv_heads, groups, -1) / math.sqrt(spec.head_dim)
     scores = jnp.einsum("bkgh,bskh->bkgs", q, k)
     weights = jax.nn.softmax(jnp.where(jnp.arange(k.shape[1]) <= place, scores, -1e30), -1)
     x_BD = x_BD + jnp.einsum("bkgs,bskh->bkgh", weights, v).reshape(b, -1) @ p["o_proj"]
@@ -73,7 +73,7 @@ def continue_rows(
     rows, length = temperatures_BT.shape
     starts_BT = jnp.pad(starts_BP, ((0, 0), (0, max(0, length - starts_BP.shape[1]))))
     cos_TH, sin_TH = rope_tables(spec, length)
-    empty = jnp.zeros((rows, length, spec.kv_heads, spec.head_width))
+    empty = jnp.zeros((rows, length, spec.kv_heads, spec.head_dim))
     caches: Caches = [(empty, empty)] * spec.layers
 
     def step(

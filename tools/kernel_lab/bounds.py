@@ -73,7 +73,7 @@ def work(spec: Spec) -> Work:
     """Counts the work of a call of this spec; a row without queries needs nothing."""
     rows = [row for row in range(len(spec.contexts)) if spec.queries[row]]
     positions = sum(spec.contexts[row] - first_visible(spec, row) for row in rows)
-    vector_bytes = spec.head_width * _BYTES[spec.page_dtype] + (
+    vector_bytes = spec.head_dim * _BYTES[spec.page_dtype] + (
         SCALE_BYTES if is_quantized(spec.page_dtype) else 0
     )
     blocks = sum(
@@ -82,9 +82,9 @@ def work(spec: Spec) -> Work:
     )
     return Work(
         kv_bytes=2 * positions * spec.num_kv_heads * vector_bytes,
-        query_bytes=2 * sum(spec.queries) * spec.num_heads * spec.head_width * _BYTES[spec.dtype],
+        query_bytes=2 * sum(spec.queries) * spec.num_heads * spec.head_dim * _BYTES[spec.dtype],
         table_bytes=4 * blocks,
-        flops=4 * spec.num_heads * spec.head_width * sum(_pairs(spec, row) for row in rows),
+        flops=4 * spec.num_heads * spec.head_dim * sum(_pairs(spec, row) for row in rows),
     )
 
 

@@ -60,7 +60,7 @@ class Case:
     @property
     def scale(self) -> float:
         """Returns the scale of the scores."""
-        return float(self.spec.head_width**-0.5)
+        return float(self.spec.head_dim**-0.5)
 
     def attend(self, q_TNH: jax.Array, step: Step, pages: Pages, **options: Any) -> jax.Array:
         """Makes the spec's call on these arrays; `options` are backend, tiles and interpret."""
@@ -122,7 +122,7 @@ def shape_of_spec(spec: Spec) -> Shape:
     return Shape(
         kind=kind_of(spec.max_query_len),
         group=spec.num_heads // spec.num_kv_heads,
-        head_width=spec.head_width,
+        head_dim=spec.head_dim,
         block_size=spec.block_size,
         dtype=spec.dtype,
         page_dtype=spec.page_dtype,
@@ -212,7 +212,7 @@ def make_case(
         ValueError: The pool is too large to be poisoned.
     """
     step, num_blocks = make_step(spec, seed=seed, padding=padding)
-    shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_width)
+    shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     rng = np.random.default_rng([seed, 1])
     seen_PS = seen_slots(spec, np.asarray(step.block_table_BM), num_blocks) if poison else None
     if math.prod(shape) <= HOST_ELEMENTS:
@@ -226,7 +226,7 @@ def make_case(
             _device_pages(key, shape, spec.page_dtype)
             for key in jax.random.split(jax.random.key(seed), layers)
         )
-    shape_q = (sum(spec.queries) + padding, spec.num_heads, spec.head_width)
+    shape_q = (sum(spec.queries) + padding, spec.num_heads, spec.head_dim)
     q_TNH = jnp.asarray(rng.standard_normal(shape_q, np.float32), jnp.dtype(spec.dtype))
     if spec.sinks:
         drawn = [jnp.asarray(rng.standard_normal(spec.num_heads, np.float32) * 2) for _ in made]

@@ -42,7 +42,7 @@ def _pool(page_dtype: str, small: bool) -> Spec:
 def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns keys, values and their slots: no slot twice, and none in the null block."""
     key = jax.random.key(5)
-    shape = (num_tokens, spec.num_kv_heads, spec.head_width)
+    shape = (num_tokens, spec.num_kv_heads, spec.head_dim)
     k_TKH, v_TKH = (
         jax.random.normal(part, shape, jnp.dtype(spec.dtype)) for part in jax.random.split(key)
     )
@@ -196,7 +196,7 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
         layers = make_case(spec, layers=2 if small else 8).layers
         num_slots = layers[0].k_pages.shape[0] * spec.block_size
         slot_bytes = sum(array.nbytes for array in jax.tree.leaves(layers[0])) // num_slots
-        new_bytes = 2 * spec.num_kv_heads * spec.head_width * jnp.dtype(spec.dtype).itemsize
+        new_bytes = 2 * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         count = 4 if small else 16
         blocks = (
             jnp.arange(1, count + 1, dtype=jnp.int32),

@@ -92,7 +92,7 @@ def _decodes() -> list[Trial]:
             padding=0,
         ),
         Trial(spec=_of("gpt2 decode 64x512", RAGGED, ones, "decode group 1 width 64"), padding=0),
-        Trial(spec=_of(decode, RAGGED, ones, "decode width 96", head_width=96), padding=0),
+        Trial(spec=_of(decode, RAGGED, ones, "decode width 96", head_dim=96), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode blocks of 128", block_size=128), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode blocks of 8", block_size=8), padding=0),
         Trial(

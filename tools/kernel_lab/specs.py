@@ -27,7 +27,7 @@ class Spec:
     name: str
     num_heads: int
     num_kv_heads: int
-    head_width: int
+    head_dim: int
     contexts: tuple[int, ...]
     queries: tuple[int, ...]
     block_size: int = 16
@@ -73,7 +73,7 @@ def _spec(
         name=f"{model} {name}",
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_width=width,
+        head_dim=width,
         contexts=tuple(contexts),
         queries=tuple(queries),
     )

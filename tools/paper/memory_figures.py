@@ -60,7 +60,7 @@ def table_1() -> Figure:
         family: Family = load_family(config)
         spec = family.Spec.from_config(config)
         kv = spec.kv
-        token_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_width * 2
+        token_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * 2
         paper_weights, kv_memory, paper_slots = TABLE_1[name]
         weights = num_bytes(model_weights(family, spec), "float16")
         rows.append(Row(f"{name}: weights (GB)", f"{paper_weights}", f"{weights / 1e9:.0f}"))

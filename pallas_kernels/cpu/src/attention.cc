@@ -20,10 +20,10 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   const bool is_int = a.page_type == Type::kI8;
   const float inverse = static_cast<float>(1.0 / (is_int ? 127.0 : 448.0));
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-    const int64_t source = (token * a.num_kv_heads + head) * a.head_width;
-    const int64_t target = (slot * a.num_kv_heads + head) * a.head_width;
+    const int64_t source = (token * a.num_kv_heads + head) * a.head_dim;
+    const int64_t target = (slot * a.num_kv_heads + head) * a.head_dim;
     Vec most = splat(0.0f), zeros = splat(0.0f);
-    for (int64_t i = 0; i < a.head_width; i += kLanes) {
+    for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i);
       most = max(most, max(v, -v));
       zeros += v * splat(0.0f);
@@ -32,7 +32,7 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
     scale = scale > 0x1p-100f ? scale : 0x1p-100f;
     if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();  // NaN or infinity is in it
     scales[slot * a.num_kv_heads + head] = scale;
-    for (int64_t i = 0; i < a.head_width; i += kLanes) {
+    for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i) / splat(scale);
       for (int lane = 0; lane < kLanes; ++lane)
         if (!is_int)
@@ -53,7 +53,7 @@ struct Steps {
 
 template <typename Page, int kHeads, int kVecs>
 void score(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group) {
-  const int vecs = kVecs ? kVecs : static_cast<int>(a.head_width / kLanes);
+  const int vecs = kVecs ? kVecs : static_cast<int>(a.head_dim / kLanes);
   Vec q[kHeads][kVecs ? kVecs : 1], products[kHeads][kLanes];  // in registers where the width is known
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) q[h][i] = heads[h].q[i];
@@ -62,7 +62,7 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
     Vec sum_of[kHeads];
     for (int h = 0; h < kHeads; ++h) sum_of[h] = splat(0.0f);
     if (j >= tile.begin && j < tile.end) {
-      const auto* k = static_cast<const typename Page::type*>(k_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
+      const auto* k = static_cast<const typename Page::type*>(k_pages) + tile.slots[j] * a.num_kv_heads * a.head_dim;
       for (int i = 0; i < vecs; ++i) {
         const Vec key = Load<Page>::at(k + i * kLanes);
         for (int h = 0; h < kHeads; ++h) sum_of[h] = multiply_add(kVecs ? q[h][i] : heads[h].q[i], key, sum_of[h]);
@@ -83,7 +83,7 @@ void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[i];
   for (int j = group > tile.begin ? group : tile.begin; j < group + kLanes && j < tile.end; ++j) {
-    const auto* v = static_cast<const typename Page::type*>(v_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
+    const auto* v = static_cast<const typename Page::type*>(v_pages) + tile.slots[j] * a.num_kv_heads * a.head_dim;
     for (int i = 0; i < vecs; ++i) {
       const Vec value = Load<Page>::at(v + i * kLanes);
       for (int h = 0; h < kHeads; ++h) {
@@ -98,10 +98,10 @@ void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
 
 template <typename Page, int kHeads>
 Steps steps_of_width(const Attention& a) {
-  const bool is_usual = a.head_width == a.value_width;
-  if (is_usual && a.head_width == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads, 4>};
-  if (is_usual && a.head_width == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads, 8>};
-  if (is_usual && a.head_width == 16 * kLanes) return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
+  const bool is_usual = a.head_dim == a.value_width;
+  if (is_usual && a.head_dim == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads, 4>};
+  if (is_usual && a.head_dim == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads, 8>};
+  if (is_usual && a.head_dim == 16 * kLanes) return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
   return {score<Page, kHeads, 0>, add<Page, kHeads, 0>};
 }
 
@@ -180,7 +180,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
 // What the pages hold of a tile and one key/value head, as numbers of float32: keys by number and position, values by position and number.
 template <typename Page>
 void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages, Vec* keys, Vec* values) {
-  const int64_t stride = a.num_kv_heads * a.head_width, vecs = a.head_width / kLanes, value_vecs = a.value_width / kLanes;
+  const int64_t stride = a.num_kv_heads * a.head_dim, vecs = a.head_dim / kLanes, value_vecs = a.value_width / kLanes;
   const auto at = [&](const void* pages, int j) { return static_cast<const typename Page::type*>(pages) + tile.slots[j] * stride; };
   for (int group = tile.from; group < tile.end; group += kLanes)
     for (int64_t i = 0; i < vecs; ++i) {
@@ -225,7 +225,7 @@ void score_tile(const Attention& a, Head* heads, const Vec* keys) {
   const float* q[kHeads];
   Vec found[kHeads][kVecsOfTile];
   for (int h = 0; h < kHeads; ++h) q[h] = reinterpret_cast<const float*>(heads[h].q);
-  add_lanes<1, kHeads>(keys, q, a.head_width, 0, found);
+  add_lanes<1, kHeads>(keys, q, a.head_dim, 0, found);
   for (int h = 0; h < kHeads; ++h) std::memcpy(heads[h].scores, found[h], sizeof(found[h]));
 }
 
@@ -261,9 +261,9 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
-  numbers.resize(kVecsOfTile * (a.head_width + a.value_width));
+  numbers.resize(kVecsOfTile * (a.head_dim + a.value_width));
   Head* const heads = of_thread.data();
-  Vec *const keys = numbers.data(), *const values = keys + kVecsOfTile * a.head_width;
+  Vec *const keys = numbers.data(), *const values = keys + kVecsOfTile * a.head_dim;
   for (int i = 0; i < num_heads; ++i) {
     const Unit& unit = units[i / group_size];
     const int64_t head = kv_head * group_size + i % group_size;
@@ -303,7 +303,7 @@ void attend_unit(const Attention& a, const Unit& unit) {
 }
 
 void write(const Attention& a, int64_t token) {
-  const int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_width;
+  const int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_dim;
   if (slot <= 0 || slot >= a.num_slots) return;  // slot 0 takes padding: nobody reads it, and threads would write it at once
   if (a.k_scale) {
     write_quantized(a, a.k_new, token, a.k_pages, a.k_scale, slot);

@@ -30,7 +30,7 @@ struct Attention {
   const float* sinks;            // [N], or null
   const float* slopes;           // [N], of ALiBi, or null
   void* out;                     // [T, N, value_width]
-  int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, value_width, num_slots, block_size, table_width, mask_width;
+  int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_dim, value_width, num_slots, block_size, table_width, mask_width;
   float scale, softcap;  // softcap 0: none
   int64_t window, chunk; // 0: none
   bool with_tiles;       // queries and pages of bfloat16 are multiplied by AMX, weights are rounded for it

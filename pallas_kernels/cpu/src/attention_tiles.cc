@@ -67,7 +67,7 @@ const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int 
     *stride = page_stride;
     return pages + tile.slots[group] * page_stride;
   }
-  *stride = a.head_width * 2;
+  *stride = a.head_dim * 2;
   char* to = reinterpret_cast<char*>(copy);
   for (int j = group; j < group + kRowsOfTile; ++j, to += *stride) {
     if (j >= tile.begin && j < tile.end)
@@ -103,7 +103,7 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
 // The scores of 16 query heads with the positions of a tile.
 JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const Tile& tile, const char* const* keys, const int64_t* strides,
                        const Vec* queries, Vec (*products)[kRowsOfTile]) {
-  const int64_t words = a.head_width / 2;
+  const int64_t words = a.head_dim / 2;
   for (int group = tile.from; group < tile.end; group += 2 * kRowsOfTile) {
     const bool are_two = group + kRowsOfTile < tile.end;
     const int i = group / kRowsOfTile;
@@ -164,7 +164,7 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
   all.first = units->first;
   const int num_heads = num_tokens * per_token, num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
   const int num_kv_heads = static_cast<int>(all.kv_end - all.kv_begin);
-  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_width / 2, width = bytes_of_head(a), stride = a.num_kv_heads * width;
+  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_dim / 2, width = bytes_of_head(a), stride = a.num_kv_heads * width;
   scratch.heads.resize(std::max<size_t>(scratch.heads.size(), num_kv_heads * num_blocks * kRowsOfTile));
   scratch.queries.resize(num_kv_heads * num_blocks * words);
   scratch.values.resize(kWordsOfTile * (a.value_width / kLanes));

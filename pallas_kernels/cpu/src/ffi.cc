@@ -195,10 +195,10 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
   if (qd.size() != 3 || pd.size() != 4 || td.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
   if (qd[2] % 16 || qd[2] > kMostHeadWidth) return ffi::Error::InvalidArgument("no kernel for this head width");
-  a.num_tokens = qd[0], a.num_heads = qd[1], a.head_width = qd[2];
+  a.num_tokens = qd[0], a.num_heads = qd[1], a.head_dim = qd[2];
   const bool within_keys = a.value_width > 0;
-  if (!within_keys) a.value_width = a.head_width;
-  if (a.value_width % 16 || a.value_width > a.head_width) return ffi::Error::InvalidArgument("no kernel for this width of values");
+  if (!within_keys) a.value_width = a.head_dim;
+  if (a.value_width % 16 || a.value_width > a.head_dim) return ffi::Error::InvalidArgument("no kernel for this width of values");
   if (within_keys) a.v_pages = a.k_pages;
   a.num_rows = td[0], a.table_width = td[1];
   a.block_size = pd[1], a.num_kv_heads = pd[2], a.num_slots = pd[0] * pd[1];
@@ -214,7 +214,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
-  const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 && a.head_width % 32 == 0 && a.value_width % 32 == 0;
+  const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 && a.head_dim % 32 == 0 && a.value_width % 32 == 0;
   a.with_tiles = is_paired && best(Type::kBF16) == kTiles;
   const Kernels& k = JAXPAGE_ISA::kKernels;
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
@@ -223,7 +223,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   // A row of few queries reads its pages once, all key/value heads that lie side by side: as many as leave work for every thread, and whose
   // queries stay in the cache. The many queries of a prompt's chunk find those of one head there, some queries at once.
   const int64_t group_size = a.num_heads / a.num_kv_heads;
-  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) * (a.head_width + a.value_width + 64));
+  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) * (a.head_dim + a.value_width + 64));
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
   const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);

@@ -21,7 +21,7 @@ inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
 }
 
 // What the pages hold of one key/value head of a position.
-inline int64_t bytes_of_head(const Attention& a) { return a.head_width * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2); }
+inline int64_t bytes_of_head(const Attention& a) { return a.head_dim * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2); }
 
 // A vector of an array of this type, from or to its `index`-th number on. Pages of eight bits are written by `write_quantized`.
 inline Vec load(Type type, const void* array, int64_t index) {
@@ -100,8 +100,8 @@ struct Head {
 
   // Takes the query's numbers, scaled: scores need no factor then.
   void take(const Attention& a, const Unit& unit, int64_t head) {
-    for (int64_t i = 0; i < a.head_width; i += kLanes)
-      q[i / kLanes] = load(a.query_type, a.q, (unit.token * a.num_heads + head) * a.head_width + i) * splat(a.scale);
+    for (int64_t i = 0; i < a.head_dim; i += kLanes)
+      q[i / kLanes] = load(a.query_type, a.q, (unit.token * a.num_heads + head) * a.head_dim + i) * splat(a.scale);
   }
 
   // Makes weights of the scores of a tile.

@@ -83,7 +83,7 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     """
     function = functools.partial(
         paged_attention,
-        scale=spec.head_width**-0.5,
+        scale=spec.head_dim**-0.5,
         sliding_window=spec.sliding_window,
         backend=backend,
         max_query_len=spec.max_query_len,
@@ -93,11 +93,11 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     num_blocks = 1 + sum(-(-context // spec.block_size) for context in spec.contexts)
     table_width = -(-max(spec.contexts) // spec.block_size)
     shapes: dict[str, Any] = dict(
-        q_TNH=_shape((num_tokens, spec.num_heads, spec.head_width), spec.dtype),
+        q_TNH=_shape((num_tokens, spec.num_heads, spec.head_dim), spec.dtype),
         block_table_BM=_shape((num_rows, table_width), "int32"),
         context_len_B=_shape((num_rows,), "int32"),
         query_start=_shape((num_rows + 1,), "int32"),
-        **_pages(spec.num_kv_heads, spec.head_width, num_blocks, spec.block_size, spec.page_dtype),
+        **_pages(spec.num_kv_heads, spec.head_dim, num_blocks, spec.block_size, spec.page_dtype),
     )
     if spec.tree:
         shapes["tree_mask_TQ"] = _shape((num_tokens, spec.max_query_len), "bool")
@@ -215,10 +215,10 @@ def _label(spec: Spec) -> str:
 
 
 def _pages(
-    num_kv_heads: int, head_width: int, num_blocks: int, block_size: int, dtype: str
+    num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: str
 ) -> dict[str, Any]:
     slots = (num_blocks, block_size, num_kv_heads)
-    pages = dict.fromkeys(("k_pages", "v_pages"), _shape((*slots, head_width), dtype))
+    pages = dict.fromkeys(("k_pages", "v_pages"), _shape((*slots, head_dim), dtype))
     return pages | (
         dict.fromkeys(("k_scale", "v_scale"), _shape(slots, "float32"))
         if is_quantized(dtype)
