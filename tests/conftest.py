@@ -84,7 +84,7 @@ def _compilation(request):
     stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized) as counts:
         yield
-    name = request.node.path.name
+    name = durations.name_of(request.node.path)
     _FOUND[name] = stopwatch.record(counts)
     usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption(
         "--write-durations"
@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config, items):
     """
     quickest_first = config.getoption("maxfail") == 1
     items.sort(
-        key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"],
+        key=lambda item: _DURATIONS.get(durations.name_of(item.path), {"seconds": 0.0})["seconds"],
         reverse=not quickest_first,
     )
 

@@ -27,7 +27,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn
 from tests.support.sweeps import few
 from tests.test_sampler import BUCKET, NUM_ROWS, TABLES, flags_of, inputs_for
-from tools.kernel_lab.inspection import hlo
+from tools.lab.kernel_lab.inspection import hlo
 
 # Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
 SETTINGS: dict[str, Any] = {

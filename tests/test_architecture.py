@@ -66,15 +66,15 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
 
 def test_scripts_find_the_modules_beside_them() -> None:
     """`python tools/NAME.py` from any directory, where jaxpage is installed and `tools` is not."""
-    found = "\nsys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
-    programs = [path for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()]
-    importing = {
-        path.name: path.read_text() for path in programs if "\nfrom tools." in path.read_text()
-    }
-    assert "soak.py" in importing
-    assert not [
-        name for name, text in importing.items() if found not in text.partition("\nfrom tools.")[0]
-    ]
+    importing = []
+    for parents, folder in ((1, ROOT / "tools"), (2, ROOT / "tools" / "lab")):
+        insertion = f"\nsys.path.insert(0, str(Path(__file__).resolve().parents[{parents}]))"
+        for path in folder.glob("*.py"):
+            before, importer, _ = path.read_text().partition("\nfrom tools.")
+            if importer and "__main__" in path.read_text():
+                importing.append(path.name)
+                assert insertion in before, path
+    assert {"gpu_slot.py", "soak.py"} <= {*importing}
 
 
 def test_reasons_are_given_for_files_that_exist() -> None:
@@ -350,14 +350,14 @@ PLANTED = [
     ("pallas_kernels/a.py", "import flax", "pallas_kernels stands alone, but imports flax"),
     ("tools/a.py", "from jaxpage.engine.engine import Engine", "tools import the front door only"),
     (
-        "tools/kernel_lab/a.py",
+        "tools/lab/kernel_lab/a.py",
         "import jaxpage.shapes",
-        "tools.kernel_lab runs where jaxpage is not installed",
+        "tools.lab.kernel_lab runs where jaxpage is not installed",
     ),
     (
-        "tools/kernel_lab/a.py",
+        "tools/lab/kernel_lab/a.py",
         "from tools import b",
-        "tools.kernel_lab runs where jaxpage is not installed",
+        "tools.lab.kernel_lab runs where jaxpage is not installed",
     ),
     ("jaxpage/engine/a.py", "def f():\n    import json", "imports json inside a function"),
     (
@@ -449,7 +449,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/driver/turns.py": "def turn(engine):\n    engine.step()",
         "jaxpage/async_llm.py": "import asyncio\nfrom jaxpage.driver import Turns",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
-        "tools/paper/orca.py": "from jaxpage.memory import c",
+        "tools/lab/paper/orca.py": "from jaxpage.memory import c",
         "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",
     }
     for name, text in files.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import time
 
 import pytest
@@ -41,7 +42,8 @@ def test_no_more_than_the_line_is_fine():
 
 
 def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):
-    for name in ("test_a.py", "test_b.py"):
+    (tmp_path / "lab").mkdir()
+    for name in ("test_a.py", "test_b.py", "lab/test_b.py"):
         (tmp_path / name).touch()
     monkeypatch.setattr(durations, "PATH", tmp_path / "durations.json")
     assert durations.read() == {}
@@ -49,7 +51,12 @@ def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):
     other = durations.Stopwatch().record(Counts())
     durations.write({"test_b.py": other})
     assert durations.read() == {**KNOWN, "test_b.py": other}
-    assert sum('"test_' in line for line in durations.PATH.read_text().splitlines()) == 2
+    laboratory = durations.name_of(tmp_path / "lab" / "test_b.py")
+    durations.write({laboratory: KNOWN["test_a.py"]})
+    assert durations.read() == {**KNOWN, "test_b.py": other, "lab/test_b.py": KNOWN["test_a.py"]}
+    whole = json.loads(durations.PATH.read_text())
+    assert [whole[name]["executables"] for name in ("totals", "totals of tests/lab")] == [5, 5]
+    assert sum("test_" in line for line in durations.PATH.read_text().splitlines()) == 3
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from jaxpage.layers import norms
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
-from tools.kernel_lab.inspection import (
+from tools.lab.kernel_lab.inspection import (
     Findings,
     compile_for,
     compile_with_thunks,
@@ -29,7 +29,7 @@ from tools.kernel_lab.inspection import (
     thunks,
     unavailable,
 )
-from tools.kernel_lab.inspection.compiled_cases import (
+from tools.lab.kernel_lab.inspection.compiled_cases import (
     Case,
     attention_case,
     copy_case,
@@ -37,8 +37,8 @@ from tools.kernel_lab.inspection.compiled_cases import (
     selection_case,
     write_case,
 )
-from tools.kernel_lab.kernel_cases import shape_of_spec
-from tools.kernel_lab.specs import PRODUCTS, find
+from tools.lab.kernel_lab.kernel_cases import shape_of_spec
+from tools.lab.kernel_lab.specs import PRODUCTS, find
 from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 
 reason = unavailable()

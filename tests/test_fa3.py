@@ -31,8 +31,8 @@ from pallas_kernels.compat import describe_gpu
 from pallas_kernels.sets import fa3, set_for
 from tests.support import flash_attention
 from tests.support.attention import hidden, make_case, oracle
-from tools.kernel_lab.inspection.compiled_cases import attention_case
-from tools.kernel_lab.specs import find
+from tools.lab.kernel_lab.inspection.compiled_cases import attention_case
+from tools.lab.kernel_lab.specs import find
 
 # NaN, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

@@ -365,8 +365,8 @@ sys.modules["jax.experimental.pallas.triton"] = None
 from jaxpage import LLM, SamplingParams
 from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import describe_gpu
-from tools.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
-from tools.kernel_lab.specs import find
+from tools.lab.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
+from tools.lab.kernel_lab.specs import find
 settings = {"use_tqdm": False, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 16}
 with LLM("demo", **settings) as llm:
     print(len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))

@@ -20,7 +20,7 @@ from pallas_kernels.mosaic import jax_versions
 from pallas_kernels.mosaic import kernel as mosaic_kernel
 from pallas_kernels.sets import mosaic
 from tests.support.attention import hidden, make_case, oracle
-from tools.kernel_lab.specs import SPECS, Spec
+from tools.lab.kernel_lab.specs import SPECS, Spec
 
 # NaN, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

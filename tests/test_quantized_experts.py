@@ -33,7 +33,7 @@ from tests.support.mixed_requests import CONFIG, PROMPTS, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.sweeps import few
 from tests.test_quantization import FORMATS, float8
-from tools.kernel_lab.inspection import compile_for, unavailable
+from tools.lab.kernel_lab.inspection import compile_for, unavailable
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 from tests.support.hf_models import save_model  # noqa: E402

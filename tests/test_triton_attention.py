@@ -20,7 +20,7 @@ from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import attention as triton_kernel
 from tests.support.attention import Case, make_case, oracle, run
 from tests.support.sweeps import few
-from tools.kernel_lab.specs import SPECS
+from tools.lab.kernel_lab.specs import SPECS
 
 SMALL = Tiles(query_rows=16, context=16, max_splits=3, split_context=32, num_warps=4, num_stages=3)
 UNSPLIT = dataclasses.replace(SMALL, max_splits=1)

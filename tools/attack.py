@@ -33,7 +33,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.attack_bodies import Attack, attacks
-from tools.soak import Served, fetch, server
+from tools.lab.soak import Served, fetch, server
 
 SETTINGS = {
     "max-num-seqs": 64,

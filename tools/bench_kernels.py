@@ -7,11 +7,11 @@ Times are shown next to measured ceilings, the XLA gather and contiguous attenti
     python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
 
 A time is that of one call on the device, of many in one program, which read other keys and values
-each time (see tools/kernel_lab/timing.py for what is included). --tune writes a file per kind of
-GPU, from which `paged_attention` then takes its tiles; shapes that were tuned before and are not
+each time (see tools/lab/kernel_lab/timing.py for what is included). --tune writes a file per kind
+of GPU, from which `paged_attention` then takes its tiles; shapes that were tuned before and are not
 now stay in it. A backend that refuses a call, and tiles that do not compile, are reported with the
 reason. A CUDA error spoils the process, so nothing is timed after it: then time the other backends
-in a run of their own, as tools/gpu_check.py does. The last line of standard output is JSON.
+in a run of their own, as tools/lab/gpu_check.py does. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -34,16 +34,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
 from pallas_kernels.tiles import TUNED, Shape, Tiles, read_tuned, write_tuned
-from tools.kernel_lab import environment, goals, machine_ceilings, pages
-from tools.kernel_lab.bounds import Ceilings
-from tools.kernel_lab.compare_sets import ceilings_table, compare, table
-from tools.kernel_lab.findings import FAILED, PASSED, Finding, Table, append, read
-from tools.kernel_lab.kernel_cases import label
-from tools.kernel_lab.parts import best_of, chosen, contiguous_seconds, measured_ceilings
-from tools.kernel_lab.record import append_section, section
-from tools.kernel_lab.specs import Spec
-from tools.kernel_lab.tuner import RULES, OnDevice, Tuned, by_shape, fastest, refusal, starts, tune
-from tools.progress import Bar
+from tools.lab.kernel_lab import environment, goals, machine_ceilings, pages
+from tools.lab.kernel_lab.bounds import Ceilings
+from tools.lab.kernel_lab.compare_sets import ceilings_table, compare, table
+from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, Table, append, read
+from tools.lab.kernel_lab.kernel_cases import label
+from tools.lab.kernel_lab.parts import best_of, chosen, contiguous_seconds, measured_ceilings
+from tools.lab.kernel_lab.record import append_section, section
+from tools.lab.kernel_lab.specs import Spec
+from tools.lab.kernel_lab.tuner import (
+    RULES,
+    OnDevice,
+    Tuned,
+    by_shape,
+    fastest,
+    refusal,
+    starts,
+    tune,
+)
+from tools.lab.progress import Bar
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,7 +149,7 @@ def time_contiguous(specs: str, directory: Path) -> None:
     """Times contiguous attention in a process of its own, which ends before JAX starts."""
     command = [
         sys.executable,
-        str(ROOT / "tools" / "time_contiguous_attention.py"),
+        str(ROOT / "tools" / "lab" / "time_contiguous_attention.py"),
         "--specs",
         specs,
     ]

@@ -11,7 +11,7 @@ so their sum is not the step. "GB/s" is weights, keys and values, each once, div
 a step.
 
 Standard output ends with a line of JSON. Cases for which --seconds leaves no time are named.
-tools/gpu_check.py runs it with --to.
+tools/lab/gpu_check.py runs it with --to.
 """
 
 from __future__ import annotations
@@ -30,10 +30,26 @@ import jax
 # Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
+from tools.lab.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    Table,
+    append,
+    first_line,
+)
 
 try:
-    from tools.step_times import COLUMNS, MODELS, SAMPLING, StepCase, cells, time_step, usual_cases
+    from tools.lab.step_times import (
+        COLUMNS,
+        MODELS,
+        SAMPLING,
+        StepCase,
+        cells,
+        time_step,
+        usual_cases,
+    )
 
     MISSING = ""
 except ImportError as absent:

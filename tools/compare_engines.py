@@ -35,10 +35,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench import make_workload
-from tools.peers.cases import CASES, PACKAGES, modes_of
-from tools.peers.other_programs import OtherPrograms
-from tools.peers.report import Answers, best, draw, replaced, report
-from tools.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
+from tools.lab.peers.cases import CASES, PACKAGES, modes_of
+from tools.lab.peers.other_programs import OtherPrograms
+from tools.lab.peers.report import Answers, best, draw, replaced, report
+from tools.lab.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
 
 ROOT = Path(__file__).parents[1]
 BUSY = 0.05  # the share of the cores that other programs may have while an engine runs
@@ -220,7 +220,7 @@ def _run(name: str, task: Task, python: str) -> Answer | None:
     """Runs one of CASES; returns None, and says why, where the engine does not run."""
     peer, _ = CASES[name]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
-    command = [python, "-m", f"tools.peers.{peer}_peer"]
+    command = [python, "-m", f"tools.lab.peers.{peer}_peer"]
     done = subprocess.run(
         command,
         input=json.dumps(asdict(task)),

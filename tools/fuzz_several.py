@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.table_fuzzing import fuzz
 from tools.fuzz_engine import fuzz_parser, printed_seed
-from tools.soak import server
+from tools.lab.soak import server
 
 NUM_CLIENTS = 6
 ANSWER_SECONDS = 120.0  # the time for one answer, with a load; longer is a hang

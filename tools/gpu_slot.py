@@ -30,12 +30,12 @@ from pathlib import Path
 # Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.kernel_lab.check import Check, has_gpu, nothing
-from tools.kernel_lab.children import Child, run_all
-from tools.kernel_lab.findings import FAILED, PASSED, Finding
-from tools.kernel_lab.record import counted
-from tools.slot_parts import Part, groups
-from tools.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
+from tools.lab.kernel_lab.check import Check, has_gpu, nothing
+from tools.lab.kernel_lab.children import Child, run_all
+from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding
+from tools.lab.kernel_lab.record import counted
+from tools.lab.slot_parts import Part, groups
+from tools.lab.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
 
 ROOT = Path(__file__).resolve().parents[1]
 # The packages that jaxpage needs and the GPU's machine lacks; see constraints/gpu-machine.txt.

@@ -22,7 +22,7 @@ from tqdm import tqdm
 # Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.kernel_lab.inspection import (
+from tools.lab.kernel_lab.inspection import (
     GPUS,
     Findings,
     compile_with_thunks,
@@ -31,10 +31,10 @@ from tools.kernel_lab.inspection import (
     thunks,
     unavailable,
 )
-from tools.kernel_lab.inspection.compiled_cases import cases
-from tools.kernel_lab.inspection.kernel_tables import Row, markdown, rows
+from tools.lab.kernel_lab.inspection.compiled_cases import cases
+from tools.lab.kernel_lab.inspection.kernel_tables import Row, markdown, rows
+from tools.lab.step_times import GPU_OPTIONS
 from tools.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
-from tools.step_times import GPU_OPTIONS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"

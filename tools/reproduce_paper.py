@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels import paged_attention
-from tools.paper.block_sizes import AttentionTime
-from tools.paper.main import main
+from tools.lab.paper.block_sizes import AttentionTime
+from tools.lab.paper.main import main
 
 NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # shapes of OPT-13B, in float32
 ROUNDS = 15

@@ -2,15 +2,15 @@
 
 It has real weights for `jaxpage generate`, the tests and the speculation work. The program reads
 public-domain novels from Debian packages (it names the apt-get command when one is missing) and a
-seeded synthetic slice; see tools/demo_model/corpus.py for the list and the licences. Two CPU cores
-and most of an hour are enough.
+seeded synthetic slice; see tools/lab/demo_model/corpus.py for the list and the licences. Two CPU
+cores and most of an hour are enough.
 
     python tools/train_demo_model.py --minutes 45   # as many steps as fit; the card records them
     python tools/train_demo_model.py --steps 1500   # the same batches and learning rates each time
     python tools/train_demo_model.py --resume       # go on from the last checkpoint in --scratch
     python tools/train_demo_model.py --drafters     # the drafters for the model in --output
 
-tools/demo_model/drafters.py trains the drafters.
+tools/lab/demo_model/drafters.py trains the drafters.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 # Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training
-from tools.demo_model.model import ModelSpec, init_params, next_token_loss
+from tools.lab.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training
+from tools.lab.demo_model.model import ModelSpec, init_params, next_token_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MINUTES = 45.0

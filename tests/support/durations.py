@@ -12,6 +12,7 @@ from typing import Any
 from tests.support.executables import Counts
 
 PATH = Path(__file__).parents[1] / "durations.json"
+LAB = "lab/"  # a folder whose files `pytest` without a path does not run
 UNLISTED = 24  # executables of a file that has no line yet
 Record = dict[str, float]  # seconds, cpu_seconds, engines, executables, compiled
 
@@ -33,6 +34,11 @@ class Stopwatch:
         }
 
 
+def name_of(path: Path) -> str:
+    """The name of a file's line: "test_x.py", and "lab/test_x.py" of the laboratory."""
+    return path.relative_to(PATH.parent).as_posix()
+
+
 def read() -> dict[str, Record]:
     """By file. Empty where nothing was ever recorded."""
     return json.loads(PATH.read_text())["files"] if PATH.exists() else {}
@@ -51,8 +57,6 @@ def write(found: dict[str, Record]) -> None:
         for name, record in {**read(), **found}.items()
         if (PATH.parent / name).exists()
     }
-    keys = ("seconds", "cpu_seconds", "engines", "executables", "compiled")
-    totals = {key: round(sum(record.get(key, 0) for record in files.values()), 1) for key in keys}
     machine = {
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
@@ -60,12 +64,19 @@ def write(found: dict[str, Record]) -> None:
     }
     whole: dict[str, Any] = {
         "machine": machine,
-        "totals": totals,
+        "totals": _totals(files, in_lab=False),
+        "totals of tests/lab": _totals(files, in_lab=True),
         "files": dict(sorted(files.items())),
     }
     # a file is a line
     lines = json.dumps(whole, indent=1).replace("\n   ", " ").replace("\n  }", " }")
     PATH.write_text(lines + "\n")
+
+
+def _totals(files: dict[str, Record], *, in_lab: bool) -> Record:
+    keys = ("seconds", "cpu_seconds", "engines", "executables", "compiled")
+    records = [record for name, record in files.items() if name.startswith(LAB) == in_lab]
+    return {key: round(sum(record.get(key, 0) for record in records), 1) for key in keys}
 
 
 def over_budget(name: str, num_executables: int, known: dict[str, Record]) -> str | None:

@@ -86,21 +86,21 @@ FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "trai
 STEPPING = {"driver", "replay", "bench"}
 UNKNOWN_TO_DRIVER = {"asyncio", "http", "starlette", "uvicorn"}
 
-# Programs that import more than the front doors, because they time or replace a part that has none.
+# Parts of tools/ that import more than the front doors, because they time or replace a part that has none.
 LABORATORIES = (
-    "tools.bench_experts",
-    "tools.bench_sampler",
-    "tools.bench_scheduler",
-    "tools.bench_swap",
-    "tools.paper",
-    "tools.scheduler_lab",
+    "tools.lab.bench_experts",
+    "tools.lab.bench_sampler",
+    "tools.lab.bench_scheduler",
+    "tools.lab.bench_swap",
+    "tools.lab.paper",
+    "tools.lab.scheduler_lab",
     "tools.step_shapes",
-    "tools.step_times",
+    "tools.lab.step_times",
 )
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels", "flash_attn3_jax"}
-KERNEL_LAB = "tools.kernel_lab"
+KERNEL_LAB = "tools.lab.kernel_lab"
 SERIALISERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {
@@ -179,8 +179,8 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage.bench.speculation_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
-        "tools/paper/main.py",
-        "tools.paper.plots",
+        "tools/lab/paper/main.py",
+        "tools.lab.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
     (
         "jaxpage/serving/startup.py",
@@ -194,7 +194,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
     ("tools/mutate.py", "*"): "Cosmic Ray comes with an extra, and --help needs none",
     (
-        "tools/peers/report.py",
+        "tools/lab/peers/report.py",
         "matplotlib.figure",
     ): "the chart needs matplotlib, the rest does not",
 }

@@ -1,4 +1,4 @@
-"""Writes, in small, the formats that `tools.kernel_lab.inspection` reads: snappy, Riegeli, Protocol Buffers and CUDA's ELF images."""
+"""Writes, in small, the formats that `tools.lab.kernel_lab.inspection` reads: snappy, Riegeli, Protocol Buffers and CUDA's ELF images."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""Describes the machine and the versions that the numbers were measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+_FIELDS = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+_ROOT = Path(__file__).parents[3]
+
+
+def describe() -> dict[str, str]:
+    """Returns names and values as texts; asking JAX for its device starts JAX."""
+    device = jax.devices()[0]
+    found = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    for name in (
+        "torch",
+        "triton",
+        "flashinfer-python",
+        "vllm",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+    ):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not there"
+    return found | _nvidia_smi()
+
+
+def commit() -> str:
+    """Returns the commit of the working tree, or JAXPAGE_COMMIT where there is no git."""
+    answer = _output(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
+    return answer or os.environ.get("JAXPAGE_COMMIT", "") or "unknown (no git here)"
+
+
+def _nvidia_smi() -> dict[str, str]:
+    values = _output(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).splitlines()
+    found = (
+        dict(
+            zip(_FIELDS.split(","), (value.strip() for value in values[0].split(",")), strict=False)
+        )
+        if values
+        else {}
+    )
+    if cuda := re.search(r"CUDA Version:\s*([\d.]+)", _output(["nvidia-smi"])):
+        found["driver's CUDA"] = cuda[1]
+    return {
+        f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()
+    }
+
+
+def _output(command: list[str]) -> str:
+    """Returns what a program prints; "" where it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
