@@ -2,8 +2,8 @@
 
 The times tell what the same call costs without pages. As in tools/lab/kernel_lab/timing.py, a
 program is many calls that depend on each other over several sets of keys and values (here a CUDA
-graph, between two events), so that neither Python nor the cache is timed. The fastest of torch's own
-backends counts. Specs that have no contiguous equal are named with the reason.
+graph, between two events), so that neither Python nor the cache is timed. The fastest of torch's
+own backends counts. Specs that have no contiguous equal are named with the reason.
 tools/lab/gpu_check.py and tools/bench_kernels.py run it in a process of its own, so that torch and
 JAX do not share memory.
 """
