@@ -77,6 +77,16 @@ def test_scripts_find_the_modules_beside_them() -> None:
     assert {"gpu_slot.py", "soak.py"} <= {*importing}
 
 
+def test_the_laboratory_is_apart() -> None:
+    """The wheel has nothing of it, `pytest` does not run its tests, and `.ci/nightly` does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert project["hatch"]["build"]["targets"]["wheel"]["packages"] == [*WHEEL]
+    assert "tests/lab" in project["pytest"]["ini_options"]["norecursedirs"]
+    assert re.search(
+        r'/pytest" .* tests/lab \|\| status=1$', (ROOT / ".ci/nightly").read_text(), re.M
+    )
+
+
 def test_reasons_are_given_for_files_that_exist() -> None:
     paths = {path for path, _ in house.LAZY_IMPORTS} | set(house.DYNAMIC_IMPORTS)
     assert not [path for path in sorted(paths) if not (ROOT / path).is_file()]

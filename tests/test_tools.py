@@ -21,6 +21,8 @@ from tools.lab.peers.task import Answer, Task
 from tools.reproduce_paper import measure_attention
 
 TOOLS = Path(__file__).parents[1] / "tools"
+NAMED = """bench_kernels bench_step bench_throughput compare_engines fuzz_engine gpu_slot inspect_kernels make_random_model
+reproduce_paper serve train_demo_model""".split()
 PROGRAMS = sorted(path.stem for path in TOOLS.glob("*.py") if "__main__" in path.read_text())
 
 
@@ -33,6 +35,7 @@ def run_program(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_program_says_how_it_is_used(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert {*NAMED} <= {*PROGRAMS}
     if name == "make_random_model":
         pytest.importorskip("torch")
     with pytest.raises(SystemExit) as exit_info:
