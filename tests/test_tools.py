@@ -21,8 +21,19 @@ from tools.lab.peers.task import Answer, Task
 from tools.reproduce_paper import measure_attention
 
 TOOLS = Path(__file__).parents[1] / "tools"
-NAMED = """bench_kernels bench_step bench_throughput compare_engines fuzz_engine gpu_slot inspect_kernels make_random_model
-reproduce_paper serve train_demo_model""".split()
+NAMED = [
+    "bench_kernels",
+    "bench_step",
+    "bench_throughput",
+    "compare_engines",
+    "fuzz_engine",
+    "gpu_slot",
+    "inspect_kernels",
+    "make_random_model",
+    "reproduce_paper",
+    "serve",
+    "train_demo_model",
+]
 PROGRAMS = sorted(path.stem for path in TOOLS.glob("*.py") if "__main__" in path.read_text())
 
 
