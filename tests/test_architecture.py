@@ -401,6 +401,12 @@ PLANTED = [
         '__all__ = ["lives", "Dies"]',
         "the door says nothing about Dies",
     ),
+    (
+        "jaxpage/engine/engine.py",
+        "from typing import TYPE_CHECKING\nfrom jaxpage.memory import D\n"
+        "if TYPE_CHECKING:\n    import jaxpage.engine.other",
+        "imports in a circle: jaxpage.engine.engine -> jaxpage.engine.other -> ",
+    ),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
 ]
@@ -414,6 +420,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, mess
         "jaxpage/memory/c.py": "D = 1",
         "jaxpage/device/b.py": "import jax",
         "jaxpage/engine/engine.py": "x = 1",
+        "jaxpage/engine/other.py": "import jaxpage.engine.engine",
     }
     for name, text in {**good, path: code}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

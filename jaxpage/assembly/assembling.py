@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.engine_spec import EngineSpec, print_lines
+from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
@@ -76,7 +76,13 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     lora = spec.described.lora
     strategies: dict[int, Strategy] = {}
     parts: EngineParts = {
-        "speculator": spec.described.drafting.speculator(spec, strategies),
+        "speculator": spec.described.drafting.speculator(
+            spec.limits,
+            spec.menu,
+            vocab_size=spec.vocab_size,
+            block_size=spec.memory.block_size,
+            strategies=strategies,
+        ),
         **hooks.parts,
     }
     new_pages = functools.partial(mesh.zeros, compiled.pages)
@@ -108,8 +114,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     scratch_bytes = mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
     workspace_bytes = compiled.executables.workspace_bytes() + scratch_bytes
     spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
-    if hooks.prints:
-        print_lines([_of_cache(spec.memory, compiled.executables)])
+    hooks.show([_of_cache(spec.memory, compiled.executables)])
     return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
 
 

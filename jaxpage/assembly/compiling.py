@@ -146,7 +146,10 @@ def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packin
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
-    parts = {"target": spec.pack(model), "drafter": spec.described.drafting.find_packings(spec)}
+    parts = {
+        "target": spec.pack(model),
+        "drafter": spec.described.drafting.find_packings(spec.drafted),
+    }
     packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
     return model, packed
 
@@ -171,7 +174,7 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         spec.page_groups,
         kernels,
         sample_by_row=by_row,
-        drafter=drafter.make(spec) if drafter else None,
+        drafter=drafter.make(spec.drafted) if drafter else None,
         acceptance=spec.config.acceptance,
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,

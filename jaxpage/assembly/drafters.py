@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -36,6 +36,7 @@ from jaxpage.checkpoints import (
     resolve_model,
 )
 from jaxpage.device import (
+    Backend,
     BucketMenu,
     Choice,
     DeviceDrafter,
@@ -63,15 +64,43 @@ from jaxpage.settings.speculative_methods import METHODS, DrafterKind
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import NUM_RECYCLED, Choices, assume_accuracies, choices_of
 
-if TYPE_CHECKING:
-    from jaxpage.assembly.engine_spec import EngineSpec
-
 logger = logging.getLogger(__name__)
 
 # EAGLE-2 grows trees of 60 drafts, 10 branches and depth 6 for the largest models. Smaller trees
 # have fewer branches.
 DEEPEST_TREE = 6
 MOST_BRANCHES = 8
+
+
+@dataclass(frozen=True)
+class DraftedEngine:
+    """Tells a drafter of the engine that it drafts for.
+
+    Attributes:
+        dtype: The type of weights and activations.
+        sharding: The division of the target over devices.
+        kernels: The kernel set; None if the device is not at hand.
+        menu: The shapes of the steps.
+        layer_groups: The cache group of each layer, the target's layers first.
+        num_blocks: The number of blocks on the device (P), for each cache group.
+        acceptance: The name of the rule by which drafts are accepted.
+    """
+
+    dtype: str
+    sharding: Sharding
+    kernels: Backend | None
+    menu: BucketMenu
+    layer_groups: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+    acceptance: str
+
+    def pack(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where the kernels multiply by such.
+
+        Returns:
+            What `pack_modules` returns.
+        """
+        return {} if self.kernels is None else self.kernels.pack_modules(module)
 
 
 class DrafterFiles(Protocol):
@@ -102,12 +131,12 @@ class DrafterFiles(Protocol):
         """Returns its own parameters, each one `put(array)`."""
         ...
 
-    def find_packings(self, spec: EngineSpec) -> Packings:
-        """Returns which of its weights the engine of this specification has in panels."""
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
         ...
 
-    def make(self, spec: EngineSpec) -> DeviceDrafter:
-        """Returns the drafter for the engine of this specification."""
+    def make(self, engine: DraftedEngine) -> DeviceDrafter:
+        """Returns the drafter for this engine."""
         ...
 
 
@@ -137,24 +166,29 @@ class HeadFiles:
         """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
-    def find_packings(self, spec: EngineSpec) -> Packings:
-        """Returns which of its weights the engine of this specification has in panels."""
-        return spec.pack(self._module(spec))
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        return engine.pack(self._module(engine))
 
-    def make(self, spec: EngineSpec) -> HeadDrafter:
-        """Returns the drafter for the engine of this specification."""
-        module = self._module(spec)
-        spec.pack(module)
+    def make(self, engine: DraftedEngine) -> HeadDrafter:
+        """Returns the drafter for this engine."""
+        module = self._module(engine)
+        engine.pack(module)
         return HeadDrafter(abstract(module)[0], self.num_candidates)
 
-    def _module(self, spec: EngineSpec) -> nnx.Module:
-        return MedusaHeads(self.files.spec, dtype=spec.layout.dtype)
+    def _module(self, engine: DraftedEngine) -> nnx.Module:
+        return MedusaHeads(self.files.spec, dtype=engine.dtype)
 
 
 @dataclass(frozen=True)
 class NoFiles:
-    """Makes drafts of the target's own most likely tokens; there are no files."""
+    """Makes drafts of the target's own most likely tokens; there are no files.
 
+    Attributes:
+        vocab_size: The number of the target's token ids (V).
+    """
+
+    vocab_size: int
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
     plan_in_model: ClassVar[LoadPlan | None] = None
 
@@ -170,13 +204,13 @@ class NoFiles:
         """Returns None, since there are no weights."""
         return None
 
-    def find_packings(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, engine: DraftedEngine) -> Packings:
         """Returns nothing, since there are no weights."""
         return {}
 
-    def make(self, spec: EngineSpec) -> TopIdsDrafter:
-        """Returns the drafter for the engine of this specification."""
-        return TopIdsDrafter(min(NUM_RECYCLED, spec.vocab_size))
+    def make(self, engine: DraftedEngine) -> TopIdsDrafter:
+        """Returns the drafter for this engine."""
+        return TopIdsDrafter(min(NUM_RECYCLED, self.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -226,22 +260,22 @@ class ModelDrafterFiles:
             replace_modules(module, divide)
         return module
 
-    def find_packings(self, spec: EngineSpec) -> Packings:
-        """Returns which of its weights the engine of this specification has in panels."""
-        return spec.pack(self.divide(spec.layout.dtype, spec.sharding))
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        return engine.pack(self.divide(engine.dtype, engine.sharding))
 
-    def make(self, spec: EngineSpec) -> ModelDrafter:
-        """Returns the drafter for the engine of this specification."""
-        shape = tree_shape(spec.menu)
-        rule = spec.config.acceptance.name
+    def make(self, engine: DraftedEngine) -> ModelDrafter:
+        """Returns the drafter for this engine."""
+        shape = tree_shape(engine.menu)
+        rule = engine.acceptance
         choice: Choice = "coupled" if rule == "coupled" else "likeliest"
         if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        own_groups = spec.layer_groups[-self.kv.num_layers :]
-        module = self.divide(spec.layout.dtype, spec.sharding)
-        spec.pack(module)
+        own_groups = engine.layer_groups[-self.kv.num_layers :]
+        module = self.divide(engine.dtype, engine.sharding)
+        engine.pack(module)
         return ModelDrafter(
-            abstract(module)[0], self.aux_layers, own_groups, shape, spec.num_blocks, choice
+            abstract(module)[0], self.aux_layers, own_groups, shape, engine.num_blocks, choice
         )
 
 
@@ -397,7 +431,7 @@ _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], Drafter
     "eagle_head": _open_eagle,
     "mtp_head": _open_mtp,
     "model": open_draft_model,
-    "top_ids": lambda config, target: NoFiles(),
+    "top_ids": lambda config, target: NoFiles(target.spec.vocab_size),
 }
 
 

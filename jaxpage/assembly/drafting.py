@@ -6,11 +6,12 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.typing import DTypeLike
 
 from jaxpage.assembly.drafters import (
+    DraftedEngine,
     DrafterFiles,
     ModelDrafterFiles,
     open_drafter,
@@ -31,10 +32,8 @@ from jaxpage.speculation import (
     Speculator,
     make_proposer,
 )
+from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
-
-if TYPE_CHECKING:
-    from jaxpage.assembly.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +105,9 @@ class Drafting:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def find_packings(self, spec: EngineSpec) -> Packings:
+    def find_packings(self, engine: DraftedEngine) -> Packings:
         """Returns which of the drafter's weights the engine has in panels."""
-        return self.drafter.find_packings(spec) if self.drafter else {}
+        return self.drafter.find_packings(engine) if self.drafter else {}
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
@@ -130,33 +129,43 @@ class Drafting:
             )
         )
 
-    def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
+    def speculator(
+        self,
+        limits: StepLimits,
+        menu: BucketMenu,
+        *,
+        vocab_size: int,
+        block_size: int,
+        strategies: Mapping[int, Strategy],
+    ) -> Speculator:
         """Returns the speculator, which proposes drafts to the scheduler.
 
         Args:
-            spec: The engine's specification.
+            limits: The limits of a step.
+            menu: The shapes of the steps.
+            vocab_size: The number of the model's token ids (V).
+            block_size: The slots of a block (S).
             strategies: The decoding strategies by sequence id.
         """
         if self.config is None:
             return NoSpeculation()
-        limits = spec.limits
         proposer = make_proposer(
-            self.config, DraftedModel(spec.vocab_size, getattr(self.drafter, "choices", ()))
+            self.config, DraftedModel(vocab_size, getattr(self.drafter, "choices", ()))
         )
         controller = sync = None
         has_kv = bool(self.kvs)
-        depths = self.drafter.depths(spec.menu) if self.drafter else ()
+        depths = self.drafter.depths(menu) if self.drafter else ()
         if self.config.num_speculative_tokens == "auto":
             unit = proposer.num_together
             warm_up = proposer.warm_up_steps
             controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
         if depths:
-            sync = DrafterSync(limits, controller, block_size=spec.memory.block_size, has_kv=has_kv)
+            sync = DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
         return ProposingSpeculator(
             proposer,
             limits,
             controller,
-            vocab_size=spec.vocab_size,
+            vocab_size=vocab_size,
             strategies=strategies,
             sync=sync,
             always_drafts=self.drafter is not None and not depths,

@@ -1,29 +1,23 @@
-"""Decides everything before anything is loaded or compiled: the second call of a start.
+"""Defines the specification of an engine: all that is decided before anything is compiled.
 
-The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made
-of it.
+It is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made of it.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.assembly.cache_groups import CacheGroup, cache_groups, group_of_layers
-from jaxpage.assembly.capacity import notices, plan_memory
+from jaxpage.assembly.capacity import plan_memory
 from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.drafters import DraftedEngine
 from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.sizing import MemoryPlan
-from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import (
     BucketMenu,
     DeviceMesh,
@@ -31,8 +25,6 @@ from jaxpage.device import (
     KVPages,
     Packings,
     TableShape,
-    attention_sets,
-    check_graphs,
     divide_shapes,
     make_menu,
     page_dtype,
@@ -45,9 +37,6 @@ from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits
-from jaxpage.tables import align
-
-logger = logging.getLogger(__name__)
 
 BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
@@ -93,8 +82,20 @@ class EngineSpec:
         Returns:
             What `pack_modules` returns.
         """
-        kernels = self.described.kernels
-        return {} if kernels is None else kernels.pack_modules(module)
+        return self.drafted.pack(module)
+
+    @property
+    def drafted(self) -> DraftedEngine:
+        """Returns what the drafter is told of the engine."""
+        return DraftedEngine(
+            self.layout.dtype,
+            self.sharding,
+            self.described.kernels,
+            self.menu,
+            self.layer_groups,
+            self.num_blocks,
+            self.config.acceptance.name,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -216,66 +217,6 @@ class EngineSpec:
             "limits": asdict(self.limits),
             "buckets": [list(asdict(bucket).values()) for bucket in self.menu.buckets],
         }
-
-
-def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
-    """Decides everything about an engine, and logs warnings.
-
-    Raises:
-        UnsupportedError: The device does not take a setting.
-        ConfigError: Settings contradict the model or each other; see `engine_spec_of`.
-        CapacityError: The memory is too small.
-    """
-    hooks.phase(PHASES[2])
-    described = opened.described
-    files = opened.files
-    first = opened.mesh.first
-    config = described.config
-    kernels = described.kernels
-    assert kernels is not None, "the device is at hand"
-    check_graphs(config.graphs, first.platform)
-    if kernels.interpret:
-        logger.warning(
-            "attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name
-        )
-    spec = engine_spec_of(described)
-    if hooks.planned and (sizes := hooks.planned(spec)):
-        spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
-    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
-    layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
-    spec = replace(
-        spec,
-        attention=attention_sets(
-            kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype
-        ),
-        quantization=files.quantization.described if files.quantization else "",
-    )
-    for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
-        logger.warning(warning)
-    if hooks.prints:
-        print_lines(align([*spec.rows()], num_words=2))
-    return spec
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines on standard error, as the progress bars are."""
-    for line in lines:
-        print(f"  {line}", file=sys.stderr)
-
-
-def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
-    if not_loaded := getattr(files.spec, "not_loaded", ""):
-        globs = getattr(files.family, "others", ())
-        count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
-        yield (
-            f"this is the text model alone: {not_loaded} are not supported, and the checkpoint's "
-            f"{count} tensors for them are not loaded"
-        )
-    if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
-        yield (
-            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
-            f"it stays in {layout.dtype}"
-        )
 
 
 def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:

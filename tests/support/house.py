@@ -10,7 +10,8 @@ import bisect
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.support.sources import (
@@ -247,7 +248,32 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
-    return found
+    return found + _circles([module for module in modules if place(module.name)[0] < 5])
+
+
+def _circles(modules: Sequence[Module]) -> list[str]:
+    """Returns a circle of modules that import each other, or nothing.
+
+    Imports under TYPE_CHECKING count, for a reader follows them. An import inside a function does
+    not: it has a reason of its own (LAZY_IMPORTS). The front door gives other modules its version
+    alone, so it is left out.
+    """
+    paths = {module.name: module.path for module in modules if module.name != "jaxpage"}
+    graph = {
+        module.name: {
+            item.target
+            for item in imports(module, set(paths))
+            if not item.in_function and item.target in paths and item.target != module.name
+        }
+        for module in modules
+        if module.name in paths
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        first, *others = error.args[1][::-1]
+        return [f"{paths[first]}:1: imports in a circle: {' -> '.join((first, *others))}"]
+    return []
 
 
 def _house(module: Module) -> list[str]:
