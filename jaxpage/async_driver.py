@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built
+from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import Embedder
 from jaxpage.driver import (
     OBEY_SECONDS,
@@ -174,6 +175,7 @@ class AsyncDriver(Driver):
 
     Attributes:
         built: The engine, with what the server knows of its model.
+        max_num_seqs: The most sequences that run at a time.
         num_places: The most requests at a time.
         completing: The thread that makes the log probabilities of large outputs, one at a time.
     """
@@ -194,7 +196,8 @@ class AsyncDriver(Driver):
             request_timeout_seconds: See `Driver`.
             stalled_after_seconds: See `Driver`.
         """
-        self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
+        self.max_num_seqs = built.engine.max_num_seqs
+        self.num_places = self.max_num_seqs + max_queued_requests
         super().__init__(
             built.engine,
             num_places=self.num_places,
@@ -203,6 +206,15 @@ class AsyncDriver(Driver):
         )
         self.built = built
         self.completing = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-outputs")
+
+    @property
+    def model(self) -> ModelFiles:
+        """Returns the files of the model."""
+        return self.built.model
+
+    def new_embedder(self) -> Embedder:
+        """Returns an embedder of the model, which has compiled nothing yet."""
+        return self.built.new_embedder()
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
         """Returns the result of a function that is called between two steps.

@@ -343,6 +343,11 @@ PLANTED = [
         "calls Engine.step: only a driver does",
     ),
     (
+        "jaxpage/serving/a.py",
+        "def f(driver):\n    driver.engine.scheduler.running",
+        "reaches through engine/: driver.engine.scheduler.running",
+    ),
+    (
         "pallas_kernels/a.py",
         "from jaxpage import shapes",
         "pallas_kernels stands alone, but imports jaxpage",
@@ -453,7 +458,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/errors.py": "import os",
         "jaxpage/cli/commands.py": "def generate():\n    import jaxpage.llm",
         "jaxpage/driver/__init__.py": "from jaxpage.driver.turns import Turns",
-        "jaxpage/driver/turns.py": "def turn(engine):\n    engine.step()",
+        "jaxpage/driver/turns.py": "def turn(engine):\n    engine.step()\n    engine.names.get(1)",
         "jaxpage/async_llm.py": "import asyncio\nfrom jaxpage.driver import Turns",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
         "tools/paper/orca.py": "from jaxpage.memory import c",

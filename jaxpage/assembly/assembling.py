@@ -56,12 +56,13 @@ class Built:
 
     def new_embedder(self) -> Embedder:
         """Returns an embedder of the model, which has compiled nothing yet."""
-        runner = self.engine.runner
-        options = runner.executables.options
-        weights = runner.parameters["target"]
+        executables = self.engine.executables
+        weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)
-        return Embedder(options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh)
+        return Embedder(
+            executables.options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh
+        )
 
 
 def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks) -> Built:

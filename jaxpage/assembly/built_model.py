@@ -26,7 +26,7 @@ class BuiltModel:
         # The sampling parameters of the model's generation_config.json.
         self.sampling_defaults = built.sampling_defaults
         self._model = built.model
-        self._packed = built.engine.runner.packed
+        self._packed = built.engine.packed
         self._embedder = built.new_embedder()
         self._embedding = built.embedding
 

@@ -215,9 +215,7 @@ def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
 def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
     """Adds a request with a prompt of random tokens."""
     request_id = str(uuid.uuid4())
-    prompt = (
-        np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
-    )
+    prompt = np.random.default_rng(0).integers(0, engine.vocab_size, num_prompt_tokens).tolist()
     return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))
 
 
@@ -245,9 +243,8 @@ def _measure(engine: Engine, name: str, work: Work, before: Callable[[], object]
         middle = int(np.argsort(seconds["step"])[STEPS // 2])
         plain = {part: each[middle] for part, each in seconds.items()}
         seconds.clear()
-        executable = engine.runner.executables.step(
-            batches[-1].bucket, batches[-1].draft_depth
-        ).executable
+        executables = engine.executables
+        executable = executables.step(batches[-1].bucket, batches[-1].draft_depth).executable
         scopes = profile(steps, executable.as_text())
     engine.abort_all()
     scale = plain["run"] / sum(seconds["run"])  # because the profiler slows a run down

@@ -117,7 +117,7 @@ class EmbeddingHandle(AnsweringHandle):
 
     def begin(self, engine: Engine) -> None:
         """Takes the weights of now for all vectors, and computes the first in the next turn."""
-        self._weights = engine.runner.parameters["target"]
+        self._weights = engine.parameters["target"]
         self._turns.post(Order(self._compute))
 
     def _compute(self, engine: Engine) -> None:

@@ -126,6 +126,10 @@ class Driver:
         """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
         return self.turns.ended
 
+    def has_ended(self) -> bool:
+        """Returns whether the thread has ended; see `ended`."""
+        return self.ended.done()
+
     @property
     def num_open(self) -> int:
         """Returns how many requests have a place; 0 if the number of places has no limit."""

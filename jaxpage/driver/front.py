@@ -64,9 +64,7 @@ class DrivenModel(BuiltModel):
                 )
             try:
                 if id(params_of_prompt) not in checked:
-                    checked[id(params_of_prompt)] = self._engine.admission.check_params(
-                        params_of_prompt
-                    )
+                    checked[id(params_of_prompt)] = self._engine.check_params(params_of_prompt)
                 request = prepare(self._engine, prompt, checked[id(params_of_prompt)])
                 requests.append(
                     request._replace(

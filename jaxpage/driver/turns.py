@@ -489,9 +489,8 @@ class Turns:
     def close_engine(self) -> None:
         """Frees the device."""
         self.engine.abort_all()
-        self.engine.events.closed()
-        self.engine.runner.close()
-        self.engine.grammars.close()
+        self.engine.tell_end()
+        self.engine.close()
 
     def stop(self, engine: Engine) -> None:
         """Ends the turns after this one; this is the function of an order."""

@@ -66,7 +66,7 @@ def engine_header(
         files: The model's files. They are needed on several hosts, each of which has only its own
             parts of the weights.
     """
-    parameters = engine.runner.parameters
+    parameters = engine.parameters
     target = parameters["target"]
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
@@ -79,7 +79,7 @@ def engine_header(
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(
             target if parameters["drafter"] is None else {**parameters, "target": target},
-            engine.runner.packed,
+            engine.packed,
         ),
         "engine": spec.record(),
     }

@@ -353,9 +353,8 @@ class RunningSet:
         block is another one where a fork cached a block that both share; see `PrefixIndex`.
         """
         manager = self.block_manager
-        if manager.cached is None:
+        if (index := manager.prefix_index) is None:
             return
-        index = manager.cached.index
         name = f"sequence {sequence.sequence_id}"
         num_full = sequence.num_computed_tokens // manager.block_size
         table = manager.groups[0].tables[sequence.sequence_id]

@@ -166,8 +166,8 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _forget(self, asked: LoRARequest | None) -> None:
-        if asked is not None and self._engine.adapters is not None:
-            self._engine.adapters.forget(asked.lora_int_id)
+        if asked is not None:
+            self._engine.forget_adapter(asked.lora_int_id)
 
 
 def lora_routes(

@@ -82,6 +82,18 @@ DOORS = {
 # Rooms within a room that have a door of their own.
 INNER_DOORS = {"jaxpage.models.quantization"}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
+# The room of the object that a name stands for. Others go one dot through it.
+OBJECTS = {
+    "engine": "engine",
+    "runner": "engine",
+    "driver": "driver",
+    "scheduler": "scheduling",
+    "block_manager": "memory",
+    "manager": "memory",
+    "speculator": "speculation",
+    "executables": "device",
+}
+OF_BUILT_INS = {"get", "items", "keys", "startswith", "values"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
 # nor HTTP.
 STEPPING = {"driver", "replay", "bench"}
@@ -247,6 +259,7 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
     return found + _circles([module for module in modules if place(module.name)[0] < 5])
 
@@ -418,6 +431,19 @@ def _steps(module: Module) -> Iterator[tuple[int, str]]:
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
             if name.endswith("engine"):
                 yield node.lineno, "calls Engine.step: only a driver does"
+
+
+def _chains(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields the places that reach an object through an object of another room."""
+    if not module.name.startswith("jaxpage."):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            owner = node.value.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+            room = OBJECTS.get(name.lstrip("_"), room_of(module.name))
+            if room != room_of(module.name) and node.attr not in OF_BUILT_INS:
+                yield node.lineno, f"reaches through {room}/: {ast.unparse(node)}"
 
 
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:

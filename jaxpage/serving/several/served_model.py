@@ -68,7 +68,7 @@ class ServedModel:
     @property
     def is_over(self) -> bool:
         """Returns whether the engine has ended by itself."""
-        return self.driver.ended.done()
+        return self.driver.has_ended()
 
     async def sleep(self, level: int) -> None:
         """Frees the device's memory; see `Engine.sleep`."""
