@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built, Hooks, Mode
-from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.driver import DrivenModel
+from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel
 from jaxpage.engine import (
     SCORING,
     ByVectors,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxpage.driver import Driver
-from jaxpage.driver.answering import EmbeddingHandle, Pinning
-from jaxpage.driver.orders import LATER, Change
+from jaxpage.driver.driver import EmbeddingHandle, Pinning
+from jaxpage.driver.handle import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
 from jaxpage.engine.scoring import continuation_logprobs

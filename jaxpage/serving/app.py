@@ -27,7 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage import __version__
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.assembly import Mode, check_replaceable, weights_on_device
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.checkpoints import with_weights_of
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside

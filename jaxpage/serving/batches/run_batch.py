@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server, build_app

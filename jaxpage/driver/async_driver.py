@@ -19,15 +19,9 @@ import numpy.typing as npt
 from jaxpage.assembly import Built
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import Embedder
-from jaxpage.driver import (
-    OBEY_SECONDS,
-    Driver,
-    Handle,
-    HeldPrefix,
-    Update,
-    check_streamable,
-    copy_error,
-)
+from jaxpage.driver.driver import COMMAND_SECONDS, Driver
+from jaxpage.driver.front import HeldPrefix, check_streamable
+from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import EngineFailed, JaxpageError
 from jaxpage.memory import MemoryReport
@@ -357,14 +351,14 @@ class AsyncDriver(Driver):
             await _within(timeout, drained)
         except TimeoutError:
             try:
-                return await _within(OBEY_SECONDS, self.end_late(what)) == 0
+                return await _within(COMMAND_SECONDS, self.end_late(what)) == 0
             except TimeoutError:
                 return False
         return True
 
 
 async def _within(timeout: float | None, answer: Future[_Result]) -> _Result:
-    """Returns an answer, or raises TimeoutError; the order is obeyed nevertheless."""
+    """Returns an answer, or raises TimeoutError; the command is run nevertheless."""
     return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), timeout)
 
 
