@@ -13,9 +13,9 @@ Other rooms take these names:
     sample_of     describes the draw from the last token of a row
 """
 
+from jaxpage.scheduling.admitting import Preemption
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import sample_of
-from jaxpage.scheduling.policy import Preemption
 from jaxpage.scheduling.queues import POLICIES, WaitingQueue
 from jaxpage.scheduling.scheduler import Scheduler
 

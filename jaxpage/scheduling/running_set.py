@@ -6,11 +6,14 @@ from functools import partial
 
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import admitting
-from jaxpage.scheduling.admitting import PrefixCounts
+from jaxpage.scheduling.admitting import (
+    Preemption,
+    PrefixCounts,
+    refuse_what_never_fits,
+    spare_blocks,
+)
 from jaxpage.scheduling.plan_builder import PlanBuilder
-from jaxpage.scheduling.policy import Preemption, spare_blocks
 from jaxpage.scheduling.queues import WaitingQueue
-from jaxpage.scheduling.refusing import refuse_what_never_fits
 from jaxpage.step.request import Sequence, SequenceGroup
 
 

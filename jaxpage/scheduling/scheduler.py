@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, CachedBlocks, MemorySplit, Pin
+from jaxpage.scheduling.admitting import Preemption, refuse_to_crowd_out
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
-from jaxpage.scheduling.policy import Preemption
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
-from jaxpage.scheduling.refusing import refuse_to_crowd_out
 from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
