@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,8 @@ def open_door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     Args:
         room: The dotted name of the package, whose `__init__` runs now.
     """
-    tree = ast.parse(inspect.getsource(sys.modules[room]))
+    loader: Any = sys.modules[room].__loader__
+    tree = ast.parse(loader.get_source(room))
     homes = {
         alias.name: node.module
         for block in tree.body

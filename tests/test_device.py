@@ -16,10 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.assembly.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
-from jaxpage.device import gpu_memory
-from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.executables import check_graphs, compiler_options, use_compile_cache
-from jaxpage.device.step_inputs import StepInputs, TableShape, size_when_packed, unpack, views
+from jaxpage.device.hardware import gpu_memory
+from jaxpage.device.inputs.buckets import Bucket, make_menu
+from jaxpage.device.inputs.step_inputs import (
+    StepInputs,
+    TableShape,
+    size_when_packed,
+    unpack,
+    views,
+)
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA

@@ -19,7 +19,7 @@ from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model, open_parameters
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.mtp import MtpHead

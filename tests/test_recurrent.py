@@ -15,8 +15,8 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.assembly import cache_groups
 from jaxpage.device import executables, recurrence, steps
-from jaxpage.device.kv_pages import StatePages
-from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.inputs.step_inputs import StepInputs
+from jaxpage.device.pages.kv_pages import StatePages
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput

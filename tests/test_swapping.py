@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
 from jaxpage.assembly import build_engine, capacity
-from jaxpage.device.buckets import BucketMenu, make_menu
-from jaxpage.device.host_pages import HostPages
+from jaxpage.device.inputs.buckets import BucketMenu, make_menu
+from jaxpage.device.pages.host_pages import HostPages
 from jaxpage.device.steps import StepOutput
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.runner import Runner

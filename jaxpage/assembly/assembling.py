@@ -17,7 +17,9 @@ from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import ModelFiles, ends_of_text, read_embedding_files
-from jaxpage.device import DeviceMesh, Embedder, Executables, HostPages, make_mesh
+from jaxpage.device import Embedder, Executables
+from jaxpage.device.hardware import DeviceMesh, make_mesh
+from jaxpage.device.pages import HostPages
 from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner, TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
-from jaxpage.device import bytes_of_pages, page_shapes
+from jaxpage.device.pages import bytes_of_pages, page_shapes
 from jaxpage.layers.context import StateSpec
 from jaxpage.models import KVSpec
 

@@ -16,14 +16,10 @@ from jaxpage.assembly.sizing import (
     choose_num_blocks,
     choose_num_host_blocks,
 )
-from jaxpage.device import (
-    SCORED_AT_ONCE,
-    BucketMenu,
-    available_host_bytes,
-    bytes_of_pages,
-    page_dtype,
-    processor_shapes,
-)
+from jaxpage.device import SCORED_AT_ONCE
+from jaxpage.device.hardware import available_host_bytes
+from jaxpage.device.inputs import BucketMenu, processor_shapes
+from jaxpage.device.pages import bytes_of_pages, page_dtype
 from jaxpage.errors import CapacityError
 from jaxpage.memory import window_blocks
 from jaxpage.models import ModelSpec

@@ -13,15 +13,9 @@ from jaxpage.assembly.drafting import Drafting
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device import (
-    Executables,
-    KVPages,
-    Packings,
-    StepOptions,
-    make_mesh,
-    open_stored_executables,
-    pack_weights,
-)
+from jaxpage.device import Executables, Packings, StepOptions, open_stored_executables, pack_weights
+from jaxpage.device.hardware import make_mesh
+from jaxpage.device.pages import KVPages
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import (
     ShardedWeight,

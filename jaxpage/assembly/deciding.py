@@ -13,7 +13,8 @@ from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec, engine_spec_of
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles
-from jaxpage.device import attention_sets, check_graphs
+from jaxpage.device import check_graphs
+from jaxpage.device.hardware import attention_sets
 from jaxpage.tables import align
 
 logger = logging.getLogger(__name__)

@@ -20,15 +20,8 @@ from jaxpage.checkpoints import (
     resolve_model,
     resolve_tokenizer,
 )
-from jaxpage.device import (
-    DeviceMesh,
-    DeviceSpec,
-    choose_backend,
-    compile_cache_directory,
-    make_mesh,
-    open_devices,
-    use_compile_cache,
-)
+from jaxpage.device import compile_cache_directory, use_compile_cache
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec, choose_backend, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
 from jaxpage.models.quantization import Scheme

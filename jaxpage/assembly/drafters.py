@@ -35,17 +35,17 @@ from jaxpage.checkpoints import (
     open_mtp,
     resolve_model,
 )
-from jaxpage.device import (
-    Backend,
-    BucketMenu,
+from jaxpage.device import Packings
+from jaxpage.device.drafters import (
     Choice,
     DeviceDrafter,
     HeadDrafter,
     ModelDrafter,
-    Packings,
     TopIdsDrafter,
     TreeShape,
 )
+from jaxpage.device.hardware import Backend
+from jaxpage.device.inputs import BucketMenu
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding

@@ -18,7 +18,9 @@ from jaxpage.assembly.drafters import (
     tree_shape,
 )
 from jaxpage.checkpoints import LoadPlan, ModelFiles
-from jaxpage.device import BucketMenu, KVPages, Packings, page_shapes
+from jaxpage.device import Packings
+from jaxpage.device.inputs import BucketMenu
+from jaxpage.device.pages import KVPages, page_shapes
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig

@@ -18,18 +18,10 @@ from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.drafters import DraftedEngine
 from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.sizing import MemoryPlan
-from jaxpage.device import (
-    BucketMenu,
-    DeviceMesh,
-    DeviceSpec,
-    KVPages,
-    Packings,
-    TableShape,
-    divide_shapes,
-    make_menu,
-    page_dtype,
-    page_shapes,
-)
+from jaxpage.device import Packings
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec
+from jaxpage.device.inputs import BucketMenu, TableShape, make_menu
+from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids

@@ -18,14 +18,9 @@ from jaxpage.assembly import choose_dtype, refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model, resolve_model
-from jaxpage.device import (
-    DeviceSpec,
-    bytes_per_layer,
-    choose_backend,
-    logits_of_prompt,
-    pack_weights,
-    page_dtype,
-)
+from jaxpage.device import logits_of_prompt, pack_weights
+from jaxpage.device.hardware import DeviceSpec, choose_backend
+from jaxpage.device.pages import bytes_per_layer, page_dtype
 from jaxpage.errors import UsageError
 from jaxpage.models import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig

@@ -29,7 +29,8 @@ from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import open_model, resolve_model
-from jaxpage.device import DeviceSpec, page_dtype
+from jaxpage.device.hardware import DeviceSpec
+from jaxpage.device.pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig

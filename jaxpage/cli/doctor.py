@@ -187,13 +187,13 @@ def _host_memory() -> Iterator[str]:
 
 
 def _cpu_kernels() -> Iterator[str]:
-    from jaxpage.device import cpu_kernels
+    from jaxpage.device.hardware import cpu_kernels
 
     yield cpu_kernels()
 
 
 def _cpp_compiler() -> Iterator[str]:
-    from jaxpage.device import cpp_compiler
+    from jaxpage.device.hardware import cpp_compiler
 
     try:
         command = cpp_compiler()

@@ -39,7 +39,7 @@ from jaxpage.checkpoints import (
     resolve_model_config,
 )
 from jaxpage.cli import plan_devices
-from jaxpage.device import DeviceSpec, open_devices
+from jaxpage.device.hardware import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
 from jaxpage.settings.engine_config import EngineConfig

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import Bucket, BucketMenu, Flags, ProcessorInputs, TableShape, empty_inputs
+from jaxpage.device.inputs import (
+    Bucket,
+    BucketMenu,
+    Flags,
+    ProcessorInputs,
+    TableShape,
+    empty_inputs,
+)
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of

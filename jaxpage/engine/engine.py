@@ -21,7 +21,8 @@ from jaxpage.decoding import (
     advance,
     masks_of,
 )
-from jaxpage.device import Bucket, Executables, Packings
+from jaxpage.device import Executables, Packings
+from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import ModelFiles, load_shards
-from jaxpage.device import Packings, cpu_kernels, unpack_weight
+from jaxpage.device import Packings, unpack_weight
+from jaxpage.device.hardware import cpu_kernels
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader

@@ -81,7 +81,13 @@ DOORS = {
     "speculation",
 }
 # Rooms within a room that have a door of their own.
-INNER_DOORS = {"jaxpage.models.quantization"}
+INNER_DOORS = {
+    "jaxpage.device.drafters",
+    "jaxpage.device.hardware",
+    "jaxpage.device.inputs",
+    "jaxpage.device.pages",
+    "jaxpage.models.quantization",
+}
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
@@ -140,7 +146,6 @@ MAX_DOOR_NAMES = 20
 WIDE_DOORS = {  # doors that are wider, with the number of their names
     "jaxpage.assembly": 27,
     "jaxpage.checkpoints": 49,
-    "jaxpage.device": 50,
     "jaxpage.engine": 33,
     "jaxpage.models": 55,
     "jaxpage.replay": 25,
@@ -227,7 +232,6 @@ DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
     "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
     "jaxpage/lazy.py": "a part that asks for one name of a room does not load the others",
-    "jaxpage/device/__init__.py": "a part that asks for one name does not load the others",
     "jaxpage/models/__init__.py": "a part that asks for one name does not load the others",
     "jaxpage/checkpoints/__init__.py": "transformers takes seconds to import, and a model is read without it",
     "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",

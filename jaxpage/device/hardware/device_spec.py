@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 from jax.typing import DTypeLike
 
-from jaxpage.device import gpu_memory
-from jaxpage.device.backends import has_bfloat16
+from jaxpage.device.hardware import gpu_memory
+from jaxpage.device.hardware.backends import has_bfloat16
 from jaxpage.device.packing import takes
 from pallas_kernels import candidates
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.models import KVSpec
 from pallas_kernels import is_quantized
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
 from jaxpage.device.divided_logits import Logits
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.step_inputs import Flags, StepInputs
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import Flags, StepInputs
+from jaxpage.device.pages.kv_pages import KVPages
 
 
 class TargetStep(NamedTuple):

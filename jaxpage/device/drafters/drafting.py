@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.drafter import TargetStep
-from jaxpage.device.kv_pages import KVPages, in_groups
+from jaxpage.device.drafters.drafter import TargetStep
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import Flags, StepInputs
 from jaxpage.device.moving import copy_blocks, copy_slots
+from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturb_logits
-from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.device.verify import moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.models import Drafter, join

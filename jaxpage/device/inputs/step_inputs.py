@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.buckets import Bucket
+from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.shapes import MAX_BIASES
 from jaxpage.step.token_masks import num_mask_words
 

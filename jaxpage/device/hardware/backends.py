@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.kv_pages import QUANTIZED, LayerPages
+from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.packing import Packings
+from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import pack_modules
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
