@@ -171,7 +171,7 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
 
 
 def test_jax_says_whether_its_devices_are_open():
-    program = "from jaxpage.device import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
+    program = "from jaxpage.device.hardware import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -192,7 +192,7 @@ _SERVES = """
 from jaxpage import LLM
 llm = LLM(sys.argv[2], max_num_seqs=2, max_num_batched_tokens=16)
 llm.generate([[1, 2, 3]], use_tqdm=False)
-from jaxpage.device import gpu_memory
+from jaxpage.device.hardware import gpu_memory
 assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
 """
 
