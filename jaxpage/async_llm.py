@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built, Hooks, Mode
-from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel
 from jaxpage.engine import (
     SCORING,

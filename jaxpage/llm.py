@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
-from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update
 from jaxpage.engine import (
     SCORING,

@@ -17,7 +17,7 @@ from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, EngineRun, table
 from jaxpage.bench.task_prompts import TASKS, task_texts
-from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import JaxpageError, ModelNotFoundError
 from tools.demo_model.tales import tale

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly.drafters import open_heads
+from jaxpage.checkpoints.drafters.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
+from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model
 from jaxpage.checkpoints.loading import load_weights
-from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
-from jaxpage.checkpoints.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.opening import open_model
-from jaxpage.checkpoints.resolve import DEMO, resolve_model
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads

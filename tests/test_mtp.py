@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 
 from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.assembly.drafting import open_drafting
-from jaxpage.checkpoints import ModelFiles, load_weights, open_model, open_parameters
+from jaxpage.checkpoints import ModelFiles, load_weights, open_model
+from jaxpage.checkpoints.in_memory import open_parameters
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError

@@ -16,7 +16,8 @@ from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
-from jaxpage.checkpoints import ModelFiles, ends_of_text, read_embedding_files
+from jaxpage.checkpoints import ModelFiles, read_embedding_files
+from jaxpage.checkpoints.tokenizers import ends_of_text
 from jaxpage.device import Embedder, Executables
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages

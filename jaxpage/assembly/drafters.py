@@ -16,25 +16,21 @@ from typing import Any, ClassVar, Protocol, cast
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpage.checkpoints import (
+from jaxpage.checkpoints import LoadPlan, ModelFiles, load_weights, open_model
+from jaxpage.checkpoints.drafters import (
     EAGLE_FILES,
-    HUB_FILES,
     MEDUSA_FILES,
     EagleMethod,
-    LoadPlan,
     MedusaFiles,
-    ModelFiles,
     load_eagle,
     load_medusa,
     load_mtp,
-    load_tokenizer,
-    load_weights,
     open_eagle,
     open_medusa,
-    open_model,
     open_mtp,
-    resolve_model,
 )
+from jaxpage.checkpoints.finding import HUB_FILES, resolve_model
+from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.device import Packings
 from jaxpage.device.drafters import (
     Choice,

@@ -26,7 +26,8 @@ from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profile
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import describe_model, resolve_model
+from jaxpage.checkpoints import describe_model
+from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.device.pages import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError

@@ -86,7 +86,7 @@ def run_batch(arguments: argparse.Namespace) -> None:
 def convert(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage convert SRC DST`, which writes a checkpoint in another format."""
     from jaxpage.checkpoints import convert as convert_checkpoint
-    from jaxpage.checkpoints import resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
 
     source = resolve_model(arguments.source)
     say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")

@@ -30,14 +30,8 @@ from jaxpage.assembly import (
     notices,
     open_drafting,
 )
-from jaxpage.checkpoints import (
-    ModelDescription,
-    describe_model,
-    open_model,
-    read_dtype,
-    resolve_model,
-    resolve_model_config,
-)
+from jaxpage.checkpoints import ModelDescription, describe_model, open_model, read_dtype
+from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
 from jaxpage.device.hardware import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_waking
-from jaxpage.checkpoints import Parameters
+from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
 from jaxpage.engine import (

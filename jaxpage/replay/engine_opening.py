@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.assembly import NO_HOOKS, Built, Hooks, build_engine
-from jaxpage.checkpoints import ModelConfig, ModelFiles, Parameters, open_parameters
+from jaxpage.checkpoints import ModelFiles
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters, open_parameters
 from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new

@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpage.checkpoints import load_tokenizer, local_model
+from jaxpage.checkpoints.finding import local_model
+from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.log_header import read_header
 from jaxpage.replay.looking import records_of

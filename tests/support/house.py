@@ -82,6 +82,11 @@ DOORS = {
 }
 # Rooms within a room that have a door of their own.
 INNER_DOORS = {
+    "jaxpage.checkpoints.drafters",
+    "jaxpage.checkpoints.finding",
+    "jaxpage.checkpoints.gguf",
+    "jaxpage.checkpoints.in_memory",
+    "jaxpage.checkpoints.tokenizers",
     "jaxpage.device.drafters",
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
@@ -145,7 +150,6 @@ MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
 WIDE_DOORS = {  # doors that are wider, with the number of their names
     "jaxpage.assembly": 27,
-    "jaxpage.checkpoints": 49,
     "jaxpage.engine": 33,
     "jaxpage.models": 55,
     "jaxpage.replay": 25,
@@ -161,14 +165,17 @@ TRACE_SCOPE = "jaxpage/layers/trace_scope.py"
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
     (
         "jaxpage/checkpoints/conversion.py",
-        "jaxpage.checkpoints.gguf_tokenizer",
+        "jaxpage.checkpoints.tokenizers.gguf_tokenizer",
     ): "transformers takes a second to import, and directories are converted without it",
-    ("jaxpage/checkpoints/gguf_types.py", "gguf"): "a model in another format needs none of it",
+    ("jaxpage/checkpoints/gguf/types.py", "gguf"): "a model in another format needs none of it",
     (
         "jaxpage/checkpoints/orbax_files.py",
         "orbax.checkpoint",
     ): "costs seconds, and most runs load safetensors",
-    ("jaxpage/checkpoints/resolve.py", "huggingface_hub"): "a local model needs no HTTP client",
+    (
+        "jaxpage/checkpoints/finding/resolve.py",
+        "huggingface_hub",
+    ): "a local model needs no HTTP client",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
     (
         "jaxpage/cli/commands.py",
@@ -176,7 +183,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ): "each command imports what it needs: checking a configuration needs no jax",
     (
         "jaxpage/cli/generate.py",
-        "jaxpage.checkpoints",
+        "jaxpage.checkpoints.finding",
     ): "wrong flags and an empty prompt are refused before jax is imported",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
@@ -233,11 +240,10 @@ DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
     "jaxpage/lazy.py": "a part that asks for one name of a room does not load the others",
     "jaxpage/models/__init__.py": "a part that asks for one name does not load the others",
-    "jaxpage/checkpoints/__init__.py": "transformers takes seconds to import, and a model is read without it",
     "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
-    "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",
+    "jaxpage/checkpoints/finding/resolve.py": "a local model needs no HTTP client",
     "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
 }
 

@@ -11,7 +11,8 @@ from typing import Any
 from starlette.routing import BaseRoute, Router
 
 from jaxpage.assembly import Built, EngineSpec, Hooks, weights_for_waking
-from jaxpage.checkpoints import open_model, resolve_model
+from jaxpage.checkpoints import open_model
+from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CapacityError
 from jaxpage.replay import open_engine

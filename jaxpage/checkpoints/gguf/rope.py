@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.checkpoints.gguf_header import GGUFFile, as_number
-from jaxpage.checkpoints.gguf_tensors import read_gguf_array
+from jaxpage.checkpoints.gguf.header import GGUFFile, as_number
+from jaxpage.checkpoints.gguf.tensors import read_gguf_array
 from jaxpage.checkpoints.problems import quote
 from jaxpage.errors import UnsupportedError
 

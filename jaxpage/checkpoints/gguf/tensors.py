@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.checkpoints.gguf_header import GGUFFile, GGUFTensor, read_gguf
-from jaxpage.checkpoints.gguf_types import tensor_names, tensor_type
+from jaxpage.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
+from jaxpage.checkpoints.gguf.types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.checkpoints.eagle_files import TABLES
+from jaxpage.checkpoints.drafters.eagle_files import TABLES
 from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit_stored
-from jaxpage.checkpoints.in_memory import array_headers
+from jaxpage.checkpoints.in_memory.parameters import array_headers
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
+from jaxpage.checkpoints.drafters.token_map import read_token_map
 from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, rename_tensors
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.models import MedusaHeads, MedusaSpec, weights_of
 
 logger = logging.getLogger(__name__)

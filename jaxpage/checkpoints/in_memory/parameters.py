@@ -16,11 +16,11 @@ from flax import nnx
 
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.fitting import Filled, LoadPlan, fit_stored
+from jaxpage.checkpoints.in_memory.trainer_names import hugging_face_names, trainer_of
 from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.checkpoints.trainer_names import hugging_face_names, trainer_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
 from jaxpage.models import Weight, entry_at, find_ignored_tensors, model_weights, text_part

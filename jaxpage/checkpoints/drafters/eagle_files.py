@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
-from jaxpage.checkpoints.eagle_config import EagleConfig
+from jaxpage.checkpoints.drafters.eagle_config import EagleConfig
+from jaxpage.checkpoints.drafters.token_map import read_token_map
 from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, rename_tensors, same_bytes
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
 from jaxpage.models import Eagle3Spec, EagleSpec, RotaryDecoderSpec, ignored, weights_of
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.checkpoints.gguf_types import PLAIN, tensor_types
+from jaxpage.checkpoints.gguf.types import PLAIN, tensor_types
 from jaxpage.checkpoints.problems import quote
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 

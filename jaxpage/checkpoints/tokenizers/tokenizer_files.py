@@ -12,13 +12,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.files import has_file, read_object
-from jaxpage.checkpoints.gguf_header import is_gguf
-from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.checkpoints.finding.resolve import TOKENIZER_FILES, resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.gguf.header import is_gguf
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import list_names, quote
-from jaxpage.checkpoints.resolve import TOKENIZER_FILES, resolve_model, resolve_tokenizer
-from jaxpage.checkpoints.sentence_piece import sentence_piece_tokenizer
-from jaxpage.checkpoints.text_growth import check_growth
+from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
+from jaxpage.checkpoints.tokenizers.sentence_piece import sentence_piece_tokenizer
+from jaxpage.checkpoints.tokenizers.text_growth import check_growth
 from jaxpage.errors import CheckpointError
 from jaxpage.settings.engine_config import EngineConfig
 

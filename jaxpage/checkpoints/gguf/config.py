@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxpage.checkpoints.gguf_header import GGUFFile, as_number, read_gguf
-from jaxpage.checkpoints.gguf_rope import rope_parameters
+from jaxpage.checkpoints.gguf.header import GGUFFile, as_number, read_gguf
+from jaxpage.checkpoints.gguf.rope import rope_parameters
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import import_protobuf
 
 from jaxpage.checkpoints.files import has_file
-from jaxpage.checkpoints.gguf_tokenizer import add_tokens, sentence_piece
+from jaxpage.checkpoints.tokenizers.gguf_tokenizer import add_tokens, sentence_piece
 from jaxpage.errors import CheckpointError
 
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}

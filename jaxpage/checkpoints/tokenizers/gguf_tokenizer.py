@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxpage.checkpoints.gguf_header import read_gguf
+from jaxpage.checkpoints.gguf.header import read_gguf
 from jaxpage.checkpoints.problems import list_names, quote
 from jaxpage.errors import CheckpointError
 

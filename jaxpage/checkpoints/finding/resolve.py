@@ -14,15 +14,15 @@ from pathlib import Path
 
 from jaxpage.checkpoints.config_file import MODELOPT_FILE
 from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
-from jaxpage.checkpoints.fetched import FETCHABLE, check_fetched, path_of_fetched
-from jaxpage.checkpoints.gguf_header import looks_like_gguf
+from jaxpage.checkpoints.finding.fetched import FETCHABLE, check_fetched, path_of_fetched
+from jaxpage.checkpoints.gguf.header import looks_like_gguf
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, weight_map
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.settings.argument_checks import close_names
 
 logger = logging.getLogger(__name__)
 
-DEMO = Path(__file__).parents[1] / "demo"
+DEMO = Path(__file__).parents[2] / "demo"
 # The demo model, and its drafters.
 PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
