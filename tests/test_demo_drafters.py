@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.drafters import open_heads
+from jaxpage.assembly.planning.drafters import open_heads
 from jaxpage.checkpoints.drafters.medusa_files import load_medusa, open_medusa
 from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.drafting import Drafting
+from jaxpage.assembly.planning.drafting import Drafting
 from jaxpage.device.drafters import drafting
 from jaxpage.outputs import RequestOutput
 from jaxpage.step.draft import Draft

@@ -27,7 +27,7 @@ from jaxpage.driver import Driver, Handle, async_driver, turns
 from jaxpage.driver import driver as driver_module
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.driver.front import prepare
-from jaxpage.engine import Prompt
+from jaxpage.engine.calls import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
     CapacityError,

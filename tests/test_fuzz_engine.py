@@ -15,7 +15,7 @@ from jaxpage.driver.driver import EmbeddingHandle, Pinning
 from jaxpage.driver.handle import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
-from jaxpage.engine.scoring import continuation_logprobs
+from jaxpage.engine.calls.scoring import continuation_logprobs
 from jaxpage.outputs import CompletionOutput, Logprob
 from tests.support import fuzz_cases
 from tests.support.engines import BLOCKS_OF_16

@@ -13,14 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.assembly import (
-    Described,
-    ModelLayout,
-    choose_dtype,
-    engine_spec_of,
-    notices,
-)
-from jaxpage.assembly.engine_spec import mixes
+from jaxpage.assembly import choose_dtype
+from jaxpage.assembly.planning import Described, ModelLayout, engine_spec_of, notices
+from jaxpage.assembly.planning.engine_spec import mixes
 from jaxpage.device.attention import make_attend
 from jaxpage.device.hardware import DeviceSpec
 from jaxpage.device.hardware.backends import Backend, attention_sets, choose_backend

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
-from jaxpage.assembly.drafting import open_drafting
+from jaxpage.assembly.planning.drafters import ModelDrafterFiles, open_drafter
+from jaxpage.assembly.planning.drafting import open_drafting
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model
 from jaxpage.checkpoints.in_memory import open_parameters
 from jaxpage.device.attention import make_layer_kernels

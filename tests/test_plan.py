@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly import ModelLayout
+from jaxpage.assembly.planning import ModelLayout
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.cli.flag import byte_size

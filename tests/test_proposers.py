@@ -673,7 +673,7 @@ def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
     }
     assert found - families == {
         "jaxpage/settings/speculative_methods.py",
-        "jaxpage/assembly/drafters.py",
+        "jaxpage/assembly/planning/drafters.py",
         "jaxpage/checkpoints/drafters/__init__.py",
         "jaxpage/models/__init__.py",
     }

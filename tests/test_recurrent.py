@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.assembly import cache_groups
+from jaxpage.assembly.planning import cache_groups
 from jaxpage.device import executables, recurrence, steps
 from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.pages.kv_pages import StatePages

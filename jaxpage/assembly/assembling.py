@@ -12,16 +12,17 @@ from typing import Any
 
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import Hooks
-from jaxpage.assembly.sizing import MemoryPlan
+from jaxpage.assembly.planning.engine_spec import EngineSpec
+from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import ModelFiles, read_embedding_files
 from jaxpage.checkpoints.tokenizers import ends_of_text
 from jaxpage.device import Embedder, Executables
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
-from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner, TextEmbedding
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
+from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler

@@ -9,9 +9,9 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.drafting import Drafting
-from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.drafting import Drafting
+from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
 from jaxpage.device import Executables, Packings, StepOptions, open_stored_executables, pack_weights
 from jaxpage.device.hardware import make_mesh

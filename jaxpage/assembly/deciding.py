@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from jaxpage.assembly.capacity import notices
-from jaxpage.assembly.described import ModelLayout
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.engine_spec import EngineSpec, engine_spec_of
 from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.capacity import notices
+from jaxpage.assembly.planning.described import ModelLayout
+from jaxpage.assembly.planning.engine_spec import EngineSpec, engine_spec_of
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import check_graphs
 from jaxpage.device.hardware import attention_sets

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.drafting import open_drafting
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import ModelFiles, list_names, open_model
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer

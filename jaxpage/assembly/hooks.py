@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jaxpage.assembly.engine_spec import EngineSpec
+from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.engine import EngineParts
 
 PHASES = (

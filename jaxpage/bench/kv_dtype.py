@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.assembly import choose_dtype, refuse_recurrent
+from jaxpage.assembly import choose_dtype
+from jaxpage.assembly.planning import refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model

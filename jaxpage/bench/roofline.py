@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.assembly import Hooks, refuse_recurrent
+from jaxpage.assembly import Hooks
+from jaxpage.assembly.planning import refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result

@@ -16,17 +16,15 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly import (
+from jaxpage.assembly import choose_dtype, choose_kv_cache_dtype, lora_spec
+from jaxpage.assembly.planning import (
     Described,
     Drafting,
     EngineSpec,
     MemoryPlan,
     ModelLayout,
-    choose_dtype,
-    choose_kv_cache_dtype,
     engine_spec_of,
     find_refused_settings,
-    lora_spec,
     notices,
     open_drafting,
 )

@@ -11,12 +11,9 @@ from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_w
 from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
-from jaxpage.engine import (
+from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest
+from jaxpage.engine.calls import (
     ByVectors,
-    CheckedParams,
-    Engine,
-    NamedAdapter,
-    PreparedRequest,
     Prompt,
     RerankMethod,
     YesNo,

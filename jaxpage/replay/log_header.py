@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.assembly import EngineSpec, shards_of_weights
+from jaxpage.assembly import shards_of_weights
+from jaxpage.assembly.planning import EngineSpec
 from jaxpage.checkpoints import ModelFiles, load_shards
 from jaxpage.device import Packings, unpack_weight
 from jaxpage.device.hardware import cpu_kernels

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
 from jaxpage.driver import prepare
-from jaxpage.engine import CheckedParams, Engine, PreparedRequest, Prompt
+from jaxpage.engine import CheckedParams, Engine, PreparedRequest
+from jaxpage.engine.calls import Prompt
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams

@@ -25,7 +25,7 @@ from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer
-from jaxpage.engine import reranker_of
+from jaxpage.engine.calls import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly import engine_spec
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.device.inputs.step_inputs import unpack
 from jaxpage.device.pages import kv_pages
 from jaxpage.device.steps import logits_step

@@ -82,6 +82,7 @@ DOORS = {
 }
 # Rooms within a room that have a door of their own.
 INNER_DOORS = {
+    "jaxpage.assembly.planning",
     "jaxpage.checkpoints.drafters",
     "jaxpage.checkpoints.finding",
     "jaxpage.checkpoints.gguf",
@@ -91,7 +92,9 @@ INNER_DOORS = {
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
+    "jaxpage.engine.calls",
     "jaxpage.models.quantization",
+    "jaxpage.replay.reading",
 }
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
@@ -148,12 +151,7 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
-WIDE_DOORS = {  # doors that are wider, with the number of their names
-    "jaxpage.assembly": 27,
-    "jaxpage.engine": 33,
-    "jaxpage.models": 55,
-    "jaxpage.replay": 25,
-}
+WIDE_DOORS = {"jaxpage.models": 55}  # doors that are wider, with the number of their names
 
 # The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the
 # kernels.

@@ -10,7 +10,8 @@ from typing import Any
 
 from starlette.routing import BaseRoute, Router
 
-from jaxpage.assembly import Built, EngineSpec, Hooks, weights_for_waking
+from jaxpage.assembly import Built, Hooks, weights_for_waking
+from jaxpage.assembly.planning import EngineSpec
 from jaxpage.checkpoints import open_model
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.driver import AsyncDriver

@@ -13,7 +13,7 @@ from jaxpage.checkpoints.finding import local_model
 from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.log_header import read_header
-from jaxpage.replay.looking import records_of
+from jaxpage.replay.reading.looking import records_of
 from jaxpage.replay.recorder import Record
 
 

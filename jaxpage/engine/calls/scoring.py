@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.engine.prompts import as_list
+from jaxpage.engine.calls.prompts import as_list
 from jaxpage.errors import WeightsReplaced
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams

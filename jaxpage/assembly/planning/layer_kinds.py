@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.assembly.described import ModelLayout
+from jaxpage.assembly.planning.described import ModelLayout
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig

@@ -12,12 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.assembly.cache_groups import CacheGroup, cache_groups, group_of_layers
-from jaxpage.assembly.capacity import plan_memory
-from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.assembly.drafters import DraftedEngine
-from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
-from jaxpage.assembly.sizing import MemoryPlan
+from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, group_of_layers
+from jaxpage.assembly.planning.capacity import plan_memory
+from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.drafters import DraftedEngine
+from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.device import Packings
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
 from jaxpage.device.inputs import BucketMenu, TableShape, make_menu

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.drafters import (
+from jaxpage.assembly.planning.drafters import (
     DraftedEngine,
     DrafterFiles,
     ModelDrafterFiles,

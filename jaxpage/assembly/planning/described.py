@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxpage.assembly.drafting import Drafting
+from jaxpage.assembly.planning.drafting import Drafting
 from jaxpage.device.hardware import Backend, DeviceSpec
 from jaxpage.models import LoRASpec, ModelSpec
 from jaxpage.settings.engine_config import EngineConfig

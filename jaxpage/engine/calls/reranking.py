@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.engine.embedding import TextEmbedding
+from jaxpage.engine.calls.embedding import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from jaxpage.checkpoints import EmbeddingFiles
-from jaxpage.engine.prompts import normalise
+from jaxpage.engine.calls.prompts import normalise
 from jaxpage.outputs import Pooling, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show
 

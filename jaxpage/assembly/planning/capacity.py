@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from jaxpage.assembly.cache_groups import CacheGroup
-from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.assembly.sizing import (
+from jaxpage.assembly.planning.cache_groups import CacheGroup
+from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.sizing import (
     MemoryPlan,
     WindowBlocks,
     choose_num_blocks,
