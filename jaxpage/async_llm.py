@@ -24,15 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built, Hooks, Mode
-from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
-from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.driver import DrivenModel
-from jaxpage.engine import (
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
+from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel
+from jaxpage.engine import Engine, PreparedRequest
+from jaxpage.engine.calls import (
     SCORING,
     ByVectors,
-    Engine,
     Messages,
-    PreparedRequest,
     RerankMethod,
     accept_sampling_params,
     check_dimensions,

@@ -12,14 +12,13 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
-from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update
-from jaxpage.engine import (
+from jaxpage.engine import Engine, PreparedRequest
+from jaxpage.engine.calls import (
     SCORING,
     ByVectors,
-    Engine,
     Messages,
-    PreparedRequest,
     RerankMethod,
     accept_sampling_params,
     check_dimensions,

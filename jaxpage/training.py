@@ -17,13 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.checkpoints import (
-    ModelConfig,
-    ModelFiles,
-    load_weights,
-    name_parameters,
-    open_parameters,
-)
+from jaxpage.checkpoints import ModelFiles, load_weights
+from jaxpage.checkpoints.in_memory import ModelConfig, name_parameters, open_parameters
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts

@@ -17,8 +17,8 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.device import steps
 from jaxpage.device.divided_logits import Logits, draw_from_parts
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.step_inputs import unpack
+from jaxpage.device.hardware.mesh import make_mesh
+from jaxpage.device.inputs.step_inputs import unpack
 from jaxpage.layers.sharding import Sharding
 from jaxpage.shapes import NOT_FINITE
 from tests.support.engines import LLAMA, invariants

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device import drafting
+from jaxpage.device.drafters import drafting
 from jaxpage.speculation import Proposer
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.request import Request, Sequence

@@ -18,9 +18,9 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.device import acceptance
 from jaxpage.device.acceptance import decide
-from jaxpage.device.buckets import Bucket
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import Flags, ProcessorInputs, StepInputs, processor_shapes
 from jaxpage.device.sampler import Stream, noise_key
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, processor_shapes
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import jaxpage
 from tests.support import house, names, reach
-from tests.support.sources import WHEEL, read_modules
+from tests.support.sources import WHEEL, door_names, read_modules
 from tools import house as house_table
 from tools import mutate
 
@@ -62,6 +63,23 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
     assert len(vague) <= 0.003 * num_locals, "\n".join(vague)
     house_modules = [module for module in modules if module.path.startswith("jaxpage/")]
     assert names.shared_classes(house_modules) == []
+
+
+def test_doors_give_the_names_that_they_list() -> None:
+    """Those that are loaded at first use, too."""
+    doors = house.INNER_DOORS | {f"jaxpage.{room}" for room in house.DOORS}
+    names = {
+        module.name: door_names(module)
+        for module in read_modules(ROOT, WHEEL)
+        if module.name in doors
+    }
+    assert names.keys() == doors and "Executables" in names["jaxpage.device"]
+    for door, listed in names.items():
+        room = importlib.import_module(door)
+        assert set(listed) <= {*dir(room), *getattr(room, "__all__", ())}, door
+        assert not [name for name in listed if getattr(room, name, None) is None]
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            room.nothing  # noqa: B018
 
 
 def test_scripts_find_the_modules_beside_them() -> None:
@@ -345,12 +363,17 @@ PLANTED = [
     (
         "jaxpage/driver/a.py",
         "import asyncio",
-        "the driver knows no event loop and no HTTP, but imports asyncio",
+        "the driver knows no HTTP, and event loops in async_driver alone, but imports asyncio",
     ),
     (
         "jaxpage/serving/a.py",
         "def f(self):\n    self.engine.step()",
         "calls Engine.step: only a driver does",
+    ),
+    (
+        "jaxpage/serving/a.py",
+        "def f(driver):\n    driver.engine.scheduler.running",
+        "reaches through engine/: driver.engine.scheduler.running",
     ),
     (
         "pallas_kernels/a.py",
@@ -411,6 +434,22 @@ PLANTED = [
         '__all__ = ["lives", "Dies"]',
         "the door says nothing about Dies",
     ),
+    (
+        "jaxpage/memory/__init__.py",
+        "from jaxpage.memory.c import (\n    Dies,\n    Grows,  # says that it grows\n)",
+        "the door says nothing about Dies",
+    ),
+    (
+        "jaxpage/memory/__init__.py",
+        "\n".join(f"from jaxpage.memory.c import lives{place}  # lives" for place in range(21)),
+        "the door has 21 names; 20 are enough",
+    ),
+    (
+        "jaxpage/engine/engine.py",
+        "from typing import TYPE_CHECKING\nfrom jaxpage.memory import D\n"
+        "if TYPE_CHECKING:\n    import jaxpage.engine.other",
+        "imports in a circle: jaxpage.engine.engine -> jaxpage.engine.other -> ",
+    ),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
 ]
@@ -424,6 +463,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, mess
         "jaxpage/memory/c.py": "D = 1",
         "jaxpage/device/b.py": "import jax",
         "jaxpage/engine/engine.py": "x = 1",
+        "jaxpage/engine/other.py": "import jaxpage.engine.engine",
     }
     for name, text in {**good, path: code}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -455,9 +495,10 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/layers/trace_scope.py": "from contextvars import ContextVar",
         "jaxpage/errors.py": "import os",
         "jaxpage/cli/commands.py": "def generate():\n    import jaxpage.llm",
-        "jaxpage/driver/__init__.py": "from jaxpage.driver.turns import Turns",
-        "jaxpage/driver/turns.py": "def turn(engine):\n    engine.step()",
+        "jaxpage/driver/__init__.py": "from jaxpage.driver.turns import Turns  # takes turns",
+        "jaxpage/driver/turns.py": "def turn(engine):\n    engine.step()\n    engine.names.get(1)",
         "jaxpage/async_llm.py": "import asyncio\nfrom jaxpage.driver import Turns",
+        "jaxpage/driver/async_driver.py": "import asyncio",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
         "tools/lab/paper/orca.py": "from jaxpage.memory import c",
         "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly import PHASES, ModelLayout
+from jaxpage.assembly import PHASES
+from jaxpage.assembly.planning import ModelLayout
 from jaxpage.bench import history
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes

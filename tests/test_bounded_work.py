@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from jaxpage import async_driver
-from jaxpage.engine import Reporter, YesNo
+from jaxpage.driver import async_driver
+from jaxpage.engine import Reporter
+from jaxpage.engine.calls import YesNo
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.serving import loop_turns

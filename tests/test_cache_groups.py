@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.cache_groups import cache_groups, group_of_layers
-from jaxpage.assembly.sizing import MemoryPlan, WindowBlocks
+from jaxpage.assembly.planning.cache_groups import cache_groups, group_of_layers
+from jaxpage.assembly.planning.sizing import MemoryPlan, WindowBlocks
 from jaxpage.models.base import KVSpec
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.step.plan import Row, StepPlan

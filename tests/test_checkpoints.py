@@ -38,16 +38,15 @@ from jaxpage.checkpoints import (
     loading,
     open_model,
     read_config,
-    resolve_model,
-    resolve_tokenizer,
 )
 from jaxpage.checkpoints.config_file import eos_token_ids
+from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model_config
 from jaxpage.checkpoints.fitting import check_weights
 from jaxpage.checkpoints.loading import load_sharded
 from jaxpage.checkpoints.opening import weights_bytes
-from jaxpage.checkpoints.resolve import DEMO, resolve_model_config
 from jaxpage.checkpoints.safetensors_files import SINGLE
-from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
@@ -686,7 +685,9 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    monkeypatch.setattr("jaxpage.checkpoints.tokenizer_files.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "jaxpage.checkpoints.tokenizers.tokenizer_files.find_spec", lambda name: None
+    )
     with pytest.raises(
         CheckpointError,
         match="tokenizer.model alone.*pip install sentencepiece, or give a directory",
@@ -1191,9 +1192,9 @@ def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.Monk
         == resolve_model(tmp_path / "models" / "llama")
         == tmp_path / "models" / "llama"
     )
-    monkeypatch.setattr("jaxpage.checkpoints.resolve.DEMO", tmp_path / "models")
+    monkeypatch.setattr("jaxpage.checkpoints.finding.resolve.DEMO", tmp_path / "models")
     assert resolve_model("demo") == tmp_path / "models"
-    monkeypatch.setattr("jaxpage.checkpoints.resolve.DEMO", tmp_path / "none")
+    monkeypatch.setattr("jaxpage.checkpoints.finding.resolve.DEMO", tmp_path / "none")
     with pytest.raises(ModelNotFoundError, match="packaged demo model is missing"):
         resolve_model("demo")
     for name in ("models/llama", str(tmp_path)):
@@ -1367,7 +1368,7 @@ def test_the_real_hub_client_refused(
 
 
 def test_the_real_hub_client_offline(tmp_path: Path) -> None:
-    code = "from jaxpage.checkpoints import resolve_model; resolve_model('some-org/some-model')"
+    code = "from jaxpage.checkpoints.finding import resolve_model; resolve_model('some-org/some-model')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(

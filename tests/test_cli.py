@@ -781,7 +781,7 @@ def test_nobody_is_told_that_torch_is_missing() -> None:
     code = (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
-        "from jaxpage.checkpoints.tokenizer_files import load_tokenizer\n"
+        "from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer\n"
         "from transformers.utils import is_torch_available\n"
         "print(is_torch_available())"
     )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.cli import main
 from jaxpage.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.serving.wire.errors import ApiError

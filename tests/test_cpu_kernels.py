@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device.backends import choose_backend
+from jaxpage.device.hardware.backends import choose_backend
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.product import multiply_rounded
 from pallas_kernels import (

@@ -13,10 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.drafters import open_heads
+from jaxpage.assembly.planning.drafters import open_heads
+from jaxpage.checkpoints.drafters.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
+from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import open_model
-from jaxpage.checkpoints.resolve import DEMO, resolve_model
 from jaxpage.errors import CheckpointError
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig

@@ -15,11 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.assembly.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
-from jaxpage.device import gpu_memory
-from jaxpage.device.buckets import Bucket, make_menu
+from jaxpage.assembly.planning.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
 from jaxpage.device.executables import check_graphs, compiler_options, use_compile_cache
-from jaxpage.device.step_inputs import StepInputs, TableShape, size_when_packed, unpack, views
+from jaxpage.device.hardware import gpu_memory
+from jaxpage.device.inputs.buckets import Bucket, make_menu
+from jaxpage.device.inputs.step_inputs import (
+    StepInputs,
+    TableShape,
+    size_when_packed,
+    unpack,
+    views,
+)
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA
@@ -165,7 +171,7 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
 
 
 def test_jax_says_whether_its_devices_are_open():
-    program = "from jaxpage.device import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
+    program = "from jaxpage.device.hardware import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -186,7 +192,7 @@ _SERVES = """
 from jaxpage import LLM
 llm = LLM(sys.argv[2], max_num_seqs=2, max_num_batched_tokens=16)
 llm.generate([[1, 2, 3]], use_tqdm=False)
-from jaxpage.device import gpu_memory
+from jaxpage.device.hardware import gpu_memory
 assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
 """
 

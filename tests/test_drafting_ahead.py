@@ -14,8 +14,8 @@ import pytest
 import transformers
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.drafting import Drafting
-from jaxpage.device import drafting
+from jaxpage.assembly.planning.drafting import Drafting
+from jaxpage.device.drafters import drafting
 from jaxpage.outputs import RequestOutput
 from jaxpage.step.draft import Draft
 from tests.support.eagle import Eagle, Eagle3, torch, write

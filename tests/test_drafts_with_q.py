@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.device.buckets import Bucket, make_menu
-from jaxpage.device.step_inputs import TableShape, unpack
+from jaxpage.device.inputs.buckets import Bucket, make_menu
+from jaxpage.device.inputs.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replaying import _draft

@@ -20,14 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpage import BeamSearchParams, EngineConfig, SamplingParams, async_driver
+from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.assembly import build_engine
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import to_device
-from jaxpage.driver import Driver, Handle, turns
+from jaxpage.driver import Driver, Handle, async_driver, turns
 from jaxpage.driver import driver as driver_module
-from jaxpage.driver.encoding import prepare
-from jaxpage.engine import Prompt
+from jaxpage.driver.async_driver import AsyncDriver
+from jaxpage.driver.front import prepare
+from jaxpage.engine.calls import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
     CapacityError,
@@ -902,8 +902,8 @@ def test_a_drain_has_its_time_and_no_more(built, monkeypatch):
         endless = Reader(order(built, max_tokens=200))
         driver.wait(driver.add([endless.handle]))
         assert not driver.drain_for(0.01) and endless.end == ShuttingDown  # by hand
-    monkeypatch.setattr(driver_module, "OBEY_SECONDS", 0.1)
-    monkeypatch.setattr(async_driver, "OBEY_SECONDS", 0.1)
+    monkeypatch.setattr(driver_module, "COMMAND_SECONDS", 0.1)
+    monkeypatch.setattr(async_driver, "COMMAND_SECONDS", 0.1)
     gate = Gate(monkeypatch, built.engine)
 
     async def main():
@@ -1148,7 +1148,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def obey(self):
-        self.driver.turns.obey_orders()
+        self.driver.turns.run_commands()
 
     @invariant()
     def holds(self):

@@ -15,7 +15,7 @@ import pytest
 import transformers
 from flax import nnx
 
-from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
+from jaxpage.assembly.planning.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import CheckpointError

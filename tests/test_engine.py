@@ -21,7 +21,7 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
-from jaxpage.device.buckets import make_menu
+from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.errors import (
     CapacityError,
     CheckpointError,

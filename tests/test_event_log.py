@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints import load_weights
-from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.driver import Driver
 from jaxpage.engine.engine import Engine

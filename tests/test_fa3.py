@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.device.backends import Backend, attention_sets, choose_backend
-from jaxpage.device.buckets import Bucket, make_menu
-from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.hardware.backends import Backend, attention_sets, choose_backend
+from jaxpage.device.inputs.buckets import Bucket, make_menu
+from jaxpage.device.pages.kv_pages import LayerPages
 from pallas_kernels import (
     Arguments,
     AttentionOptions,

@@ -13,9 +13,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxpage import cli
-from jaxpage.checkpoints import fetched, load_weights, open_model, resolve_model
-from jaxpage.checkpoints.fetched import FETCHABLE, path_of_fetched
-from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.checkpoints.finding import fetched, resolve_model
+from jaxpage.checkpoints.finding.fetched import FETCHABLE, path_of_fetched
+from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import ModelNotFoundError
 from tests.support.dense import logits_of
 

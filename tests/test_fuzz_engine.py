@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jaxpage.driver import Driver
-from jaxpage.driver.answering import EmbeddingHandle, Pinning
-from jaxpage.driver.orders import LATER, Change
+from jaxpage.driver.driver import EmbeddingHandle, Pinning
+from jaxpage.driver.handle import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
-from jaxpage.engine.scoring import continuation_logprobs
+from jaxpage.engine.calls.scoring import continuation_logprobs
 from jaxpage.outputs import CompletionOutput, Logprob
 from tests.support import fuzz_cases
 from tests.support.engines import BLOCKS_OF_16

@@ -26,18 +26,13 @@ from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from jaxpage import EngineConfig, SamplingParams, cli
 from jaxpage.assembly.describing import open_files
-from jaxpage.checkpoints import (
-    convert,
-    load_weights,
-    open_model,
-    read_generation_config,
-    resolve_model,
-)
+from jaxpage.checkpoints import convert, load_weights, open_model, read_generation_config
 from jaxpage.checkpoints.config_file import eos_token_ids
-from jaxpage.checkpoints.gguf_header import read_gguf
-from jaxpage.checkpoints.gguf_tensors import read_gguf_array
-from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.checkpoints.gguf.header import read_gguf
+from jaxpage.checkpoints.gguf.tensors import read_gguf_array
+from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
 from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels import QuantizedWeight, numbers
@@ -174,7 +169,7 @@ def test_every_type_of_tensor_has_the_numbers_of_the_package(
         key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
     }
     assert dict(file.metadata) == fields
-    monkeypatch.setattr("jaxpage.checkpoints.gguf_tensors._AT_ONCE", 2048)  # two rows
+    monkeypatch.setattr("jaxpage.checkpoints.gguf.tensors._AT_ONCE", 2048)  # two rows
     for tensor in reader.tensors:
         with np.errstate(all="ignore"):
             expected = gguf.dequantize(np.array(tensor.data), tensor.tensor_type)

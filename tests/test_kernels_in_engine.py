@@ -13,20 +13,15 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.assembly import (
-    Described,
-    ModelLayout,
-    choose_dtype,
-    engine_spec_of,
-    notices,
-)
-from jaxpage.assembly.engine_spec import mixes
-from jaxpage.device import DeviceSpec
+from jaxpage.assembly import choose_dtype
+from jaxpage.assembly.planning import Described, ModelLayout, engine_spec_of, notices
+from jaxpage.assembly.planning.engine_spec import mixes
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend, attention_sets, choose_backend
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
-from jaxpage.device.step_inputs import TableShape, size_when_packed, unpack, views
+from jaxpage.device.hardware import DeviceSpec
+from jaxpage.device.hardware.backends import Backend, attention_sets, choose_backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import TableShape, size_when_packed, unpack, views
+from jaxpage.device.pages.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec

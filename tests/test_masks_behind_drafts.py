@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.decoding import grammars as rules
 from jaxpage.decoding.grammar_compiler import GrammarCompiler

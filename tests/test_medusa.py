@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.assembly.drafters import open_heads
-from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
+from jaxpage.assembly.planning.drafters import open_heads
+from jaxpage.checkpoints.drafters.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
 from jaxpage.device.packing import pack_weights
 from jaxpage.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device import drafter
+from jaxpage.device.drafters import drafter
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.lookahead import LookaheadProposer

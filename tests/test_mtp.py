@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
-from jaxpage.assembly.drafting import open_drafting
-from jaxpage.checkpoints import ModelFiles, load_weights, open_model, open_parameters
+from jaxpage.assembly.planning.drafters import ModelDrafterFiles, open_drafter
+from jaxpage.assembly.planning.drafting import open_drafting
+from jaxpage.checkpoints import ModelFiles, load_weights, open_model
+from jaxpage.checkpoints.in_memory import open_parameters
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.mtp import MtpHead

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device import steps
-from jaxpage.device.step_inputs import at_step
+from jaxpage.device.inputs.step_inputs import at_step
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.models.registry import FAMILIES

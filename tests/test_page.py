@@ -20,7 +20,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from jaxpage.assembly import Built, build_engine
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.engine.engine import Engine
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import engine_header

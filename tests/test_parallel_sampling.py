@@ -138,7 +138,7 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
 
 
 def test_more_samples_than_a_prompt_step_has_rows(directories, prompts, lone, monkeypatch):
-    monkeypatch.setattr("jaxpage.device.buckets.CHUNK_ROWS", 2)
+    monkeypatch.setattr("jaxpage.device.inputs.buckets.CHUNK_ROWS", 2)
     with make_llm(directories["llama"]) as llm:
         assert llm._engine.scheduler.limits.max_chunk_rows == 2
         outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=4), use_tqdm=False)

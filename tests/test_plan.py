@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly import ModelLayout
-from jaxpage.checkpoints import describe_model, resolve_model_config
+from jaxpage.assembly.planning import ModelLayout
+from jaxpage.checkpoints import describe_model
+from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.setting_flags import ENGINE_FLAGS

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.scheduling import POLICIES, Preemption, WaitingQueue
-from jaxpage.scheduling.policy import spare_blocks
+from jaxpage.scheduling.admitting import spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FairShare, FirstCome
 from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import Driver, alone, make_group

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly import capacity
+from jaxpage.assembly.planning import capacity
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, StoredBlock
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
-from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.logits_processors import process_logits
-from jaxpage.device.sampler import draw
-from jaxpage.device.step_inputs import (
+from jaxpage.device.inputs.buckets import Bucket, BucketMenu
+from jaxpage.device.inputs.step_inputs import (
     ProcessorInputs,
     TableShape,
     processor_shapes,
     unpack,
 )
+from jaxpage.device.logits_processors import process_logits
+from jaxpage.device.sampler import draw
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import words_as_token_ids

@@ -629,7 +629,7 @@ HOMES = (
     "jaxpage/speculation/",
     "jaxpage/settings/",
     "jaxpage/models/medusa",
-    "jaxpage/checkpoints/eagle_",
+    "jaxpage/checkpoints/drafters/eagle_",
     "tools/",
 )
 
@@ -673,8 +673,8 @@ def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
     }
     assert found - families == {
         "jaxpage/settings/speculative_methods.py",
-        "jaxpage/assembly/drafters.py",
-        "jaxpage/checkpoints/__init__.py",
+        "jaxpage/assembly/planning/drafters.py",
+        "jaxpage/checkpoints/drafters/__init__.py",
         "jaxpage/models/__init__.py",
     }
 

@@ -26,7 +26,7 @@ from jaxpage.checkpoints.config_file import read_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
 from jaxpage.layers.product import product, weight_numbers
 from jaxpage.layers.sharding import Sharding

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinearSpec
 from jaxpage.layers.experts import ExpertsSpec

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device.kv_pages import bytes_per_layer, page_dtype
+from jaxpage.device.pages.kv_pages import bytes_per_layer, page_dtype
 from jaxpage.models.base import KVSpec
 from pallas_kernels import copy_blocks, paged_attention, write_kv
 from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.assembly import cache_groups
+from jaxpage.assembly.planning import cache_groups
 from jaxpage.device import executables, recurrence, steps
-from jaxpage.device.kv_pages import StatePages
-from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.inputs.step_inputs import StepInputs
+from jaxpage.device.pages.kv_pages import StatePages
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM
 from jaxpage.checkpoints import read_embedding_files
-from jaxpage.engine import ByVectors, RerankMethod, TextEmbedding, YesNo, reranker_of
+from jaxpage.engine.calls import ByVectors, RerankMethod, TextEmbedding, YesNo, reranker_of
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.outputs import TokenPooling
 from jaxpage.serving.wire.errors import ApiError
@@ -158,7 +158,7 @@ def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
 def test_a_mistake_in_the_template_would_be_seen(
     saved: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: str
 ) -> None:
-    monkeypatch.setattr(f"jaxpage.engine.reranking.{name}", mistake)
+    monkeypatch.setattr(f"jaxpage.engine.calls.reranking.{name}", mistake)
     with pytest.raises(AssertionError):
         check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(saved[1], saved[2], TASK))
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import Draws, draw, log_probabilities, perturb_logits
-from jaxpage.device.step_inputs import (
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import (
     NUM_FLAGS,
     Flags,
     TableShape,
@@ -22,6 +21,7 @@ from jaxpage.device.step_inputs import (
     unpack,
     views,
 )
+from jaxpage.device.sampler import Draws, draw, log_probabilities, perturb_logits
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NUM_CANDIDATES
 from tests.support.distributions import kept, probabilities, z_score

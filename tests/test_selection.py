@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device import sampler
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.sampler import log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.truncation import truncate

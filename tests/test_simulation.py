@@ -240,7 +240,7 @@ def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode: Mode) 
 
 
 def test_a_larger_watermark_is_seen_as_waste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpage.scheduling.policy.WATERMARK", 0.1)
+    monkeypatch.setattr("jaxpage.scheduling.admitting.WATERMARK", 0.1)
     assert saturated().pool_waste > 0.04
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import SamplingStrategy
-from jaxpage.device.step_inputs import TableShape, views
+from jaxpage.device.inputs.step_inputs import TableShape, views
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import EventLogError
 from jaxpage.replay import replaying

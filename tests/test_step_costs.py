@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpage.assembly.step_costs import full_step
-from jaxpage.device.buckets import make_menu
+from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.speculation.controller import Costs
 

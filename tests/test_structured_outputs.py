@@ -27,7 +27,7 @@ import jaxpage.decoding.grammar_compiler as compiling
 import jaxpage.decoding.grammars as rules
 import jaxpage.decoding.mask_budget as budgets
 from jaxpage import SamplingParams, cli
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay import replay

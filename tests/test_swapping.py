@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
-from jaxpage.assembly import build_engine, capacity
-from jaxpage.device.buckets import BucketMenu, make_menu
-from jaxpage.device.host_pages import HostPages
+from jaxpage.assembly import build_engine
+from jaxpage.assembly.planning import capacity
+from jaxpage.device.inputs.buckets import BucketMenu, make_menu
+from jaxpage.device.pages.host_pages import HostPages
 from jaxpage.device.steps import StepOutput
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.runner import Runner

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 
 import jaxpage
-from jaxpage.checkpoints.text_growth import check_growth
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints.tokenizers.text_growth import check_growth
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint

@@ -17,8 +17,9 @@ import orbax.checkpoint
 import pytest
 from flax import nnx
 
-from jaxpage.checkpoints import convert, open_parameters
-from jaxpage.checkpoints.trainer_names import hugging_face_names
+from jaxpage.checkpoints import convert
+from jaxpage.checkpoints.in_memory import open_parameters
+from jaxpage.checkpoints.in_memory.trainer_names import hugging_face_names
 from jaxpage.errors import UnsupportedError
 from tests.support.engines import make_llm
 from tests.support.hf_models import config_json, make_model

@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 
 import jaxpage
-from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat

@@ -22,13 +22,8 @@ from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly import Built
-from jaxpage.checkpoints import (
-    load_weights,
-    loading,
-    name_parameters,
-    open_parameters,
-    with_parameters,
-)
+from jaxpage.checkpoints import load_weights, loading
+from jaxpage.checkpoints.in_memory import name_parameters, open_parameters, with_parameters
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.config import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm

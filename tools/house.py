@@ -32,6 +32,7 @@ from tests.support.sources import (
     WHEEL,
     Function,
     Module,
+    door_names,
     functions,
     imports,
     read_modules,
@@ -146,13 +147,13 @@ def is_tuple_assignment(node: ast.Assign) -> bool:
 def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
     """Yields each module of jaxpage with a module of another room that it imports past the door.
 
-    A room is a package of jaxpage; its door is its `__init__`, with the names in `__all__`. The
+    A room is a package of jaxpage; its door is its `__init__`, with its `door_names`. The
     rooms of vocabulary (`OPEN_ROOMS`) have open doors. A package within a room whose `__init__` has
-    an `__all__` has a door of its own.
+    such names has a door of its own.
     """
     known = {module.name for module in modules}
     packages = (module for module in modules if module.path.endswith("__init__.py"))
-    listed = {module.name: public_names(module) for module in packages}
+    listed = {module.name: door_names(module) for module in packages}
     for module in modules:
         found = set()
         for item in imports(module, known):
@@ -165,16 +166,6 @@ def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
             if not own and not is_door:
                 found.add(item.target)
         yield from ((module.name, target) for target in sorted(found))
-
-
-def public_names(module: Module) -> set[str]:
-    """Returns the names in `__all__` of a module."""
-    for node in module.tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {
-                str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)
-            }
-    return set()
 
 
 def shared_names(modules: Sequence[Module]) -> list[str]:

@@ -90,12 +90,12 @@ FIRST_TESTS = {
     "serving/wire/templates": "chat",
     "serving/wire/tools": "wire_tools wire_answers",
     "serving/wire/translated": "wire_requests",
-    "checkpoints/eagle": "eagle",
+    "checkpoints/drafters/eagle": "eagle",
     "checkpoints/gguf": "gguf",
-    "checkpoints/medusa": "medusa",
-    "checkpoints/mtp": "mtp",
-    "checkpoints/text_growth": "text_growth",
-    "checkpoints/tokenizer_files": "checkpoints gguf",
+    "checkpoints/drafters/medusa": "medusa",
+    "checkpoints/drafters/mtp": "mtp",
+    "checkpoints/tokenizers/text_growth": "text_growth",
+    "checkpoints/tokenizers/tokenizer_files": "checkpoints gguf",
     "checkpoints/orbax": "training",
 }
 

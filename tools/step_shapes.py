@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
-from jaxpage.device.kv_pages import page_dtype, page_shapes
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.step_inputs import TableShape
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.hardware.mesh import make_mesh
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import TableShape
+from jaxpage.device.pages.kv_pages import page_dtype, page_shapes
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
 from jaxpage.models.quantization.scheme_choice import quantization_of

@@ -12,13 +12,17 @@ from typing import Any
 
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.engine_spec import EngineSpec, print_lines
 from jaxpage.assembly.hooks import Hooks
-from jaxpage.assembly.sizing import MemoryPlan
+from jaxpage.assembly.planning.engine_spec import EngineSpec
+from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
-from jaxpage.checkpoints import ModelFiles, ends_of_text, read_embedding_files
-from jaxpage.device import DeviceMesh, Embedder, Executables, HostPages, make_mesh
-from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner, TextEmbedding
+from jaxpage.checkpoints import ModelFiles, read_embedding_files
+from jaxpage.checkpoints.tokenizers import ends_of_text
+from jaxpage.device import Embedder, Executables
+from jaxpage.device.hardware import DeviceMesh, make_mesh
+from jaxpage.device.pages import HostPages
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
+from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
@@ -56,12 +60,13 @@ class Built:
 
     def new_embedder(self) -> Embedder:
         """Returns an embedder of the model, which has compiled nothing yet."""
-        runner = self.engine.runner
-        options = runner.executables.options
-        weights = runner.parameters["target"]
+        executables = self.engine.executables
+        weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)
-        return Embedder(options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh)
+        return Embedder(
+            executables.options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh
+        )
 
 
 def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks) -> Built:
@@ -76,7 +81,13 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     lora = spec.described.lora
     strategies: dict[int, Strategy] = {}
     parts: EngineParts = {
-        "speculator": spec.described.drafting.speculator(spec, strategies),
+        "speculator": spec.described.drafting.speculator(
+            spec.limits,
+            spec.menu,
+            vocab_size=spec.vocab_size,
+            block_size=spec.memory.block_size,
+            strategies=strategies,
+        ),
         **hooks.parts,
     }
     new_pages = functools.partial(mesh.zeros, compiled.pages)
@@ -108,8 +119,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     scratch_bytes = mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
     workspace_bytes = compiled.executables.workspace_bytes() + scratch_bytes
     spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
-    if hooks.prints:
-        print_lines([_of_cache(spec.memory, compiled.executables)])
+    hooks.show([_of_cache(spec.memory, compiled.executables)])
     return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxpage.assembly.assembling import Built, assemble
 from jaxpage.assembly.compiling import compile_steps
+from jaxpage.assembly.deciding import decide_spec
 from jaxpage.assembly.describing import describe
-from jaxpage.assembly.engine_spec import decide_spec
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.settings.engine_config import EngineConfig

@@ -9,8 +9,8 @@ import jax
 
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
-from jaxpage.checkpoints import name_parameters
-from jaxpage.engine import chat_prompt, check_token_ids
+from jaxpage.checkpoints.in_memory import name_parameters
+from jaxpage.engine.calls import chat_prompt, check_token_ids
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ class BuiltModel:
         # The sampling parameters of the model's generation_config.json.
         self.sampling_defaults = built.sampling_defaults
         self._model = built.model
-        self._packed = built.engine.runner.packed
+        self._packed = built.engine.packed
         self._embedder = built.new_embedder()
         self._embedding = built.embedding
 

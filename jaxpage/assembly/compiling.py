@@ -9,19 +9,13 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.assembly.describing import Opened
-from jaxpage.assembly.drafting import Drafting
-from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.drafting import Drafting
+from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device import (
-    Executables,
-    KVPages,
-    Packings,
-    StepOptions,
-    make_mesh,
-    open_stored_executables,
-    pack_weights,
-)
+from jaxpage.device import Executables, Packings, StepOptions, open_stored_executables, pack_weights
+from jaxpage.device.hardware import make_mesh
+from jaxpage.device.pages import KVPages
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import (
     ShardedWeight,
@@ -146,7 +140,10 @@ def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packin
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
-    parts = {"target": spec.pack(model), "drafter": spec.described.drafting.find_packings(spec)}
+    parts = {
+        "target": spec.pack(model),
+        "drafter": spec.described.drafting.find_packings(spec.drafted),
+    }
     packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
     return model, packed
 
@@ -171,7 +168,7 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         spec.page_groups,
         kernels,
         sample_by_row=by_row,
-        drafter=drafter.make(spec) if drafter else None,
+        drafter=drafter.make(spec.drafted) if drafter else None,
         acceptance=spec.config.acceptance,
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,

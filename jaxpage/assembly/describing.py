@@ -8,27 +8,15 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly.described import Described, ModelLayout
-from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.drafting import open_drafting
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
-from jaxpage.checkpoints import (
-    ModelFiles,
-    list_names,
-    load_tokenizer,
-    open_model,
-    resolve_model,
-    resolve_tokenizer,
-)
-from jaxpage.device import (
-    DeviceMesh,
-    DeviceSpec,
-    choose_backend,
-    compile_cache_directory,
-    make_mesh,
-    open_devices,
-    use_compile_cache,
-)
+from jaxpage.checkpoints import ModelFiles, list_names, open_model
+from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.device import compile_cache_directory, use_compile_cache
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec, choose_backend, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
 from jaxpage.models.quantization import Scheme

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.engine import EngineParts
-
-if TYPE_CHECKING:
-    from jaxpage.assembly.engine_spec import EngineSpec
 
 PHASES = (
     "finding the model",
@@ -43,7 +41,8 @@ class Hooks:
     before_steps: Callable[[EngineSpec], None] | None = None
     parts: EngineParts = field(default_factory=EngineParts)
 
-    @property
-    def prints(self) -> bool:
-        """Returns whether tables are printed."""
-        return self.progress if self.verbose is None else self.verbose
+    def show(self, lines: Iterable[str]) -> None:
+        """Prints lines of a table on standard error, as the progress bars are, unless it is off."""
+        if self.progress if self.verbose is None else self.verbose:
+            for line in lines:
+                print(f"  {line}", file=sys.stderr)

@@ -6,14 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from jaxpage.assembly.compiling import adapters_of, load_parameters, shards_of_weights
-from jaxpage.assembly.engine_spec import EngineSpec
-from jaxpage.checkpoints import (
-    LoadPlan,
-    ModelFiles,
-    Parameters,
-    check_all_finite,
-    with_parameters,
-)
+from jaxpage.assembly.planning.engine_spec import EngineSpec
+from jaxpage.checkpoints import LoadPlan, ModelFiles
+from jaxpage.checkpoints.in_memory import Parameters, check_all_finite, with_parameters
 from jaxpage.device import Packings, to_device, unpack_weights
 from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError

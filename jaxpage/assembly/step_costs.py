@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpage.device import Bucket
+from jaxpage.device.inputs import Bucket
 from jaxpage.engine import BatchBuilder, Runner
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation import Controller

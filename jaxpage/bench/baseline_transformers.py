@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from jaxpage.bench.results import Measurement
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import is_gguf
+from jaxpage.checkpoints.gguf import is_gguf
 
 DTYPES = {
     "auto": torch.float32,

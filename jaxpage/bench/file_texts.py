@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxpage.checkpoints import tokenizer_of
+from jaxpage.checkpoints.tokenizers import tokenizer_of
 from jaxpage.errors import UsageError
 from jaxpage.settings.engine_config import EngineConfig
 

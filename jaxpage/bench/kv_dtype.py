@@ -14,18 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.assembly import choose_dtype, refuse_recurrent
+from jaxpage.assembly import choose_dtype
+from jaxpage.assembly.planning import refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
-from jaxpage.checkpoints import ModelFiles, load_weights, open_model, resolve_model
-from jaxpage.device import (
-    DeviceSpec,
-    bytes_per_layer,
-    choose_backend,
-    logits_of_prompt,
-    pack_weights,
-    page_dtype,
-)
+from jaxpage.checkpoints import ModelFiles, load_weights, open_model
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.device import logits_of_prompt, pack_weights
+from jaxpage.device.hardware import DeviceSpec, choose_backend
+from jaxpage.device.pages import bytes_per_layer, page_dtype
 from jaxpage.errors import UsageError
 from jaxpage.models import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig

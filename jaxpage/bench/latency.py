@@ -26,7 +26,8 @@ from jaxpage.bench.throughput import (
     start_engine,
 )
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.checkpoints import read_config
+from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig

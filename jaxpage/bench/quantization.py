@@ -28,8 +28,10 @@ from jaxpage.bench.kv_dtype import (
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import open_model, resolve_model
-from jaxpage.device import DeviceSpec, page_dtype
+from jaxpage.checkpoints import open_model
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.device.hardware import DeviceSpec
+from jaxpage.device.pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig

@@ -22,7 +22,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.device import processor
+from jaxpage.device.hardware import processor
 from jaxpage.memory import MemoryReport
 from jaxpage.tables import align
 

@@ -20,14 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.assembly import Hooks, refuse_recurrent
+from jaxpage.assembly import Hooks
+from jaxpage.assembly.planning import refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profile
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import describe_model, resolve_model
-from jaxpage.device import bytes_per_layer
+from jaxpage.checkpoints import describe_model
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.device.pages import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
 from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
@@ -215,9 +217,7 @@ def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
 def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
     """Adds a request with a prompt of random tokens."""
     request_id = str(uuid.uuid4())
-    prompt = (
-        np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
-    )
+    prompt = np.random.default_rng(0).integers(0, engine.vocab_size, num_prompt_tokens).tolist()
     return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))
 
 
@@ -245,9 +245,8 @@ def _measure(engine: Engine, name: str, work: Work, before: Callable[[], object]
         middle = int(np.argsort(seconds["step"])[STEPS // 2])
         plain = {part: each[middle] for part, each in seconds.items()}
         seconds.clear()
-        executable = engine.runner.executables.step(
-            batches[-1].bucket, batches[-1].draft_depth
-        ).executable
+        executables = engine.executables
+        executable = executables.step(batches[-1].bucket, batches[-1].draft_depth).executable
         scopes = profile(steps, executable.as_text())
     engine.abort_all()
     scale = plain["run"] / sum(seconds["run"])  # because the profiler slows a run down

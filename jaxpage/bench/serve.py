@@ -30,7 +30,8 @@ from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import load_tokenizer, resolve_tokenizer
+from jaxpage.checkpoints.finding import resolve_tokenizer
+from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.errors import UsageError
 
 _EXTENSIONS = {

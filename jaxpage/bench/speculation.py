@@ -23,7 +23,9 @@ from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
 from jaxpage.bench.throughput import check_plot
-from jaxpage.checkpoints import read_config, resolve_model, tokenizer_of
+from jaxpage.checkpoints import read_config
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.checkpoints.tokenizers import tokenizer_of
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams

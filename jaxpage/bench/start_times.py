@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jaxpage.bench import startup_process
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import FETCHABLE, resolve_model
+from jaxpage.checkpoints.finding import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 
-from jaxpage.checkpoints import tokenizer_of
-from jaxpage.engine import chat_prompt
+from jaxpage.checkpoints.tokenizers import tokenizer_of
+from jaxpage.engine.calls import chat_prompt
 from jaxpage.errors import UsageError
 from jaxpage.settings.engine_config import EngineConfig
 

@@ -29,7 +29,9 @@ from jaxpage.bench.results import (
     too_short,
 )
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import read_config, resolve_model, tokenizer_of
+from jaxpage.checkpoints import read_config
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.checkpoints.tokenizers import tokenizer_of
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig

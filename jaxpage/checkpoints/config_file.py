@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.files import has_file, infinity_as_object, read_object
-from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
-from jaxpage.checkpoints.gguf_header import is_gguf
+from jaxpage.checkpoints.gguf.config import gguf_config, gguf_generation_config
+from jaxpage.checkpoints.gguf.header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError
 from jaxpage.models import text_part

@@ -23,7 +23,8 @@ from jaxpage.checkpoints.config_file import read_config, read_generation_config
 from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
 from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.fitting import LoadPlan
-from jaxpage.checkpoints.in_memory import open_parameters
+from jaxpage.checkpoints.in_memory.parameters import open_parameters
+from jaxpage.checkpoints.in_memory.trainer_names import trainer_of
 from jaxpage.checkpoints.loading import insert, make_array_reader
 from jaxpage.checkpoints.opening import ModelFiles, open_model
 from jaxpage.checkpoints.orbax_files import (
@@ -34,7 +35,6 @@ from jaxpage.checkpoints.orbax_files import (
 )
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, write_safetensors
-from jaxpage.checkpoints.trainer_names import trainer_of
 from jaxpage.errors import CheckpointError
 
 # All files of a model directory but its weights.
@@ -154,7 +154,7 @@ def _copy_files(source: Path, destination: Path) -> None:
 def _write_metadata(files: ModelFiles, destination: Path) -> None:
     """Writes the config, the generation config and the tokenizer of a GGUF file."""
     # The import is here because transformers takes a second to import.
-    from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+    from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
 
     config = {**files.config, "dtype": _most_common_dtype(files.plan)}
     contents = {

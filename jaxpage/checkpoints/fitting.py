@@ -16,8 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
-from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, under_model_names
+from jaxpage.checkpoints.gguf.header import GGUFTensor, is_gguf
+from jaxpage.checkpoints.gguf.tensors import gguf_names, read_gguf_tensors, under_model_names
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quote

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
-from jaxpage.checkpoints.gguf_tensors import read_gguf_array
+from jaxpage.checkpoints.gguf.tensors import read_gguf_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo

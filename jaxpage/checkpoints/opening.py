@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config, out_of_bounds
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
-from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
-from jaxpage.checkpoints.gguf_tensors import gguf_scheme
+from jaxpage.checkpoints.gguf.header import GGUFTensor, is_gguf
+from jaxpage.checkpoints.gguf.tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import (

@@ -86,7 +86,7 @@ def run_batch(arguments: argparse.Namespace) -> None:
 def convert(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage convert SRC DST`, which writes a checkpoint in another format."""
     from jaxpage.checkpoints import convert as convert_checkpoint
-    from jaxpage.checkpoints import resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
 
     source = resolve_model(arguments.source)
     say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")
@@ -238,7 +238,7 @@ def replay(arguments: argparse.Namespace) -> int:
     """
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
-    from jaxpage.replay import (
+    from jaxpage.replay.reading import (
         check_until,
         first_difference,
         header_differences,
@@ -254,7 +254,8 @@ def replay(arguments: argparse.Namespace) -> int:
         print("\n".join(state_lines(log, until)))
         return 0
     if arguments.request is not None or arguments.texts is not None:
-        from jaxpage.replay import check_new, tokenizer_of_log, with_texts, write_log
+        from jaxpage.replay import check_new, write_log
+        from jaxpage.replay.reading import tokenizer_of_log, with_texts
         from jaxpage.serving import TokenTexts
 
         tokenizer = tokenizer_of_log(log, arguments.model)

@@ -88,7 +88,7 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
 
 
 def _model(model: str) -> Iterator[tuple[str, str]]:
-    from jaxpage.checkpoints import resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
 
     try:
         resolve_model(model)
@@ -187,13 +187,13 @@ def _host_memory() -> Iterator[str]:
 
 
 def _cpu_kernels() -> Iterator[str]:
-    from jaxpage.device import cpu_kernels
+    from jaxpage.device.hardware import cpu_kernels
 
     yield cpu_kernels()
 
 
 def _cpp_compiler() -> Iterator[str]:
-    from jaxpage.device import cpp_compiler
+    from jaxpage.device.hardware import cpp_compiler
 
     try:
         command = cpp_compiler()
@@ -233,7 +233,8 @@ def _demo_model() -> Iterator[str]:
 
 
 def _checkpoint(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import open_model, resolve_model
+    from jaxpage.checkpoints import open_model
+    from jaxpage.checkpoints.finding import resolve_model
 
     files = open_model(resolve_model(model))
     architecture = ", ".join(files.config.get("architectures") or ["of no named architecture"])
@@ -241,14 +242,16 @@ def _checkpoint(model: str) -> Iterator[str]:
 
 
 def _tokenizer(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import load_tokenizer, resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.checkpoints.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model(model))
     yield "none: prompts are token ids" if tokenizer is None else f"{len(tokenizer)} tokens"
 
 
 def _chat_template(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import load_tokenizer, resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.checkpoints.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None or not tokenizer.chat_template:
@@ -261,7 +264,8 @@ def _chat_template(model: str) -> Iterator[str]:
 
 def _chat_form(model: str) -> Iterator[str]:
     """Yields the forms of tool calls and of reasoning that `serve` derives from the template."""
-    from jaxpage.checkpoints import load_tokenizer, resolve_model
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.checkpoints.tokenizers import load_tokenizer
     from jaxpage.serving import derive_form
 
     form, problem = derive_form(load_tokenizer(resolve_model(model)))

@@ -15,7 +15,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from jaxpage.checkpoints import FETCHABLE, Fetchable, path_of_fetched
+from jaxpage.checkpoints.finding import FETCHABLE, Fetchable, path_of_fetched
 from jaxpage.cli.resolving import Say, teller
 from jaxpage.errors import CheckpointError, ModelNotFoundError, UsageError
 from jaxpage.settings.argument_checks import close_names

@@ -40,7 +40,7 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("the prompt is empty")
-    from jaxpage.checkpoints import is_own_name  # late, because this imports jax
+    from jaxpage.checkpoints.finding import is_own_name
 
     if "model" not in arguments and is_own_name(prompt):
         raise UsageError(

@@ -16,30 +16,22 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly import (
+from jaxpage.assembly import choose_dtype, choose_kv_cache_dtype, lora_spec
+from jaxpage.assembly.planning import (
     Described,
     Drafting,
     EngineSpec,
     MemoryPlan,
     ModelLayout,
-    choose_dtype,
-    choose_kv_cache_dtype,
     engine_spec_of,
     find_refused_settings,
-    lora_spec,
     notices,
     open_drafting,
 )
-from jaxpage.checkpoints import (
-    ModelDescription,
-    describe_model,
-    open_model,
-    read_dtype,
-    resolve_model,
-    resolve_model_config,
-)
+from jaxpage.checkpoints import ModelDescription, describe_model, open_model, read_dtype
+from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
-from jaxpage.device import DeviceSpec, open_devices
+from jaxpage.device.hardware import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
 from jaxpage.settings.engine_config import EngineConfig

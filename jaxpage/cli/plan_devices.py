@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxpage.assembly import MemoryPlan, ModelLayout
+from jaxpage.assembly.planning import MemoryPlan, ModelLayout
 from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.tables import align, gib
 

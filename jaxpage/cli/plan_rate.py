@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from jaxpage.assembly import EngineSpec, Hooks
+from jaxpage.assembly import Hooks
+from jaxpage.assembly.planning import EngineSpec
 from jaxpage.bench import measure_shapes
 from jaxpage.cli.plan import spec_of
 from jaxpage.errors import UsageError

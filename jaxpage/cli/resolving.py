@@ -121,7 +121,9 @@ def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
 
 
 def _check_text(config: EngineConfig, *, chats: bool) -> None:
-    from jaxpage.checkpoints import open_model, resolve_model, tokenizer_of
+    from jaxpage.checkpoints import open_model
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.checkpoints.tokenizers import tokenizer_of
 
     tokenizer = tokenizer_of(config)
     if tokenizer is None:

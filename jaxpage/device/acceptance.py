@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpage.device.buckets import Bucket
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import ProcessorInputs, StepInputs
 from jaxpage.device.sampler import (
     Stream,
     are_finite,
@@ -24,7 +25,6 @@ from jaxpage.device.sampler import (
     noise_key,
     with_noise,
 )
-from jaxpage.device.step_inputs import ProcessorInputs, StepInputs
 from jaxpage.device.verify import accept, follow, last_of
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE

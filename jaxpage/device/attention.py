@@ -11,11 +11,11 @@ import logging
 import jax
 from jax.typing import DTypeLike
 
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
-from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.packing import multiply_packed, read_packed_rows
-from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels

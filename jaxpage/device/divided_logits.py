@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpage.device.inputs.step_inputs import Flags, StepInputs
 from jaxpage.device.sampler import draws_of, each_row, largest_of, noise_key
-from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.layers.sharding import Sharding, gather, place_of_device
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import kv_pages
-from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import compile_ahead
-from jaxpage.device.mesh import DeviceMesh, shapes_of
-from jaxpage.device.step_inputs import TableShape, empty_inputs, size_when_packed, unpack
+from jaxpage.device.hardware.mesh import DeviceMesh, shapes_of
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import TableShape, empty_inputs, size_when_packed, unpack
+from jaxpage.device.pages import kv_pages
 from jaxpage.device.steps import StepOptions, pool_step
 from jaxpage.models import KVSpec, kv_of_shard
 from jaxpage.outputs import TokenPooling

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.drafter import DeviceDrafter, split_layers
-from jaxpage.device.kv_pages import KVPages, in_groups
-from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.device.inputs.buckets import Bucket, BucketMenu
+from jaxpage.device.inputs.step_inputs import ProcessorInputs, processor_shapes, size_when_packed
 from jaxpage.device.moving import gather_blocks, scatter_blocks
-from jaxpage.device.step_inputs import ProcessorInputs, processor_shapes, size_when_packed
+from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 from jaxpage.errors import UnsupportedError

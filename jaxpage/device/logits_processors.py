@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
+from jaxpage.device.inputs.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.step.token_masks import MASK_BITS
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxpage.device.backends import Backend
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.pages.kv_pages import KVPages
 
 
 def copy_blocks(

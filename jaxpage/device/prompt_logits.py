@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
 from jaxpage.device.embedder import pack_chunk
-from jaxpage.device.kv_pages import KVPages, page_shapes
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.step_inputs import TableShape, unpack, views
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.hardware.mesh import make_mesh
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import TableShape, unpack, views
+from jaxpage.device.pages.kv_pages import KVPages, page_shapes
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.models import ModelSpec
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpage.device.kv_pages import StatePages
-from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.inputs.step_inputs import StepInputs
+from jaxpage.device.pages.kv_pages import StatePages
 from jaxpage.layers.context import Recur, Recurrence
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpage.device.inputs.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.device.logits_processors import (
     are_processed,
     penalties_of,
@@ -24,7 +25,6 @@ from jaxpage.device.logits_processors import (
     process_rows,
 )
 from jaxpage.device.selection_kernels import kernels_in_use
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.device.truncation import RequestedCuts, truncate, where_wanted
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED, NUM_CANDIDATES
 

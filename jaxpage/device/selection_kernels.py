@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from pallas_kernels import Call, candidates
 
 

@@ -13,16 +13,11 @@ from flax import nnx
 
 from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend, make_layer_kernels
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
-from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.moving import copy_blocks, copy_slots
-from jaxpage.device.recurrence import make_recur
-from jaxpage.device.sampler import draw, log_probabilities
-from jaxpage.device.selection_kernels import selection_kernels
-from jaxpage.device.step_inputs import (
+from jaxpage.device.drafters.drafter import DeviceDrafter, TargetStep, split_layers
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import (
     Flags,
     ProcessorInputs,
     StepInputs,
@@ -30,6 +25,11 @@ from jaxpage.device.step_inputs import (
     at_step,
     unpack,
 )
+from jaxpage.device.moving import copy_blocks, copy_slots
+from jaxpage.device.pages.kv_pages import KVPages
+from jaxpage.device.recurrence import make_recur
+from jaxpage.device.sampler import draw, log_probabilities
+from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.sharding import UNDIVIDED, Sharding

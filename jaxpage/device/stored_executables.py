@@ -25,9 +25,9 @@ import jax
 from jax.experimental import serialize_executable
 
 import pallas_kernels
-from jaxpage.device.backends import cpu_kernels
-from jaxpage.device.host_processor import processor_lines
-from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.hardware.backends import cpu_kernels
+from jaxpage.device.hardware.host_processor import processor_lines
+from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
 

@@ -1,38 +1,25 @@
-"""Drives an engine: one thread takes its steps, and others send it orders and hold handles.
+"""Drives an engine: one thread takes its steps, and others send it commands and hold handles.
 
-Nothing else calls `Engine.step`, but for benchmarks and replays.
-`LLM` waits for its answers, `AsyncLLM` and the server await them. The room knows no event loop and
-no HTTP. Its reading order is `driver.py`, `turns.py`, `handle.py`, `orders.py`, and then the rest.
-Other rooms take:
-
-    Driver          takes the steps of an engine for many callers
-    DrivenModel     the part that LLM and AsyncLLM have in common
-    OBEY_SECONDS    the time in which a thread obeys an order, unless a step takes long
-    SLEEP_LEVELS    the levels at which a model sleeps
-    Handle, Update  a request that a driver has, and what is new of it
-    RequestStream, PinnedPrefix  what an LLM gives its caller to hold
-    HeldPrefix      a pin, to be released by whoever holds it
-    prepare, check_streamable   encode and check a request
-    copy_error      copies an error for one more receiver
+Nothing else calls `Engine.step`, but for benchmarks and replays. `LLM` waits for the answers,
+`AsyncLLM` and the server await them. Only `async_driver.py` knows event loops, and no module knows
+HTTP. Read `driver.py`, `turns.py` and `handle.py` first.
 """
 
-from jaxpage.driver.driver import OBEY_SECONDS, Driver
-from jaxpage.driver.encoding import check_streamable, prepare
-from jaxpage.driver.front import SLEEP_LEVELS, DrivenModel
-from jaxpage.driver.handle import Handle, Update, copy_error
-from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
-
-__all__ = [
-    "OBEY_SECONDS",
-    "SLEEP_LEVELS",
-    "DrivenModel",
-    "Driver",
-    "Handle",
-    "HeldPrefix",
-    "PinnedPrefix",
-    "RequestStream",
-    "Update",
-    "check_streamable",
-    "copy_error",
-    "prepare",
-]
+from jaxpage.driver.async_driver import (
+    AsyncDriver,  # is awaited by event loops
+    AsyncPinnedPrefix,  # is a pinned prefix that is released by `await`
+    AwaitedHandle,  # follows a request that an event loop reads
+)
+from jaxpage.driver.driver import Driver  # takes the steps of an engine for many callers
+from jaxpage.driver.front import (
+    SLEEP_LEVELS,  # are the levels at which a model sleeps
+    DrivenModel,  # is the part that LLM and AsyncLLM have in common
+    PinnedPrefix,  # is a prefix that an LLM keeps in place for its caller
+    RequestStream,  # yields the outputs of a request to the caller of an LLM
+    check_streamable,  # refuses parameters whose outputs are known only at the end
+    prepare,  # encodes and checks a prompt
+)
+from jaxpage.driver.handle import (
+    Handle,  # follows a request that a driver has
+    Update,  # is a handle with what is new of its request
+)

@@ -1,11 +1,11 @@
-"""Takes orders from any thread, and gives answers.
+"""Takes commands from any thread, and gives answers.
 
 A driver has one thread, which takes turns with the engine (`turns.py`). Other threads, signal
-handlers and event loops post orders to it and wait for answers:
+handlers and event loops post commands to it and wait for answers:
 
-    caller ── orders ──▶ inbox ──▶ ┌ obey orders ┐
-                                   │ step        │  the driver's thread
-    caller ◀─ updates, answers ─── └ send        ┘
+    caller ── commands ──▶ inbox ──▶ ┌ run commands ┐
+                                     │ step         │  the driver's thread
+    caller ◀─ updates, answers ───── └ send         ┘
 
 An exception in a caller, such as Ctrl-C, therefore never meets a step.
 """
@@ -26,22 +26,20 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import Embedder
-from jaxpage.driver.answering import AnsweringHandle, EmbeddingHandle, Pinning
-from jaxpage.driver.handle import Handle, copy_error
-from jaxpage.driver.orders import Change, Order, PendingAnswer
+from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import ShuttingDown
-from jaxpage.outputs import TokenPooling
+from jaxpage.outputs import RequestOutput, TokenPooling
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 # A wait is interrupted this often, because a signal that another thread received does not end it.
 WAKE_SECONDS = 0.5
-# A thread that is not in the middle of a long step obeys an order in this time.
-OBEY_SECONDS = 1.0
+# A thread that is not in the middle of a long step runs a command in this time.
+COMMAND_SECONDS = 1.0
 
 
 class Driver:
@@ -126,6 +124,10 @@ class Driver:
         """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
         return self.turns.ended
 
+    def has_ended(self) -> bool:
+        """Returns whether the thread has ended; see `ended`."""
+        return self.ended.done()
+
     @property
     def num_open(self) -> int:
         """Returns how many requests have a place; 0 if the number of places has no limit."""
@@ -157,7 +159,7 @@ class Driver:
     def before_step(self) -> Callable[[Callable[[], bool]], bool] | None:
         """Returns the listener that may hold the next step back, or None.
 
-        It is called before each step with a function that tells whether orders wait, and returns
+        It is called before each step with a function that tells whether commands wait, and returns
         whether to step now.
         """
         return self.turns.before_step
@@ -166,7 +168,7 @@ class Driver:
     def before_step(self, listener: Callable[[Callable[[], bool]], bool] | None) -> None:
         self.turns.before_step = listener
 
-    # Orders. Each method posts one and returns at once.
+    # Commands. Each method posts one and returns at once.
 
     def call(
         self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False
@@ -176,7 +178,7 @@ class Driver:
         It must be quick, because everybody waits for it.
         """
         answer: PendingAnswer[_Result] = PendingAnswer()
-        self.turns.post(Order(function, answer, waits_for_weights))
+        self.turns.post(Command(function, answer, waits_for_weights))
         return answer
 
     def add(self, handles: Sequence[Handle], name: str = "request") -> PendingAnswer[None]:
@@ -200,7 +202,7 @@ class Driver:
         added: PendingAnswer[None] = PendingAnswer()
         turns.take_places(handles)
         try:
-            turns.post(Order(lambda engine: turns.accept(handles, name, added), added))
+            turns.post(Command(lambda engine: turns.accept(handles, name, added), added))
         except BaseException:
             turns.end(handles)
             raise
@@ -324,7 +326,7 @@ class Driver:
             return turns.begin_change(change, abort=abort, tells=tells)
 
         try:
-            turns.post(Order(begin, change.answer, waits_for_weights=queues))
+            turns.post(Command(begin, change.answer, waits_for_weights=queues))
             yield change.answer
         finally:
             change.withdraw()
@@ -347,7 +349,7 @@ class Driver:
         turns = self.turns
         answer = PendingAnswer[None]()
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
-        turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
+        turns.post(Command(lambda engine: turns.begin_drain(answer), answer))
         return answer
 
     def end_late(self, what: str = "The engine") -> PendingAnswer[int]:
@@ -371,7 +373,7 @@ class Driver:
         """
         turns = self.turns
         thread = self._thread
-        turns.post(Order(turns.stop))
+        turns.post(Command(turns.stop))
         if thread is None:
             if not turns.is_over:
                 turns.run()
@@ -383,7 +385,7 @@ class Driver:
     # Waiting, on the thread of a caller.
 
     def wait(self, answer: PendingAnswer[_Result], timeout: float | None = None) -> _Result:
-        """Returns the answer to an order, or raises its error.
+        """Returns the answer to a command, or raises its error.
 
         Raises:
             TimeoutError: There is no answer after `timeout` seconds.
@@ -399,7 +401,7 @@ class Driver:
             RuntimeError: The driver would wait for itself, or has nothing left to do.
         """
         check_process()
-        if self.turns.taker == threading.get_ident():
+        if self.turns.running_thread == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from a finaliser or a callback in the middle of its own step, "
                 "which cannot go on before the call returns: call it from another thread"
@@ -407,7 +409,7 @@ class Driver:
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             while self.is_by_hand and box.empty() and time.monotonic() < ends:
-                if self.turns.obey_orders() or self.step():
+                if self.turns.run_commands() or self.step():
                     continue
                 if timeout is None:
                     raise RuntimeError("nothing is left to do, but what is waited for has not come")
@@ -433,7 +435,7 @@ class Driver:
             self.wait(self.drain(), timeout)
         except TimeoutError:
             try:
-                return self.wait(self.end_late(), OBEY_SECONDS) == 0
+                return self.wait(self.end_late(), COMMAND_SECONDS) == 0
             except TimeoutError:
                 return False
         return True
@@ -444,6 +446,124 @@ class Driver:
         It is called at once on the thread that takes a turn, and after the driver's end. So the
         function must change nothing.
         """
-        if self.turns.is_over or self.turns.taker == threading.get_ident():
+        if self.turns.is_over or self.turns.running_thread == threading.get_ident():
             return function(self.engine)
         return self.wait(self.call(function))
+
+
+class AnsweringHandle(Handle):
+    """Follows a request that has answers, which all get an error if it ends before."""
+
+    def __init__(
+        self, turns: Turns, request: PreparedRequest, answers: Sequence[PendingAnswer[Any]]
+    ) -> None:
+        super().__init__(request, self._fail_if_ended)
+        self._turns = turns
+        self._answers = answers
+        for answer in answers:
+            # It counts as running, so that a waiter that is cancelled does not cancel it while the
+            # driver's thread is about to fill it.
+            answer.set_running_or_notify_cancel()
+
+    def fail_if_refused(self, added: Future[None]) -> None:
+        """Passes on the error with which the driver refused the request, if it did."""
+        if (error := added.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Gives an error to the answers that have nothing yet."""
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _fail_if_ended(self, updates: Sequence[Update]) -> None:
+        for _, update in updates:
+            if isinstance(update, RequestOutput):
+                reason = update.outputs[0].stop_reason
+                self.fail(RuntimeError(f"the prefix could not be computed: {reason}"))
+            else:
+                self.fail(update)
+
+
+class Pinning(AnsweringHandle):
+    """Follows a prefix that is computed, and pinned after the step that ends its computation.
+
+    Attributes:
+        pin_id: Gets the id of the pin.
+    """
+
+    def __init__(self, turns: Turns, prefix: PreparedRequest) -> None:
+        self.pin_id: PendingAnswer[int] = PendingAnswer()
+        super().__init__(turns, prefix._replace(is_prefix=True), [self.pin_id])
+
+    def withdraw(self, engine: Engine) -> None:
+        """Ends the computation, or releases the pin if it is there already."""
+        self._turns.end_one(self)
+        if self.pin_id.done() and not self.pin_id.exception():
+            engine.unpin(self.pin_id.result())
+
+    def news(self) -> RequestOutput | None:
+        """Pins the prefix when its first token is drawn. Returns an output only if it fails."""
+        reporter = self.reporter
+        if reporter is None or self.pin_id.done():
+            return None
+        if reporter.finished:
+            return reporter.whole()
+        if reporter.num_output_tokens:
+            try:
+                pin_id = self._turns.engine.pin(self.request_id)
+            except Exception as error:
+                self.fail(error)
+            else:
+                self.pin_id.set_result(pin_id)
+            self._turns.end_one(self)
+        return None
+
+
+class EmbeddingHandle(AnsweringHandle):
+    """Follows prompts whose vectors are computed, one in each turn, all with the same weights.
+
+    Attributes:
+        vectors: The answers, each of which gets the vector [D] of a prompt.
+    """
+
+    needs_place = False
+
+    def __init__(
+        self,
+        turns: Turns,
+        embedder: Embedder,
+        prompts: Sequence[PreparedRequest],
+        poolings: Sequence[TokenPooling],
+    ) -> None:
+        self.vectors: list[PendingAnswer[npt.NDArray[np.float32]]] = [
+            PendingAnswer() for _ in prompts
+        ]
+        super().__init__(turns, prompts[0], self.vectors)
+        self._embedder = embedder
+        self._remaining = iter(list(zip(prompts, poolings, self.vectors, strict=True)))
+        self._weights: Any = None
+
+    @property
+    def reads_weights(self) -> bool:
+        """Returns whether vectors are still computed; see `Handle.reads_weights`."""
+        return self._weights is not None and not self.is_over
+
+    def begin(self, engine: Engine) -> None:
+        """Takes the weights of now for all vectors, and computes the first in the next turn."""
+        self._weights = engine.parameters["target"]
+        self._turns.post(Command(self._compute))
+
+    def _compute(self, engine: Engine) -> None:
+        """Computes a vector between two steps, and posts the command for the next one."""
+        if self.is_over:
+            return
+        try:
+            prompt, pooling, vector = next(self._remaining)
+            vector.set_result(self._embedder.embed(self._weights, prompt.token_ids, pooling))
+            if not self.vectors[-1].done():
+                self._turns.post(Command(self._compute))
+                return
+        except Exception as error:
+            self.fail(error)
+        self._turns.end_one(self)

@@ -1,29 +1,28 @@
-"""Prepares requests for a driver, for `LLM` and `AsyncLLM` alike."""
+"""Prepares requests for a driver, and defines what `LLM` gives its callers to hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_waking
-from jaxpage.checkpoints import Parameters
+from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
-from jaxpage.driver.encoding import check_streamable, prepare
-from jaxpage.driver.orders import PendingAnswer
-from jaxpage.engine import (
+from jaxpage.driver.handle import Handle, PendingAnswer, Update
+from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest
+from jaxpage.engine.calls import (
     ByVectors,
-    CheckedParams,
-    Engine,
-    NamedAdapter,
-    PreparedRequest,
+    Prompt,
     RerankMethod,
     YesNo,
     normalise,
     one_each,
     reranker_of,
 )
-from jaxpage.outputs import Pooling, TokenPooling
+from jaxpage.errors import JaxpageError, UnsupportedError
+from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -64,9 +63,7 @@ class DrivenModel(BuiltModel):
                 )
             try:
                 if id(params_of_prompt) not in checked:
-                    checked[id(params_of_prompt)] = self._engine.admission.check_params(
-                        params_of_prompt
-                    )
+                    checked[id(params_of_prompt)] = self._engine.check_params(params_of_prompt)
                 request = prepare(self._engine, prompt, checked[id(params_of_prompt)])
                 requests.append(
                     request._replace(
@@ -187,3 +184,154 @@ class DrivenModel(BuiltModel):
     def is_sleeping(self) -> bool:
         """Returns whether the model sleeps; see `LLM.sleep`."""
         return self._engine.is_asleep
+
+
+def prepare(
+    engine: Engine, prompt: Prompt, checked: CheckedParams, *, add_special_tokens: bool = True
+) -> PreparedRequest:
+    """Encodes and checks a prompt; a grammar is left to `Engine.compile_grammar`.
+
+    Any thread may call this while the engine runs.
+
+    Args:
+        engine: The engine.
+        prompt: The prompt.
+        checked: The checked parameters.
+        add_special_tokens: True if the tokenizer adds its special tokens to a text.
+
+    Raises:
+        TypeError: A token id is no integer.
+        ValueError: The prompt is refused, or the tokenizer fails on it.
+    """
+    token_ids = prompt.token_ids
+    if token_ids is None:
+        if engine.tokenizer is None:
+            raise ValueError("The model has no tokenizer; give prompts as token ids")
+        token_ids = _encode(engine.tokenizer, prompt.text, add_special_tokens=add_special_tokens)
+    return engine.prepare(prompt.text, token_ids, checked)
+
+
+def _encode(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except BaseException as panic:
+        # If a regular expression of tokenizer.json fails, Rust raises an error that is no
+        # Exception.
+        if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
+            raise
+        raise ValueError("prompt: the model's tokenizer gives up on this text") from None
+
+
+def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
+    """Checks that outputs can be shown before the end.
+
+    Raises:
+        UnsupportedError: The parameters choose the best outputs, which are known only at the end.
+    """
+    if isinstance(params, BeamSearchParams):
+        raise UnsupportedError(
+            f"streaming cannot show beam_width={params.beam_width}: "
+            "which hypotheses are the best is known only at the end"
+        )
+    if params.ranks:
+        raise UnsupportedError(
+            f"streaming cannot show best_of={params.best_of}: which are the best n={params.n} is known only at the end"
+        )
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """Yields the chunks of one request, one for each step that changed it.
+
+    Closing the stream, or losing the last reference to it, ends the request.
+    """
+
+    def __init__(self, driver: Driver, request: PreparedRequest):
+        """Gives the request to the engine; raises the same errors as `Driver.add`."""
+        self._driver = driver
+        self._box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
+        self._updates: Iterator[Update] = iter(())
+        self._handle: Handle | None = Handle(request, self._box.put, is_stream=True)
+        try:
+            driver.wait(driver.add([self._handle]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> RequestOutput:
+        """Returns the next chunk; waits until it is there."""
+        if self._handle is None:
+            raise StopIteration
+        chunk: RequestOutput | None = None
+        try:
+            self._driver.check_open()
+            update = next(self._updates, None)
+            if update is None:
+                updates: list[Update] = self._driver.wait_for_item(self._box)
+                self._updates = iter(updates)
+                update = next(self._updates)
+            if isinstance(update[1], JaxpageError):
+                raise update[1]
+            chunk = update[1]
+        finally:
+            if chunk is None or chunk.finished:
+                self.close()
+        return chunk
+
+    def close(self) -> None:
+        """Ends the request if it has not finished; its blocks are free before the next step."""
+        handle = self._handle
+        self._handle = None
+        if handle is not None:
+            self._driver.end([handle])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_handle") is not None:
+            self.close()
+
+
+class HeldPrefix:
+    """Keeps a prefix's keys and values in place until it is released.
+
+    Unlike a stream, the pin does not end when the object is dropped: prompts find it by their
+    tokens. It ends with its engine, too.
+
+    Attributes:
+        num_tokens: The number of tokens of the prefix.
+    """
+
+    def __init__(self, driver: Driver, pin_id: int, num_tokens: int):
+        self.num_tokens = num_tokens
+        self._driver = driver
+        self._pin_id = pin_id
+
+    @property
+    def released(self) -> bool:
+        """Returns whether the pin was released, or lost with the pages in a failed step."""
+        return not self._driver.is_pinned(self._pin_id)
+
+
+class PinnedPrefix(HeldPrefix):
+    """Keeps a prefix in place until `release()` or the end of a `with` block; see `HeldPrefix`."""
+
+    @classmethod
+    def of(cls, driver: Driver, prefix: PreparedRequest) -> Self:
+        """Computes a prefix and pins it; raises the same errors as `Driver.pinning`."""
+        with driver.pinning(prefix) as pin_id:
+            return cls(driver, driver.wait(pin_id), len(prefix.token_ids))
+
+    def release(self) -> None:
+        """Frees the blocks that no running request shares. A second call does nothing."""
+        if not self.released:
+            self._driver.wait(self._driver.unpin(self._pin_id))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

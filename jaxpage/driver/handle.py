@@ -1,19 +1,93 @@
-"""Follows a request that a driver has, or had."""
+"""Defines the commands to a driver with their answers, and the handles of its requests."""
 
 from __future__ import annotations
 
 import copy
 import math
+import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from jaxpage.driver.orders import PendingAnswer
 from jaxpage.engine import Engine, PreparedRequest, Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 
+_Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=JaxpageError)
+
+# A function returns this if the answer to its command comes later.
+LATER: Final = object()
+
+
+class PendingAnswer(Future[_Result]):
+    """Holds the future answer to a command.
+
+    An event loop awaits it with `asyncio.wrap_future`. A thread waits for its box and not for the
+    future: a signal handler of the program may run at any moment of a wait, and must not run while
+    this thread has the lock of a future that the driver's thread is about to fill.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = box = queue.SimpleQueue[None]()
+        self.add_done_callback(lambda answer: box.put(None))
+
+
+class Command(NamedTuple):
+    """Holds a function of the engine, and the answer that gets what it returns or raises.
+
+    Attributes:
+        function: The function, which the driver calls between two steps.
+        answer: Gets the result. If it is None, nobody waits, and an exception ends the driver.
+        waits_for_weights: True if the command waits while other weights are on their way, or while
+            the engine sleeps.
+    """
+
+    function: Callable[[Engine], Any]
+    answer: PendingAnswer[Any] | None = None
+    waits_for_weights: bool = False
+
+    def run(self, engine: Engine) -> None:
+        """Calls the function, unless the answer was cancelled."""
+        if self.answer is None:
+            self.function(engine)
+        elif self.answer.set_running_or_notify_cancel():
+            try:
+                result = self.function(engine)
+            except Exception as error:
+                self.answer.set_exception(error)
+            else:
+                if result is not LATER:
+                    self.answer.set_result(result)
+
+    def refuse(self, error: Exception) -> None:
+        """Answers with an error, since the command is never run."""
+        if self.answer is not None and self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)
+
+
+class Change(Generic[_Result]):
+    """Holds a change of the weights, such as other ones or sleep, which waits until nothing runs.
+
+    Attributes:
+        function: Makes the change.
+        frees_weights: True if the weights are gone afterwards, so that the change also waits for
+            requests that only read them.
+        answer: Gets what the function returns or raises.
+        is_withdrawn: True if nobody waits for the change any more.
+    """
+
+    def __init__(self, function: Callable[[Engine], _Result], *, frees_weights: bool) -> None:
+        self.function = function
+        self.frees_weights = frees_weights
+        self.answer: PendingAnswer[_Result] = PendingAnswer()
+        self.is_withdrawn = False
+
+    def withdraw(self) -> None:
+        """Takes the change back, unless it was made already."""
+        self.is_withdrawn = True
 
 
 def copy_error(error: _Error) -> _Error:

@@ -1,4 +1,4 @@
-"""Takes the turns of a driver: obeys orders, runs a step, and sends the outputs.
+"""Takes the turns of a driver: runs commands, runs a step, and sends the outputs.
 
 All methods but `num_open`, `post`, `want`, `end`, `leave`, `take_places` and `fail` run on the
 thread that takes the turns. Nothing else changes the engine.
@@ -18,8 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jaxpage.driver.handle import Handle, Update, copy_error, send
-from jaxpage.driver.orders import LATER, Change, Order, PendingAnswer
+from jaxpage.driver.handle import (
+    LATER,
+    Change,
+    Command,
+    Handle,
+    PendingAnswer,
+    Update,
+    copy_error,
+    send,
+)
 from jaxpage.engine import Engine
 from jaxpage.errors import (
     CapacityError,
@@ -50,7 +58,7 @@ class Turns:
             timeout_seconds: The time of a request that has a deadline, for the message.
         """
         self.engine = engine
-        self.inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # This future ends with the turns. If an exception ended them, it has EngineFailed with that
         # cause.
         self.ended: Future[None] = Future()
@@ -66,7 +74,7 @@ class Turns:
         self.draining: ShuttingDown | None = None  # why new requests are refused
         self.refusal: JaxpageError | None = None  # why everything is refused
         self.is_over = False  # nobody reads the inbox any more
-        self.taker: int | None = None  # the thread that takes a turn now
+        self.running_thread: int | None = None  # the thread that takes a turn now
         self._num_places = num_places
         self._places = deque([None] * (num_places or 0))  # each request takes one out
         self._timeout_seconds = timeout_seconds
@@ -74,7 +82,7 @@ class Turns:
         self._updates: list[Update] = []
         self._drained: list[PendingAnswer[None]] = []
         self._later: set[PendingAnswer[Any]] = set()  # the answers that will come later
-        self._held: list[Order] = []  # orders that wait for other weights
+        self._held: list[Command] = []  # commands that wait for other weights
         self._accepts = True  # no drain has begun
         self._is_stopping = False
         self._keeps_engine = False
@@ -87,17 +95,17 @@ class Turns:
         """Returns how many requests have a place; 0 if the number of places has no limit."""
         return (self._num_places or 0) - len(self._places)
 
-    def post(self, order: Order) -> None:
-        """Puts an order into the inbox. It is refused if nobody reads the inbox any more."""
-        self.inbox.put(order)
+    def post(self, command: Command) -> None:
+        """Puts a command into the inbox. It is refused if nobody reads the inbox any more."""
+        self.inbox.put(command)
         # Check after the put: the thread that closes the inbox sets `is_over` first and then
         # empties it.
         if self.is_over:
-            self._refuse_orders()
+            self._refuse_commands()
 
     def want(self, handle: Handle) -> None:
         """Asks for the next output of a request; raises the error that ended the driver, if any."""
-        self.post(Order(lambda engine: self._want(handle)))
+        self.post(Command(lambda engine: self._want(handle)))
         if self.is_over and self.refusal is not None:
             raise copy_error(self.refusal)
 
@@ -105,11 +113,11 @@ class Turns:
         """Notes requests that end before the next step. Requests that have ended are no error."""
         unfinished = [handle for handle in handles if not handle.is_over]
         if unfinished:
-            self.inbox.put(Order(lambda engine: self._end_each(unfinished)))
+            self.inbox.put(Command(lambda engine: self._end_each(unfinished)))
 
     def leave(self) -> None:
-        """Ends the turns, and leaves the engine as it is. Later orders are refused."""
-        self.inbox.put(Order(self._leave))
+        """Ends the turns, and leaves the engine as it is. Later commands are refused."""
+        self.inbox.put(Command(self._leave))
 
     def take_places(self, handles: Sequence[Handle]) -> None:
         """Takes a place for each request, all or none. Ending a request gives its place back.
@@ -151,7 +159,7 @@ class Turns:
     # Methods for the thread that takes the turns.
 
     def run(self) -> None:
-        """Takes turns until an order ends them."""
+        """Takes turns until a command ends them."""
         error = ShuttingDown("The engine was shut down")
         try:
             while not self._is_stopping:
@@ -167,19 +175,19 @@ class Turns:
             self.fail(death)
 
     def turn(self, *, waits: bool = True) -> bool:
-        """Obeys the orders in the inbox, runs a step, and sends the outputs.
+        """Runs the commands in the inbox, runs a step, and sends the outputs.
 
         Args:
-            waits: True waits for an order if there is nothing to do.
+            waits: True waits for a command if there is nothing to do.
 
         Returns:
             True if there was anything to do.
         """
-        self.taker = threading.get_ident()
+        self.running_thread = threading.get_ident()
         try:
             return self._turn(waits)
         finally:
-            self.taker = None
+            self.running_thread = None
 
     def _turn(self, waits: bool) -> bool:
         if has_changed := self._change_weights():
@@ -188,21 +196,21 @@ class Turns:
             self.began = None
             if not waits and self.inbox.empty():
                 return has_changed
-            self._obey(self.inbox.get())
+            self._run_command(self.inbox.get())
         self.began = time.monotonic()
         for _ in range(self.inbox.qsize()):
-            self._obey(self.inbox.get())
+            self._run_command(self.inbox.get())
         self._end_what_is_late()
         if self._has_work and not self._is_stopping and self._may_step():
             self._step()
         self._send_updates()
         return True
 
-    def obey_orders(self) -> bool:
-        """Obeys the orders in the inbox without a step, and returns whether there were any."""
+    def run_commands(self) -> bool:
+        """Runs the commands in the inbox without a step, and returns whether there were any."""
         number = self.inbox.qsize()
         for _ in range(number):
-            self._obey(self.inbox.get())
+            self._run_command(self.inbox.get())
         self._send_updates()
         return number > 0
 
@@ -219,11 +227,11 @@ class Turns:
         """Returns whether other weights are on their way, or the engine sleeps."""
         return self.change is not None or self.engine.is_asleep
 
-    def _obey(self, order: Order) -> None:
-        if order.waits_for_weights and self._awaits_weights:
-            self._held.append(order)
+    def _run_command(self, command: Command) -> None:
+        if command.waits_for_weights and self._awaits_weights:
+            self._held.append(command)
         else:
-            order.obey(self.engine)
+            command.run(self.engine)
 
     def _step(self) -> None:
         try:
@@ -280,7 +288,7 @@ class Turns:
         self._later.add(added)
         if self._awaits_weights:
             self._begin([handle for handle in handles if handle.is_aborted])
-        self._obey(Order(lambda engine: self._begin(handles), waits_for_weights=True))
+        self._run_command(Command(lambda engine: self._begin(handles), waits_for_weights=True))
         return LATER
 
     def _begin(self, handles: Sequence[Handle]) -> None:
@@ -450,7 +458,7 @@ class Turns:
         return LATER
 
     def _change_weights(self) -> bool:
-        """Makes the change if nothing runs, and then obeys the orders that waited for it.
+        """Makes the change if nothing runs, and then runs the commands that waited for it.
 
         Returns:
             True if a change waited and does not wait any more: it was made, refused or withdrawn.
@@ -467,7 +475,7 @@ class Turns:
             self.fail_later(change.answer, error)
         else:
             self.answer(change.answer, result)
-        self._obey_held()
+        self._run_held()
         return True
 
     def _is_ready(self, change: Change[Any]) -> bool:
@@ -476,32 +484,31 @@ class Turns:
         return not self._has_work and not (is_read and change.frees_weights)
 
     def wake(self, parameters: Any) -> None:
-        """Wakes the engine with its weights, and then obeys the orders that waited for it."""
+        """Wakes the engine with its weights, and then runs the commands that waited for it."""
         self.engine.wake(parameters)
-        self._obey_held()
+        self._run_held()
 
-    def _obey_held(self) -> None:
+    def _run_held(self) -> None:
         held = self._held
         self._held = []
-        for order in held:
-            self._obey(order)
+        for command in held:
+            self._run_command(command)
 
     def close_engine(self) -> None:
         """Frees the device."""
         self.engine.abort_all()
-        self.engine.events.closed()
-        self.engine.runner.close()
-        self.engine.grammars.close()
+        self.engine.tell_end()
+        self.engine.close()
 
     def stop(self, engine: Engine) -> None:
-        """Ends the turns after this one; this is the function of an order."""
+        """Ends the turns after this one; this is the function of a command."""
         self._is_stopping = True
 
     def _leave(self, engine: Engine) -> None:
         self._is_stopping = self._keeps_engine = True
 
     def _leave_off(self, error: JaxpageError) -> None:
-        """Refuses later orders, and leaves earlier ones unanswered.
+        """Refuses later commands, and leaves earlier ones unanswered.
 
         After the last reference is gone, nobody waits. At the interpreter's exit only threads wait
         that end anyway, and an error would make them print a traceback.
@@ -521,16 +528,16 @@ class Turns:
         self._send_updates()
         for answer in list(self._later):
             self.fail_later(answer, copy_error(error))
-        for order in self._held:
-            order.refuse(copy_error(error))
-        self._refuse_orders()
+        for command in self._held:
+            command.refuse(copy_error(error))
+        self._refuse_commands()
 
-    def _refuse_orders(self) -> None:
+    def _refuse_commands(self) -> None:
         assert self.refusal is not None
         with contextlib.suppress(queue.Empty):
             while True:
                 self.inbox.get_nowait().refuse(copy_error(self.refusal))
-        self.inbox.put(Order(self.stop))  # wakes a thread that waits
+        self.inbox.put(Command(self.stop))  # wakes a thread that waits
 
     def _send_updates(self) -> None:
         updates = self._updates

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import Bucket, BucketMenu, Flags, ProcessorInputs, TableShape, empty_inputs
+from jaxpage.device.inputs import (
+    Bucket,
+    BucketMenu,
+    Flags,
+    ProcessorInputs,
+    TableShape,
+    empty_inputs,
+)
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
@@ -91,6 +98,17 @@ class BatchBuilder:
         self.max_loras = max_loras
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
+    def bucket_of(self, plan: StepPlan) -> Bucket:
+        """Returns the smallest shape that has room for a step."""
+        return self.menu.choose(
+            [len(row.token_ids) for row in plan.rows],
+            len(plan.samples),
+            scores=_num_scored(plan.rows) > 0,
+            verifies=plan.verifies,
+            branches=plan.branches,
+            multi_step=plan.is_multi_step,
+        )
+
     def build(
         self,
         plan: StepPlan,
@@ -110,14 +128,7 @@ class BatchBuilder:
         """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
-        bucket = self.menu.choose(
-            lengths,
-            len(plan.samples),
-            scores=num_scored > 0,
-            verifies=plan.verifies,
-            branches=plan.branches,
-            multi_step=plan.is_multi_step,
-        )
+        bucket = self.bucket_of(plan)
         packed, fields = empty_inputs(bucket, self.tables)
         self._fill_rows(fields, plan.rows)
         if lora_slots:

@@ -21,6 +21,8 @@ from jaxpage.decoding import (
     advance,
     masks_of,
 )
+from jaxpage.device import Executables, Packings
+from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
@@ -29,7 +31,9 @@ from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.errors import UnsupportedError
-from jaxpage.memory import MemoryHistory, MemoryReport
+from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
+from jaxpage.outputs import RequestMetrics
+from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -62,8 +66,8 @@ class EngineParts(TypedDict, total=False):
 class Engine:
     """Calls the scheduler and the runner in turn.
 
-    Only the thread of its driver changes it. Any thread may prepare requests (`prepare`,
-    `compile_grammar`, `open_adapter`, `admission` and `grammars`) and ask whether it sleeps.
+    Only the thread of its driver changes it. Any thread may prepare requests (`check_params`,
+    `prepare`, `find_grammar`, `compile_grammar`, `open_adapter`) and ask whether it sleeps.
     """
 
     def __init__(
@@ -129,6 +133,72 @@ class Engine:
         """Returns whether a request is running or waiting."""
         return self.scheduler.has_unfinished
 
+    @property
+    def running(self) -> tuple[SequenceGroup, ...]:
+        """Returns the groups that run, in order of rank."""
+        return self.scheduler.running
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """Returns the groups that run, and then those that wait."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    @property
+    def num_steps(self) -> int:
+        """Returns how many steps have run."""
+        return self.metrics.engine_steps_total
+
+    def times_of(self, request_id: str) -> RequestMetrics:
+        """Returns the times and counts of a request that runs or waits."""
+        return self.metrics.requests[request_id]
+
+    def bucket_of(self, plan: StepPlan) -> Bucket:
+        """Returns the shape of a step."""
+        return self.builder.bucket_of(plan)
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of the model's token ids (V)."""
+        return self.builder.vocab_size
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Returns how many sequences run at a time at most."""
+        return self.scheduler.max_num_seqs
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Returns whether one executable may run several decode steps (`num_scheduler_steps`)."""
+        return self.scheduler.runs_several_steps
+
+    @property
+    def prefix_cache(self) -> CachedBlocks | None:
+        """Returns the cached blocks; None where prefix caching is off."""
+        return self.scheduler.prefix_cache
+
+    def count_prefix_files(self, counts: FileCounts) -> None:
+        """Has the metrics show these counts of the files with prefixes."""
+        self.metrics.prefix_files = counts
+
+    @property
+    def executables(self) -> Executables:
+        """Returns the compiled steps."""
+        return self.runner.executables
+
+    @property
+    def parameters(self) -> Any:
+        """Returns the weights as the steps take them; see `Runner.parameters`."""
+        return self.runner.parameters
+
+    @property
+    def packed(self) -> Packings:
+        """Returns which of the weights are in panels, by path."""
+        return self.runner.packed
+
+    def check_params(self, asked: SamplingParams | BeamSearchParams) -> CheckedParams:
+        """Checks all of a request but its prompt, once for many prompts; see `Admission`."""
+        return self.admission.check_params(asked)
+
     def prepare(
         self,
         prompt: str | None,
@@ -143,15 +213,13 @@ class Engine:
             prompt: The text of the prompt, if there is one.
             token_ids: The token ids of the prompt.
             params: The parameters. For several prompts, pass the result of
-                `admission.check_params`, so that they are checked once.
+                `check_params`, so that they are checked once.
 
         Raises:
             ValueError: A parameter or the prompt does not fit the model.
             UnsupportedError: A parameter cannot be honoured. The message names it and its value.
         """
-        checked = (
-            params if isinstance(params, CheckedParams) else self.admission.check_params(params)
-        )
+        checked = params if isinstance(params, CheckedParams) else self.check_params(params)
         return self.admission.prepare(prompt, token_ids, checked)
 
     def compile_grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
@@ -167,6 +235,10 @@ class Engine:
         """
         asked = getattr(params, "structured_outputs", None)
         return None if asked is None else self.grammars.compile(asked)
+
+    def find_grammar(self, asked: tuple[str, str]) -> Grammar | None:
+        """Returns a grammar that is compiled already; see `GrammarCompiler.find`."""
+        return self.grammars.find(asked)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
         """Takes in a request, and compiles its grammar if it has one that is not compiled.
@@ -216,6 +288,11 @@ class Engine:
         if self.adapters is None:
             raise UnsupportedError(f"LoRA adapter {asked.lora_name!r} needs enable_lora=True")
         return NamedAdapter(asked.lora_name, self.adapters.open(asked))
+
+    def forget_adapter(self, lora_int_id: int) -> None:
+        """Forgets an adapter that nothing uses, if the engine has it."""
+        if self.adapters is not None:
+            self.adapters.forget(lora_int_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once.
@@ -280,7 +357,7 @@ class Engine:
 
     def abort_all(self) -> list[SequenceGroup]:
         """Ends every request, and returns their groups."""
-        groups = [*self.scheduler.running, *self.scheduler.waiting]
+        groups = self.groups
         for group in groups:
             self.abort(group.request.request_id)
         return groups
@@ -291,7 +368,7 @@ class Engine:
         Running requests keep their blocks, and neither these nor those that they fill from now on
         are found: each follows from the blocks before it.
         """
-        self.scheduler.block_manager.forget_cached()
+        self.scheduler.forget_cached()
         self.events.prefix_cache_reset()
 
     def replace_weights(self, weights: Mapping[str, Any]) -> int:
@@ -330,7 +407,7 @@ class Engine:
     def _check_unused(self, what: str, prefixes: str) -> None:
         if self.has_unfinished:
             raise RuntimeError(f"{what} while requests are running or waiting")
-        if pins := len(self.scheduler.block_manager.pins):
+        if pins := len(self.scheduler.pins):
             raise RuntimeError(f"{what} while {prefixes} are pinned ({pins}); release them first")
 
     @property
@@ -390,12 +467,12 @@ class Engine:
     def unpin(self, pin_id: int) -> None:
         """Gives up a pin; its blocks are free unless requests use them. A lost pin is no error."""
         if self.is_pinned(pin_id):
-            self.scheduler.block_manager.unpin(pin_id)
+            self.scheduler.unpin(pin_id)
             self.events.unpinned(pin_id)
 
     def is_pinned(self, pin_id: int) -> bool:
         """Returns whether the pin is in place."""
-        return pin_id in self.scheduler.block_manager.pins
+        return pin_id in self.scheduler.pins
 
     def stats(self) -> dict[str, Any]:
         """Returns all counters by their public names."""
@@ -431,12 +508,21 @@ class Engine:
         self.rebuild_pages()
         return groups
 
+    def tell_end(self) -> None:
+        """Tells the listener that no step and no request follows."""
+        self.events.closed()
+
+    def close(self) -> None:
+        """Frees the device, and ends the process that tries grammars."""
+        self.runner.close()
+        self.grammars.close()
+
     def rebuild_pages(self) -> None:
         """Makes the pages anew; the prefix cache and the pins are lost with them.
 
         A model that wakes has empty pages too, since `sleep` has lost what was in the old ones.
         """
-        if pins := self.scheduler.block_manager.pins:
+        if pins := self.scheduler.pins:
             logger.warning(
                 "%d pinned prefixes are lost with the KV pages; pin them again", len(pins)
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.device import ProcessorInputs, processor_shapes
+from jaxpage.device.inputs import ProcessorInputs, processor_shapes
 from jaxpage.step.plan import Sample
 from jaxpage.step.token_masks import Mask, mask_of, mask_of_ids
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import Executables, HostPages, KVPages, Packings, to_host, unpack_drawn
+from jaxpage.device import Executables, Packings, to_host, unpack_drawn
+from jaxpage.device.pages import HostPages, KVPages
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models import Path, ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.assembly import NO_HOOKS, Built, Hooks, build_engine
-from jaxpage.checkpoints import ModelConfig, ModelFiles, Parameters, open_parameters
+from jaxpage.checkpoints import ModelFiles
+from jaxpage.checkpoints.in_memory import ModelConfig, Parameters, open_parameters
 from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
@@ -117,7 +118,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     swapped_bytes = spec.memory.host_pool_bytes if spec.memory.swaps_to_file else 0
     files = PrefixFiles(directory, digest, config.prefix_cache_disk_bytes - swapped_bytes)
-    cached = built.engine.scheduler.block_manager.cached
-    assert cached is not None, "there is a prefix cache"
-    built.engine.metrics.prefix_files = files.counts
-    return PrefixTier(cached, built.engine.runner, files)
+    engine = built.engine
+    assert engine.prefix_cache is not None, "there is a prefix cache"
+    engine.count_prefix_files(files.counts)
+    return PrefixTier(engine.prefix_cache, engine.runner, files)

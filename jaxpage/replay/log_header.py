@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.assembly import EngineSpec, shards_of_weights
+from jaxpage.assembly import shards_of_weights
+from jaxpage.assembly.planning import EngineSpec
 from jaxpage.checkpoints import ModelFiles, load_shards
-from jaxpage.device import Packings, cpu_kernels, unpack_weight
+from jaxpage.device import Packings, unpack_weight
+from jaxpage.device.hardware import cpu_kernels
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
@@ -66,7 +68,7 @@ def engine_header(
         files: The model's files. They are needed on several hosts, each of which has only its own
             parts of the weights.
     """
-    parameters = engine.runner.parameters
+    parameters = engine.parameters
     target = parameters["target"]
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
@@ -79,7 +81,7 @@ def engine_header(
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(
             target if parameters["drafter"] is None else {**parameters, "target": target},
-            engine.runner.packed,
+            engine.packed,
         ),
         "engine": spec.record(),
     }

@@ -99,8 +99,7 @@ def replay(
             ) as bar:
                 return follower.run(built.engine, bar, until=until)
         finally:
-            built.engine.runner.close()
-            built.engine.grammars.close()
+            built.engine.close()
 
 
 class Replay:
@@ -183,7 +182,7 @@ class Replay:
             case "reset":
                 self._engine.reset_prefix_cache()
             case "end":
-                self._engine.events.closed()
+                self._engine.tell_end()
             case event:
                 self._log.refuse(
                     f"the log has no cause for this {event} of step {record.get('step')}"
@@ -374,8 +373,9 @@ def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None
         AttributeError, LookupError, TypeError, ValueError: The record is not valid.
     """
     words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-    checked = engine.admission.check_params(_read_params(record))
-    checked = checked._replace(bad_word_token_ids=engine.admission.check_words(words))
+    admission = engine.admission
+    checked = admission.check_params(_read_params(record))
+    checked = checked._replace(bad_word_token_ids=admission.check_words(words))
     prepared = engine.prepare(None, record["prompt_token_ids"], checked)
     engine.add(record["request_id"], prepared._replace(lora=lora))
 
@@ -403,8 +403,8 @@ def drafts_of(engine: Engine, plan: Record) -> dict[int, Draft]:
     Raises:
         OverflowError, TypeError, ValueError: The record is not valid.
     """
-    vocab_size = engine.builder.vocab_size
-    multi_step = engine.scheduler.limits.num_steps > 1
+    vocab_size = engine.vocab_size
+    multi_step = engine.runs_several_steps
     return dict(
         _draft(*item, vocab_size=vocab_size, multi_step=multi_step)
         for item in plan.get("drafts", ())

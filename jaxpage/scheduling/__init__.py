@@ -2,21 +2,21 @@
 
 The decisions depend on the events alone. There is no clock and no device in this room, so the same
 code plans for the engine, for the simulator and for the replay of a log.
-
-Other rooms take these names:
-
-    Scheduler     plans each step and commits what came of it
-    Preemption    the settings that say what becomes of a preempted request
-    POLICIES      the scheduling policies by name; each makes a `WaitingQueue`
-    WaitingQueue  the interface of the requests that wait under one policy
-    apply_edit    applies one edit to a sequence and its block tables
-    sample_of     describes the draw from the last token of a row
 """
 
-from jaxpage.scheduling.committing import apply_edit
-from jaxpage.scheduling.plan_builder import sample_of
-from jaxpage.scheduling.policy import Preemption
-from jaxpage.scheduling.queues import POLICIES, WaitingQueue
-from jaxpage.scheduling.scheduler import Scheduler
-
-__all__ = ["POLICIES", "Preemption", "Scheduler", "WaitingQueue", "apply_edit", "sample_of"]
+from jaxpage.scheduling.admitting import (
+    Preemption,  # says what becomes of a preempted request
+)
+from jaxpage.scheduling.committing import (
+    apply_edit,  # applies one edit to a sequence and its block tables
+)
+from jaxpage.scheduling.plan_builder import (
+    sample_of,  # describes the draw from the last token of a row
+)
+from jaxpage.scheduling.queues import (
+    POLICIES,  # are the scheduling policies by name; each makes a `WaitingQueue`
+    WaitingQueue,  # is the interface of the requests that wait under one policy
+)
+from jaxpage.scheduling.scheduler import (
+    Scheduler,  # plans each step and commits what came of it
+)

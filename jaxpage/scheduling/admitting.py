@@ -1,14 +1,132 @@
-"""Admits a waiting group: finds the blocks that it can begin with, and says what it costs."""
+"""Decides about admissions: what never fits, what a group begins with, and what stays free.
+
+Every group that is admitted to the queue can run alone, next to the pinned prefixes. So the group
+that ranks first, which is never preempted, always comes to its end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, Counts, Prefix
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
+
+# The share of the pool that an admission leaves free while other requests run, so that it does not
+# lead to a preemption at once: the watermark of vLLM's first version, which the PagedAttention
+# paper measured. It is never less than one block.
+WATERMARK = 0.01
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Says what becomes of a preempted group (PagedAttention, section 4.5).
+
+    No mode compares measured costs, so the same events give the same schedule on every machine.
+
+    Attributes:
+        mode: "recompute" computes the tokens of the group again. "swap" moves its blocks to host
+            memory and back, as long as host blocks are free. "auto" recomputes a group of one
+            sequence and swaps a group of several: a block that several sequences share is moved
+            once, but would be computed once for each of them.
+        new_wait_until: New groups are admitted when the preempted ones are "readmitted" or, as the
+            paper has it literally, "completed".
+    """
+
+    mode: Literal["auto", "recompute", "swap"] = "auto"
+    new_wait_until: Literal["readmitted", "completed"] = "readmitted"
+
+    def swaps(self, num_sequences: int) -> bool:
+        """Returns whether a group of this many sequences is swapped instead of recomputed."""
+        return self.mode == "swap" or (self.mode == "auto" and num_sequences > 1)
+
+
+def spare_blocks(num_usable: int, num_running: int, num_joining: int, *, resumes: bool) -> int:
+    """Returns how many blocks of a pool an admission must leave free.
+
+    A group that was preempted leaves a block for every sequence that runs after its admission, its
+    own included. Each of them takes at most one block in S tokens, so the group is not preempted
+    again as soon as it is back.
+
+    Args:
+        num_usable: The number of blocks that the pool can hand out at all.
+        num_running: The number of sequences that run.
+        num_joining: The number of sequences of the group that is to be admitted.
+        resumes: True if the group was preempted before.
+    """
+    if not num_running:
+        return 0
+    watermark = max(1, int(num_usable * WATERMARK))
+    return max(watermark, num_running + num_joining) if resumes else watermark
+
+
+def blocks_alone(group: SequenceGroup, manager: BlockManager) -> Counts:
+    """Returns how many blocks a group may need when it runs alone, by cache group.
+
+    Blocks of a pinned prefix are there already and do not count. Blocks that the sequences share
+    otherwise count for each of them: after a preemption they may share nothing.
+    """
+    request = group.request
+    # The last token is drawn and never computed.
+    blocks = manager.most_blocks(request.max_total_tokens - 1)
+    num_pinned = 0
+    # A prompt that is scored is computed in full, whatever is pinned of it.
+    if request.params.prompt_logprobs is None:
+        prefix = manager.find_pinned(request.prompt_token_ids, request.prefix_salt)
+        num_pinned = prefix.num_tokens // manager.block_size
+    return tuple(
+        request.num_sequences * count - (num_pinned if tables.sliding_window is None else 0)
+        for count, tables in zip(blocks, manager.groups, strict=True)
+    )
+
+
+def refuse_what_never_fits(group: SequenceGroup, manager: BlockManager, max_num_seqs: int) -> None:
+    """Raises CapacityError if a group could not run even if it were alone."""
+    request = group.request
+    name = f"request {request.request_id!r}"
+    width = request.num_sequences
+    if width > max_num_seqs:
+        limit = f"max_num_seqs is {max_num_seqs}"
+        raise CapacityError(f"{name} asks for {width} sequences at once; {limit}")
+    room = manager.room_next_to_pins
+    needs = blocks_alone(group, manager)
+    for needed, most, tables in zip(needs, room, manager.groups, strict=True):
+        if needed > most:
+            total = tables.pool.num_usable
+            pinned = f", of which {total - most} are pinned" if most < total else ""
+            raise CapacityError(
+                f"{name} may need {needed} KV blocks ({width} x"
+                f" {request.max_total_tokens} tokens in blocks of {manager.block_size});"
+                f" the pool has {total}{pinned}. Ask for fewer tokens, or give the engine more"
+                " blocks (num_blocks, kv_cache_memory_bytes)"
+            )
+
+
+def refuse_to_crowd_out(
+    groups: Iterable[SequenceGroup],
+    manager: BlockManager,
+    num_tokens: int,
+) -> None:
+    """Raises CapacityError if one of these groups could not run alone next to the pins any more.
+
+    Args:
+        groups: The unfinished groups.
+        manager: The owner of the pins, the new one among them.
+        num_tokens: The length of the new pin, for the message.
+    """
+    room = manager.room_next_to_pins
+    for group in groups:
+        needs = blocks_alone(group, manager)
+        for needed, most, tables in zip(needs, room, manager.groups, strict=True):
+            if needed > most:
+                raise CapacityError(
+                    f"a prefix of {num_tokens} tokens cannot be pinned now: request"
+                    f" {group.request.request_id!r} may need {needed} KV blocks, and {most} of"
+                    f" {tables.pool.num_usable} would be left"
+                )
 
 
 class Hit(NamedTuple):

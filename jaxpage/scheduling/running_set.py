@@ -6,11 +6,14 @@ from functools import partial
 
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import admitting
-from jaxpage.scheduling.admitting import PrefixCounts
+from jaxpage.scheduling.admitting import (
+    Preemption,
+    PrefixCounts,
+    refuse_what_never_fits,
+    spare_blocks,
+)
 from jaxpage.scheduling.plan_builder import PlanBuilder
-from jaxpage.scheduling.policy import Preemption, spare_blocks
 from jaxpage.scheduling.queues import WaitingQueue
-from jaxpage.scheduling.refusing import refuse_what_never_fits
 from jaxpage.step.request import Sequence, SequenceGroup
 
 
@@ -353,9 +356,8 @@ class RunningSet:
         block is another one where a fork cached a block that both share; see `PrefixIndex`.
         """
         manager = self.block_manager
-        if manager.cached is None:
+        if (index := manager.prefix_index) is None:
             return
-        index = manager.cached.index
         name = f"sequence {sequence.sequence_id}"
         num_full = sequence.num_computed_tokens // manager.block_size
         table = manager.groups[0].tables[sequence.sequence_id]

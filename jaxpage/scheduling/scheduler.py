@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, MemorySplit, Pin
+from jaxpage.memory import BlockManager, CachedBlocks, MemorySplit, Pin
+from jaxpage.scheduling.admitting import Preemption, refuse_to_crowd_out
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
-from jaxpage.scheduling.policy import Preemption
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
-from jaxpage.scheduling.refusing import refuse_to_crowd_out
 from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
@@ -119,6 +118,17 @@ class Scheduler:
         return self._requests.num_swapped
 
     @property
+    def runs_several_steps(self) -> bool:
+        """Returns whether one executable may run several decode steps."""
+        return self.limits.num_steps > 1
+
+    def is_swapped(self, group: SequenceGroup) -> bool:
+        """Returns whether a sequence of a group has its blocks in host memory."""
+        return any(
+            self.block_manager.is_swapped(sequence.sequence_id) for sequence in group.unfinished
+        )
+
+    @property
     def has_unfinished(self) -> bool:
         """Returns whether any group runs or waits."""
         return self.num_running + self.num_waiting > 0
@@ -197,6 +207,24 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Has every group start over, after a step that was planned and did not happen."""
         self._requests.preempt_all()
+
+    @property
+    def prefix_cache(self) -> CachedBlocks | None:
+        """Returns the cached blocks; None where prefix caching is off."""
+        return self.block_manager.cached
+
+    def forget_cached(self) -> None:
+        """Makes sure that no request finds a block that was computed before now."""
+        self.block_manager.forget_cached()
+
+    @property
+    def pins(self) -> Mapping[int, Pin]:
+        """Returns the pinned prefixes by their ids."""
+        return self.block_manager.pins
+
+    def unpin(self, pin_id: int) -> None:
+        """Gives up a pin and its blocks."""
+        self.block_manager.unpin(pin_id)
 
     def lose_pages(self) -> None:
         """Forgets what was in the blocks: all groups start over, nothing is cached or pinned."""

@@ -27,7 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage import __version__
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
@@ -128,7 +128,7 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
-        answered_by = (driver, self.preparing, context, driver.built.new_embedder())
+        answered_by = (driver, self.preparing, context, driver.new_embedder())
         self._reranking = Reranking(*answered_by)
         embed = partial(self._compute, EmbeddingRequests(*answered_by))
         rerank = partial(self._compute, self._reranking, open_rerank)
@@ -331,8 +331,8 @@ def build_app(
         server.visitors,
         server.routes,
         metrics,
-        num_at_once=driver.engine.scheduler.max_num_seqs,
-        is_dead=driver.ended.done,
+        num_at_once=driver.max_num_seqs,
+        is_dead=driver.has_ended,
     )
     pages = []
     if config.ui:

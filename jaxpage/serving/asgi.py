@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.assembly import Built
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.app import build_app

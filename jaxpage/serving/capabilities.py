@@ -35,7 +35,7 @@ def capabilities(
         "version": __version__,
         "model": {
             "max_model_len": built.memory.max_model_len,
-            "vocab_size": built.engine.builder.vocab_size,
+            "vocab_size": built.engine.vocab_size,
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
             "sampling_defaults": built.sampling_defaults,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.device import Embedder
+from jaxpage.driver import AsyncDriver
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import make_ignored_header, make_refusal, whole_answer
 from jaxpage.serving.preparing import Preparing

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.async_driver import AsyncDriver, AwaitedHandle
+from jaxpage.driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput

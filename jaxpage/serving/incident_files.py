@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.assembly import Built
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import ConfigError
 from jaxpage.replay import IncidentRing, Incidents, engine_header
 from jaxpage.serving.config import ServerConfig

@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from jaxpage.assembly import lora_spec
-from jaxpage.checkpoints import describe_model, read_adapter, resolve_model_config
+from jaxpage.checkpoints import describe_model, read_adapter
+from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.engine import Engine, directory_of
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
@@ -166,8 +167,8 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _forget(self, asked: LoRARequest | None) -> None:
-        if asked is not None and self._engine.adapters is not None:
-            self._engine.adapters.forget(asked.lora_int_id)
+        if asked is not None:
+            self._engine.forget_adapter(asked.lora_int_id)
 
 
 def lora_routes(

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpage.checkpoints import ModelFiles, local_model, open_model
+from jaxpage.checkpoints import ModelFiles, open_model
+from jaxpage.checkpoints.finding import local_model
 from jaxpage.errors import JaxpageError
 from jaxpage.models import model_weights
 from jaxpage.serving.wire.model_card import ModelCard

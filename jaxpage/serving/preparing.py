@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
 from jaxpage.driver import prepare
-from jaxpage.engine import CheckedParams, Engine, PreparedRequest, Prompt
+from jaxpage.engine import CheckedParams, Engine, PreparedRequest
+from jaxpage.engine.calls import Prompt
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -163,7 +164,7 @@ class Preparing:
                 and `Engine.compile_grammar`.
         """
         params = prompt_requests[0].params
-        checked = await self._reading.run(partial(self._engine.admission.check_params, params), 0)
+        checked = await self._reading.run(partial(self._engine.check_params, params), 0)
         # One prompt at a time goes to the threads, so that other exchanges come in between.
         requests = [
             await self._reading.run(
@@ -173,7 +174,7 @@ class Preparing:
         ]
         if (asked := getattr(params, "structured_outputs", None)) is None:
             return requests
-        grammar = self._engine.grammars.find(asked)  # a known grammar does not queue
+        grammar = self._engine.find_grammar(asked)  # a known grammar does not queue
         if grammar is None:
             grammar = await self._grammars.run(partial(self._compile, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]

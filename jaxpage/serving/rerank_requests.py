@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from jaxpage.engine import ByVectors, PreparedRequest, YesNo
+from jaxpage.engine import PreparedRequest
+from jaxpage.engine.calls import ByVectors, YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.http.answers import make_refusal

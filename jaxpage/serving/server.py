@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jaxpage.assembly import Built
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.app import Server, build_app

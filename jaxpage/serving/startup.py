@@ -22,13 +22,10 @@ import jax
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
-from jaxpage.checkpoints import (
-    describe_model,
-    load_tokenizer,
-    resolve_model_config,
-    resolve_tokenizer,
-)
-from jaxpage.engine import reranker_of
+from jaxpage.checkpoints import describe_model
+from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
+from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.engine.calls import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving import logs
@@ -122,7 +119,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         model_names=names,
         adapters=open_lora_modules(built.engine, server),
         max_model_len=built.memory.max_model_len,
-        vocab_size=built.engine.builder.vocab_size,
+        vocab_size=built.engine.vocab_size,
         tokenizer=built.tokenizer,
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
@@ -247,7 +244,7 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
         server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic
     )
     events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
-    cached = built.engine.scheduler.block_manager.cached
+    cached = built.engine.prefix_cache
     assert cached is not None  # `resolve_both` refuses kv_events without prefix caching
     cached.index.observer = events
     built.engine.events = Both(built.engine.events, events)

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.assembly import Mode, check_replaceable, weights_on_device
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.checkpoints import with_weights_of
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside
@@ -95,7 +95,7 @@ class Updating:
         """
         built = self._driver.built
         others = with_weights_of(built.model, path)
-        packed = built.engine.runner.packed
+        packed = built.engine.packed
         return weights_on_device(others, built.spec, packed, finite=check_finite)
 
 
@@ -114,7 +114,7 @@ def weights_routes(
     """
     if config.weights_directory is None:
         return []
-    check_replaceable(driver.built.model, None, "weights_directory")
+    check_replaceable(driver.model, None, "weights_directory")
     updating = Updating(driver, Path(config.weights_directory))
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -145,13 +145,13 @@ def walk_steps(
             print(f"   preempted, whole: request {', '.join(plan.preempted)}")
         scheduler.commit(plan, requests.edits(plan))
         scheduler.check()
+        manager = scheduler.block_manager
         for group in scheduler.running:
             for sequence in group.unfinished:
-                table = scheduler.block_manager.block_tables(sequence.sequence_id)[0]
+                table = manager.block_tables(sequence.sequence_id)[0]
                 print(
                     f"   request {group.request.request_id}, sequence {sequence.sequence_id}: blocks {list(table)}"
                 )
-        manager = scheduler.block_manager
         print(
             f"   {manager.num_free} of {manager.num_usable} blocks are free; {scheduler.num_waiting} requests wait"
         )

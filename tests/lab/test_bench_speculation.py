@@ -16,7 +16,7 @@ from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, EngineRun, table
 from jaxpage.bench.task_prompts import TASKS, task_texts
-from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import JaxpageError, ModelNotFoundError
 from tests.test_bench_studies import engine_here

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import Backend
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract_model

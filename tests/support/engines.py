@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly import engine_spec
-from jaxpage.device import kv_pages
-from jaxpage.device.step_inputs import unpack
+from jaxpage.assembly.planning import engine_spec
+from jaxpage.device.inputs.step_inputs import unpack
+from jaxpage.device.pages import kv_pages
 from jaxpage.device.steps import logits_step
 from jaxpage.engine.engine import Engine
 from jaxpage.models.base import KVSpec

@@ -28,7 +28,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxpage import LLM, AsyncLLM, LoRARequest
-from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
 from tests.support.engines import make_kind, make_llm

@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.assembly import ModelLayout
-from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.planning import ModelLayout
+from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.cli.plan import CACHE_DTYPES
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 import jaxpage
 from jaxpage.assembly import Built, build_engine
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from jaxpage.assembly import Built
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig

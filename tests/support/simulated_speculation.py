@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxpage.device.buckets import make_menu
+from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.shapes import MOST_DRAFTS

@@ -91,6 +91,23 @@ def is_import_by_name(node: ast.AST) -> bool:
     return getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
 
 
+def door_names(module: Module) -> dict[str, int]:
+    """Returns the names that a room's `__init__` gives to other rooms, each with its line.
+
+    They are in `__all__`, or they are those that it imports from its own modules.
+    """
+    assigned = [node for node in module.tree.body if isinstance(node, ast.Assign)]
+    for node in assigned:
+        if ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
+            return {ast.literal_eval(name): name.lineno for name in node.value.elts}
+    return {
+        alias.name: alias.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{module.name}.")
+        for alias in node.names
+    }
+
+
 def token_lines(module: Module) -> list[int]:
     """Returns the line of each token of a module, comments and the ends of lines left out.
 

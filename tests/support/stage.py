@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from jaxpage.async_driver import AsyncDriver
 from jaxpage.driver import Driver
+from jaxpage.driver.async_driver import AsyncDriver
 
 MOST_IDLE_TURNS = 40  # no pause of a case is as long
 _HOUR = 3600.0

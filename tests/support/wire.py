@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxpage
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form

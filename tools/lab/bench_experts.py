@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.device.attention import make_layer_kernels
-from jaxpage.device.backends import choose_backend
+from jaxpage.device.hardware.backends import choose_backend
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope

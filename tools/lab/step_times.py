@@ -19,12 +19,12 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.executables import compile_ahead, compiler_options
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket, BucketMenu
+from jaxpage.device.inputs.step_inputs import TableShape, unpack
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
-from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.layers.context import AttentionOptions, ForwardContext
 from jaxpage.models.base import abstract_model

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
-from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server, build_app
@@ -118,9 +118,9 @@ def _answer_all(
         run = BatchRun(
             InProcess(server.routes, config, server.metrics),
             output,
-            num_at_once=_LINES_PER_SEQUENCE * driver.engine.scheduler.max_num_seqs,
+            num_at_once=_LINES_PER_SEQUENCE * driver.max_num_seqs,
             max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
-            is_dead=driver.ended.done,
+            is_dead=driver.has_ended,
             told=tell,
             window=window,
         )

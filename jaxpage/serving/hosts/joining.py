@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxpage.assembly import EngineSpec, drafter_directory
-from jaxpage.checkpoints import resolve_model, resolve_tokenizer
+from jaxpage.assembly.planning import EngineSpec, drafter_directory
+from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Record, encode_record, package_versions
 from jaxpage.serving.config import ServerConfig

@@ -42,7 +42,7 @@ class Inspector:
             watcher = self._watcher = Watcher(engine)
         watcher.note_look()
         scheduler = engine.scheduler
-        executables = engine.runner.executables
+        executables = engine.executables
         manager = scheduler.block_manager
         groups = [(group, "running") for group in scheduler.running]
         groups += [(group, _waiting_state(group, manager)) for group in scheduler.waiting]
@@ -66,7 +66,7 @@ class Inspector:
             "copies": [[step["step"], *pair] for step in steps for pair in step["copies"]][
                 -MOST_COPIES:
             ],
-            "num_steps": engine.metrics.engine_steps_total,
+            "num_steps": engine.num_steps,
             "compiles": {
                 "total": executables.found[1],
                 "seconds": round(executables.compile_seconds, 3),

@@ -124,8 +124,8 @@ class Watcher(Both):
         self._began = now
         # The requests of the step that is under way, by sequence id.
         self._group_of: dict[int, SequenceGroup] = {}
-        for group in (*engine.scheduler.running, *engine.scheduler.waiting):
-            metrics = engine.metrics.requests[group.request.request_id]
+        for group in engine.groups:
+            metrics = engine.times_of(group.request.request_id)
             self.tracks[group.request.request_id] = Track(group, Timeline.begin_late(metrics, now))
         engine.events = self
 
@@ -137,8 +137,7 @@ class Watcher(Both):
     def note_look(self) -> None:
         """Notes that somebody looks now, and moves ended requests to the finished ones."""
         self.last_look = time.monotonic()
-        scheduler = self._engine.scheduler
-        present = {group.request.request_id for group in (*scheduler.running, *scheduler.waiting)}
+        present = {group.request.request_id for group in self._engine.groups}
         for request_id in [request_id for request_id in self.tracks if request_id not in present]:
             self.finished.append(self.tracks.pop(request_id))
             self.finished[-1].timeline.close(self.last_look)
@@ -164,9 +163,7 @@ class Watcher(Both):
         super().planned(plan)
         self._began = time.monotonic()
         self._group_of = {
-            s.sequence_id: group
-            for group in self._engine.scheduler.running
-            for s in group.unfinished
+            s.sequence_id: group for group in self._engine.running for s in group.unfinished
         }
 
     def stepped(self, report: StepReport) -> None:
@@ -197,10 +194,7 @@ class Watcher(Both):
         scheduler = self._engine.scheduler
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):
-                swapped = any(
-                    scheduler.block_manager.is_swapped(s.sequence_id)
-                    for s in track.group.unfinished
-                )
+                swapped = scheduler.is_swapped(track.group)
                 track.timeline.wait("swapped" if swapped else "preempted", self._began)
         rows = []
         for row in plan.rows:
@@ -221,14 +215,7 @@ class Watcher(Both):
     def _describe(
         self, plan: StepPlan, rows: list[list[int]], preempted: list[int], seconds: float
     ) -> dict[str, Any]:
-        bucket = self._engine.builder.menu.choose(
-            [len(row.token_ids) for row in plan.rows],
-            len(plan.samples),
-            scores=any(row.scored for row in plan.rows),
-            verifies=plan.verifies,
-            branches=plan.branches,
-            multi_step=plan.is_multi_step,
-        )
+        bucket = self._engine.bucket_of(plan)
         return {
             "step": plan.step_id,
             "bucket": [bucket.num_tokens, bucket.num_rows, bucket.max_query_len],

@@ -10,9 +10,11 @@ from typing import Any
 
 from starlette.routing import BaseRoute, Router
 
-from jaxpage.assembly import Built, EngineSpec, Hooks, weights_for_waking
-from jaxpage.async_driver import AsyncDriver
-from jaxpage.checkpoints import open_model, resolve_model
+from jaxpage.assembly import Built, Hooks, weights_for_waking
+from jaxpage.assembly.planning import EngineSpec
+from jaxpage.checkpoints import open_model
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CapacityError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server
@@ -68,7 +70,7 @@ class ServedModel:
     @property
     def is_over(self) -> bool:
         """Returns whether the engine has ended by itself."""
-        return self.driver.ended.done()
+        return self.driver.has_ended()
 
     async def sleep(self, level: int) -> None:
         """Frees the device's memory; see `Engine.sleep`."""

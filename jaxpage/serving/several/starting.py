@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from jaxpage.device import available_bytes, choose_backend, make_mesh, open_devices
+from jaxpage.device.hardware import available_bytes, choose_backend, make_mesh, open_devices
 from jaxpage.serving import logs
 from jaxpage.serving.app import guard
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys

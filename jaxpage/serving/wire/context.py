@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.engine import ByVectors, TextEmbedding, YesNo
+from jaxpage.engine.calls import ByVectors, TextEmbedding, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show

@@ -18,7 +18,8 @@ from jaxpage.chat_forms import (
     Derived,
     derive,
 )
-from jaxpage.checkpoints import load_tokenizer, resolve_model
+from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.templates import RENDER_BYTES, RENDER_SECONDS

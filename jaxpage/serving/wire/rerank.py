@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.engine import ByVectors, YesNo, rank
+from jaxpage.engine.calls import ByVectors, YesNo, rank
 from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext

@@ -12,7 +12,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from jaxpage.device.buckets import make_menu
+from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.memory import pool_ids
 from jaxpage.simulation.scripts import ScriptedRequests

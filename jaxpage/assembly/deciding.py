@@ -1,0 +1,73 @@
+"""Decides everything before anything is loaded or compiled: the second call of a start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from jaxpage.assembly.describing import Opened
+from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.planning.capacity import notices
+from jaxpage.assembly.planning.described import ModelLayout
+from jaxpage.assembly.planning.engine_spec import EngineSpec, engine_spec_of
+from jaxpage.checkpoints import ModelFiles
+from jaxpage.device import check_graphs
+from jaxpage.device.hardware import attention_sets
+from jaxpage.tables import align
+
+logger = logging.getLogger(__name__)
+
+
+def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
+    """Decides everything about an engine, and logs warnings.
+
+    Raises:
+        UnsupportedError: The device does not take a setting.
+        ConfigError: Settings contradict the model or each other; see `engine_spec_of`.
+        CapacityError: The memory is too small.
+    """
+    hooks.phase(PHASES[2])
+    described = opened.described
+    files = opened.files
+    first = opened.mesh.first
+    config = described.config
+    kernels = described.kernels
+    assert kernels is not None, "the device is at hand"
+    check_graphs(config.graphs, first.platform)
+    if kernels.interpret:
+        logger.warning(
+            "attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name
+        )
+    spec = engine_spec_of(described)
+    if hooks.planned and (sizes := hooks.planned(spec)):
+        spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
+    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
+    layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
+    spec = replace(
+        spec,
+        attention=attention_sets(
+            kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype
+        ),
+        quantization=files.quantization.described if files.quantization else "",
+    )
+    for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
+        logger.warning(warning)
+    hooks.show(align([*spec.rows()], num_words=2))
+    return spec
+
+
+def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
+    if not_loaded := getattr(files.spec, "not_loaded", ""):
+        globs = getattr(files.family, "others", ())
+        count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
+        yield (
+            f"this is the text model alone: {not_loaded} are not supported, and the checkpoint's "
+            f"{count} tensors for them are not loaded"
+        )
+    if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
+        yield (
+            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
+            f"it stays in {layout.dtype}"
+        )

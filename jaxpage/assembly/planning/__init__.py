@@ -1,0 +1,27 @@
+"""Plans an engine: its drafter, its memory, its cache groups and the shapes of its steps."""
+
+from jaxpage.assembly.planning.capacity import (
+    find_refused_settings,  # names settings that cannot be honoured
+    notices,  # warn about settings
+)
+from jaxpage.assembly.planning.described import (
+    Described,  # describes a model with these settings on a device
+    ModelLayout,  # says which types a model's numbers have, and on how many devices they are
+)
+from jaxpage.assembly.planning.drafters import (
+    drafter_directory,  # finds the directory of a drafter
+)
+from jaxpage.assembly.planning.drafting import (
+    Drafting,  # holds a model's drafter
+    open_drafting,  # opens a model's drafter
+)
+from jaxpage.assembly.planning.engine_spec import (
+    EngineSpec,  # holds everything that is decided before anything is compiled
+    engine_spec_of,  # decides it
+)
+from jaxpage.assembly.planning.layer_kinds import (
+    refuse_recurrent,  # refuses recurrent layers
+)
+from jaxpage.assembly.planning.sizing import (
+    MemoryPlan,  # says where the memory of a device goes
+)

@@ -1,0 +1,444 @@
+"""Opens drafters that run on the device.
+
+It knows the files that each kind of drafter has, and what each kind needs of an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpage.checkpoints import LoadPlan, ModelFiles, load_weights, open_model
+from jaxpage.checkpoints.drafters import (
+    EAGLE_FILES,
+    MEDUSA_FILES,
+    EagleMethod,
+    MedusaFiles,
+    load_eagle,
+    load_medusa,
+    load_mtp,
+    open_eagle,
+    open_medusa,
+    open_mtp,
+)
+from jaxpage.checkpoints.finding import HUB_FILES, resolve_model
+from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.device import Packings
+from jaxpage.device.drafters import (
+    Choice,
+    DeviceDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    TopIdsDrafter,
+    TreeShape,
+)
+from jaxpage.device.hardware import Backend
+from jaxpage.device.inputs import BucketMenu
+from jaxpage.errors import CheckpointError, ConfigError
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
+from jaxpage.models import (
+    DraftModel,
+    KVSpec,
+    MedusaHeads,
+    MtpHead,
+    abstract,
+    layer_spec,
+    replace_modules,
+)
+from jaxpage.models import Path as LayerPath
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_methods import METHODS, DrafterKind
+from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.speculation import NUM_RECYCLED, Choices, assume_accuracies, choices_of
+
+logger = logging.getLogger(__name__)
+
+# EAGLE-2 grows trees of 60 drafts, 10 branches and depth 6 for the largest models. Smaller trees
+# have fewer branches.
+DEEPEST_TREE = 6
+MOST_BRANCHES = 8
+
+
+@dataclass(frozen=True)
+class DraftedEngine:
+    """Tells a drafter of the engine that it drafts for.
+
+    Attributes:
+        dtype: The type of weights and activations.
+        sharding: The division of the target over devices.
+        kernels: The kernel set; None if the device is not at hand.
+        menu: The shapes of the steps.
+        layer_groups: The cache group of each layer, the target's layers first.
+        num_blocks: The number of blocks on the device (P), for each cache group.
+        acceptance: The name of the rule by which drafts are accepted.
+    """
+
+    dtype: str
+    sharding: Sharding
+    kernels: Backend | None
+    menu: BucketMenu
+    layer_groups: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+    acceptance: str
+
+    def pack(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where the kernels multiply by such.
+
+        Returns:
+            What `pack_modules` returns.
+        """
+        return {} if self.kernels is None else self.kernels.pack_modules(module)
+
+
+class DrafterFiles(Protocol):
+    """Holds a drafter that fits its target; only headers were read, and nothing is on a device."""
+
+    @property
+    def kvs(self) -> tuple[KVSpec, ...]:
+        """Returns the KV caches of its own layers, which follow the target's in every block."""
+        ...
+
+    @property
+    def plan_in_model(self) -> LoadPlan | None:
+        """Returns the tensors of the model's checkpoint that fill its weights, if any do."""
+        ...
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the values of `StepPlan.draft_depth` to choose from.
+
+        There are none if the drafter costs so little that it always runs.
+        """
+        ...
+
+    def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of its own weights."""
+        ...
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        """Returns its own parameters, each one `put(array)`."""
+        ...
+
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        ...
+
+    def make(self, engine: DraftedEngine) -> DeviceDrafter:
+        """Returns the drafter for this engine."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """Holds Medusa's heads, and the tree of drafts that they make."""
+
+    files: MedusaFiles
+    choices: Choices
+    kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns the one depth: the heads draft for all places at once."""
+        return (MOST_DRAFTS,)
+
+    @property
+    def num_candidates(self) -> int:
+        """Returns the number of candidates of each head that drafts use (W)."""
+        return 1 + max(rank for path in self.choices for rank in path)
+
+    def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the heads' weights."""
+        return self.files.num_bytes(dtype)
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        """Returns the heads' parameters, each one `put(array)`."""
+        return load_medusa(self.files, dtype, put, progress=progress)
+
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        return engine.pack(self._module(engine))
+
+    def make(self, engine: DraftedEngine) -> HeadDrafter:
+        """Returns the drafter for this engine."""
+        module = self._module(engine)
+        engine.pack(module)
+        return HeadDrafter(abstract(module)[0], self.num_candidates)
+
+    def _module(self, engine: DraftedEngine) -> nnx.Module:
+        return MedusaHeads(self.files.spec, dtype=engine.dtype)
+
+
+@dataclass(frozen=True)
+class NoFiles:
+    """Makes drafts of the target's own most likely tokens; there are no files.
+
+    Attributes:
+        vocab_size: The number of the target's token ids (V).
+    """
+
+    vocab_size: int
+    kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns no depths, since the most likely tokens are always taken."""
+        return ()
+
+    def num_bytes(self, dtype: str) -> int:
+        """Returns 0, since there are no weights."""
+        return 0
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
+        """Returns None, since there are no weights."""
+        return None
+
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns nothing, since there are no weights."""
+        return {}
+
+    def make(self, engine: DraftedEngine) -> TopIdsDrafter:
+        """Returns the drafter for this engine."""
+        return TopIdsDrafter(min(NUM_RECYCLED, self.vocab_size))
+
+
+@dataclass(frozen=True)
+class ModelDrafterFiles:
+    """Holds a draft model or an EAGLE head.
+
+    Attributes:
+        kv: The KV cache of its layers.
+        aux_layers: The target's layers whose hidden states it reads; see `models.drafter.Drafter`.
+        module: Makes the module, a `models.drafter.Drafter`, for a dtype.
+        num_bytes: Gives the bytes of its weights in a dtype.
+        load: Loads its parameters.
+        plan_in_model: The tensors that fill them, if they are in the model's checkpoint.
+    """
+
+    kv: KVSpec
+    aux_layers: tuple[int, ...] | None
+    module: Callable[[DTypeLike], nnx.Module]
+    num_bytes: Callable[[str], int]
+    load: Callable[..., dict[str, Any]]
+    plan_in_model: LoadPlan | None = None
+
+    @property
+    def kvs(self) -> tuple[KVSpec, ...]:
+        """Returns the KV cache of its own layers."""
+        return (self.kv,)
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns how many places ahead it can draft."""
+        return range(1, 1 + tree_shape(menu).num_levels)
+
+    def divide(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
+        """Returns the module whose graph `models.drafter.join` takes.
+
+        Args:
+            dtype: The dtype of the model.
+            sharding: The sharding of the target, whose embedding the drafter may use.
+        """
+        module = self.module(dtype)
+
+        def divide(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
+            if isinstance(each, Embedding) and each.name is None:  # it is the target's embedding
+                return ShardedEmbedding(each, sharding)
+            return None
+
+        if sharding.is_divided:
+            replace_modules(module, divide)
+        return module
+
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        return engine.pack(self.divide(engine.dtype, engine.sharding))
+
+    def make(self, engine: DraftedEngine) -> ModelDrafter:
+        """Returns the drafter for this engine."""
+        shape = tree_shape(engine.menu)
+        rule = engine.acceptance
+        choice: Choice = "coupled" if rule == "coupled" else "likeliest"
+        if rule == "rejection" and shape.num_branches == 1:
+            choice = "drawn"
+        own_groups = engine.layer_groups[-self.kv.num_layers :]
+        module = self.divide(engine.dtype, engine.sharding)
+        engine.pack(module)
+        return ModelDrafter(
+            abstract(module)[0], self.aux_layers, own_groups, shape, engine.num_blocks, choice
+        )
+
+
+def tree_shape(menu: BucketMenu) -> TreeShape:
+    """Returns how deep and wide a drafter drafts for these step shapes.
+
+    It has one branch unless the shapes take trees.
+    """
+    most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+    most_rows = max(bucket.num_rows for bucket in menu.verify)
+    if not any(bucket.trees for bucket in menu.verify):
+        return TreeShape(most_drafts, 1, most_rows)
+    return TreeShape(
+        min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows
+    )
+
+
+def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
+    """Opens Medusa's heads.
+
+    Raises:
+        ModelNotFoundError: There is no such directory.
+        CheckpointError: The heads do not fit the target.
+        ConfigError: The settings ask for more drafts than the heads can predict.
+    """
+    directory = drafter_directory(config)
+    spec = target.spec
+    files = open_medusa(directory, hidden_size=spec.hidden_size, vocab_size=spec.vocab_size)
+    num_heads = files.spec.num_heads
+    num_drafts = config.num_speculative_tokens
+    accuracies = [
+        row[: files.num_tokens] for row in files.accuracies or assume_accuracies(num_heads)
+    ]
+    choices = choices_of(
+        config.medusa_choices, accuracies, max(config.draft_lengths), tree=config.tree
+    )
+    deepest = max(map(len, choices))
+    if deepest > num_heads or (num_drafts != "auto" and len(choices) < num_drafts):
+        asked = (
+            f"medusa_choices goes {deepest} deep"
+            if deepest > num_heads
+            else f"num_speculative_tokens is {num_drafts}"
+        )
+        raise ConfigError(
+            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each predicts one place, which gives "
+            f"{len(choices)} drafts at most"
+        )
+    heads = HeadFiles(files, choices)
+    if heads.num_candidates > files.num_tokens:
+        raise ConfigError(
+            f"speculative_config: medusa_choices asks for rank {heads.num_candidates}, of {files.num_tokens} tokens in all"
+        )
+    return heads
+
+
+def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    directory = drafter_directory(config)
+    files = open_eagle(directory, cast(EagleMethod, config.method), target)
+    load = functools.partial(load_eagle, files)
+    return ModelDrafterFiles(
+        files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load
+    )
+
+
+def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    files = open_mtp(target)
+    load = functools.partial(load_mtp, files)
+    kv = layer_spec(files.spec).kv
+    return ModelDrafterFiles(
+        kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load, files.plan
+    )
+
+
+def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    """Opens a draft model, which is a model of its own with the target's vocabulary."""
+    files = open_model(drafter_directory(config))
+    positions = files.spec.max_position_embeddings
+    needed = target.spec.max_position_embeddings
+    if positions < needed:
+        logger.warning(
+            "the draft model's positions end at %d, the model's at %d: beyond that its drafts are poor",
+            positions,
+            needed,
+        )
+    if files.spec.vocab_size != target.spec.vocab_size:
+        _check_padding(files, target)
+
+    def read(dtype: str, put: Callable[[Any], Any], *, progress: bool) -> dict[str, Any]:
+        return {"model": load_weights(files.plan, dtype, put, progress=progress)}
+
+    return ModelDrafterFiles(
+        files.spec.kv,
+        None,
+        lambda dtype: DraftModel(
+            files.family, files.spec, files.rule, vocab_size=target.spec.vocab_size, dtype=dtype
+        ),
+        files.plan.num_bytes,
+        read,
+    )
+
+
+def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
+    """Checks that two vocabularies differ in padding only, as those of one published family may.
+
+    Raises:
+        CheckpointError: They differ in more.
+    """
+    sizes = (files.spec.vocab_size, target.spec.vocab_size)
+    tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
+    differ = (
+        f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
+    )
+    if None in tokenizers:
+        raise CheckpointError(
+            f"{differ}: without both tokenizers it cannot be told whether the rest is padding"
+        )
+    first, second = (
+        {
+            (token, token_id)
+            for token, token_id in tokenizer.get_vocab().items()
+            if token_id < min(sizes)
+        }
+        for tokenizer in tokenizers
+        if tokenizer is not None
+    )
+    if first != second:
+        token, token_id = min(first ^ second, key=lambda pair: pair[1])
+        raise CheckpointError(
+            f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}"
+        )
+
+
+_HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {
+    "heads": MEDUSA_FILES,
+    "eagle_head": EAGLE_FILES,
+}
+
+
+def drafter_directory(config: SpeculativeConfig) -> Path:
+    """Returns the directory of a method that has weights of its own.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+    """
+    assert config.model is not None, "checked with the settings"
+    return resolve_model(
+        config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES)
+    )
+
+
+_OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
+    "heads": open_heads,
+    "eagle_head": _open_eagle,
+    "mtp_head": _open_mtp,
+    "model": open_draft_model,
+    "top_ids": lambda config, target: NoFiles(target.spec.vocab_size),
+}
+
+
+def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
+    """Returns the drafter, or None for a method that drafts on the host; reads headers only.
+
+    Raises:
+        ModelNotFoundError: There is no such drafter.
+        CheckpointError: The drafter does not fit the target.
+        ConfigError: The settings ask for more drafts than the drafter can predict.
+        UnsupportedError: The drafter is of an unknown family.
+    """
+    kind = METHODS[config.method].drafter
+    return None if kind is None else _OPENERS[kind](config, target)

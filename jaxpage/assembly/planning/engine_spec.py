@@ -1,0 +1,338 @@
+"""Defines the specification of an engine: all that is decided before anything is compiled.
+
+It is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, group_of_layers
+from jaxpage.assembly.planning.capacity import plan_memory
+from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.drafters import DraftedEngine
+from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.planning.sizing import MemoryPlan
+from jaxpage.device import Packings
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec
+from jaxpage.device.inputs import BucketMenu, TableShape, make_menu
+from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
+from jaxpage.errors import ConfigError
+from jaxpage.layers.sharding import Sharding
+from jaxpage.memory import pool_ids
+from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.step.limits import StepLimits
+
+BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
+BATCHED_TOKENS_ON_ACCELERATORS = 2048
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Holds all decisions about one engine, and the facts that they were made from.
+
+    Attributes:
+        described: The model, the device and the settings.
+        sharding: The division of the model over devices.
+        groups: The cache groups.
+        menu: The shapes of the steps.
+        limits: The limits of these shapes, for the scheduler.
+        memory: The division of a device's memory.
+        attention: The kernel sets by kind of step; empty if the device is not at hand.
+        quantization: A description of the weights' quantisation; empty if there is none.
+    """
+
+    described: Described
+    sharding: Sharding
+    groups: tuple[CacheGroup, ...]
+    menu: BucketMenu
+    limits: StepLimits
+    memory: MemoryPlan
+    attention: str = ""
+    quantization: str = ""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Returns the settings of the engine."""
+        return self.described.config
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Returns the types of the model's numbers and the number of its devices."""
+        return self.described.layout
+
+    def pack(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where the kernels multiply by such.
+
+        Returns:
+            What `pack_modules` returns.
+        """
+        return self.drafted.pack(module)
+
+    @property
+    def drafted(self) -> DraftedEngine:
+        """Returns what the drafter is told of the engine."""
+        return DraftedEngine(
+            self.layout.dtype,
+            self.sharding,
+            self.described.kernels,
+            self.menu,
+            self.layer_groups,
+            self.num_blocks,
+            self.config.acceptance.name,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of the model's token ids (V)."""
+        return self.described.model.vocab_size
+
+    @property
+    def page_dtype(self) -> jnp.dtype:
+        """Returns the type of the numbers in the KV pages."""
+        return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """Returns the cache group of each layer, the model's layers first, then a drafter's."""
+        return group_of_layers(self.groups)
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Returns the number of blocks on the device (P), for each cache group."""
+        return self.memory.blocks_of_groups(self.memory.num_blocks)
+
+    @property
+    def blocks(self) -> list[range]:
+        """Returns the block ids of each cache group's pool."""
+        return pool_ids(self.num_blocks)
+
+    @property
+    def host_blocks(self) -> list[range]:
+        """Returns the block ids of each cache group's pool on the host."""
+        return pool_ids(self.memory.blocks_of_groups(self.memory.num_host_blocks + 1))
+
+    @property
+    def tables(self) -> TableShape:
+        """Returns the shape of the block tables."""
+        return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
+
+    @property
+    def pages_of_shard(self) -> KVPages:
+        """Returns the shapes of the pages of the model's layers, in one of its shards."""
+        kv = self.described.model.kv
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
+        return page_shapes(
+            kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype
+        )
+
+    def pages(self, mesh: DeviceMesh) -> KVPages:
+        """Returns the shapes of the pages of all layers.
+
+        A model that is divided has the pages of each layer once for each shard of a device. Each
+        device has all pages of a drafter.
+        """
+        pages = divide_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        if not (drafting := self.described.drafting).kvs:
+            return pages
+        num_blocks = [
+            self.num_blocks[group]
+            for group in self.layer_groups[self.described.model.kv.num_layers :]
+        ]
+        drafter_pages = drafting.pages(
+            self.menu, num_blocks, self.memory.block_size, self.page_dtype
+        )
+        drafters: KVPages = mesh.whole(drafter_pages)
+        return pages + drafters
+
+    @property
+    def page_groups(self) -> tuple[int, ...]:
+        """Returns the cache group of each element of `pages`; see `StepOptions.layer_groups`."""
+        num_layers = self.described.model.kv.num_layers
+        of_model = (
+            group
+            for group in self.layer_groups[:num_layers]
+            for _ in range(self.sharding.num_local)
+        )
+        return (*of_model, *self.layer_groups[num_layers:])
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each row of the table that a start prints."""
+        dtype = self.layout.dtype
+        cache = self.layout.kv_cache_dtype
+        yield from self.memory.rows()
+        reason = self.described.dtype_reason
+        yield "dtype", f"{dtype} ({reason})" if reason else dtype
+        if self.quantization:
+            yield "quantization", self.quantization
+        yield (
+            "KV dtype",
+            dtype if cache == "auto" else f"{cache}, a float32 scale per token and head",
+        )
+        if self.attention:
+            yield (
+                "attention",
+                self.attention
+                + " (interpreted)"
+                * bool(self.described.kernels and self.described.kernels.interpret),
+            )
+        if self.sharding.is_divided:
+            yield "reduction", self._reduction
+        yield "step shapes", str(len(self.menu.buckets))
+
+    @property
+    def _reduction(self) -> str:
+        shards = self.sharding
+        return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
+
+    def record(self) -> dict[str, Any]:
+        """Returns all decisions that plans depend on, for the event log."""
+        memory = self.memory
+        return {
+            "dtype": self.layout.dtype,
+            **({"sharding": list(astuple(self.sharding))} if self.sharding.is_divided else {}),
+            "max_model_len": memory.max_model_len,
+            "num_blocks": memory.num_blocks,
+            "swap_space_blocks": memory.num_host_blocks,
+            "cache_groups": [
+                [group.sliding_window, len(blocks)]
+                for group, blocks in zip(self.groups, self.blocks, strict=True)
+            ],
+            "vocab_size": self.vocab_size,
+            "limits": asdict(self.limits),
+            "buckets": [list(asdict(bucket).values()) for bucket in self.menu.buckets],
+        }
+
+
+def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
+    """Decides what one device holds and runs.
+
+    Args:
+        described: The model, the device and the settings.
+        swaps: True if the host's memory is planned as well; False for a device that is not at hand.
+
+    Raises:
+        ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided
+            among the devices, or no step has room for the drafts that the settings ask for.
+        UnsupportedError: Layers with sliding windows or recurrent layers do not take a setting.
+        CapacityError: The weights leave no room, or one sequence of `max_model_len` does not fit;
+            the message has the numbers.
+    """
+    config = described.config
+    model = described.model
+    layout = described.layout
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}"
+            " (original_max_position_embeddings, where the model has LongRoPE)"
+        )
+    mixed = mixes(config, described.device)
+    sharding = choose_sharding(described)
+    weights_bytes = (
+        described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
+    )
+    if described.lora:
+        weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
+    kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
+    check_windows(config.speculative_config, config.model, kvs)
+    check_recurrent(config.model, kvs[0], layout, kvs[1:])
+    menu = step_menu(config, described.device, mixed=mixed)
+    limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
+    groups = cache_groups(
+        kvs,
+        longest=config.max_model_len or longest,
+        block_size=config.block_size,
+        dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
+        num_shards=sharding.num_local,
+    )
+    memory = plan_memory(
+        described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps
+    )
+    if memory.num_host_blocks or config.prefix_cache_directory:
+        menu = menu.swapping(memory.block_bytes)
+    return EngineSpec(described, sharding, groups, menu, limits, memory)
+
+
+def choose_sharding(described: Described) -> Sharding:
+    """Returns how the model is divided.
+
+    Raises:
+        ConfigError: The devices cannot share the model.
+    """
+    asked = described.config.tensor_parallel_reduction
+    num_devices = described.layout.tensor_parallel_size
+    invariant = asked == "invariant" or (
+        asked == "auto"
+        and described.device.is_cpu
+        and num_devices > 1
+        and LOGICAL_SHARDS % num_devices == 0
+    )
+    return make_sharding(described.model, num_devices, invariant=invariant)
+
+
+def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
+    """Returns whether prompt chunks and decodes share a step.
+
+    By default the kernel set decides. A GPU's kernel takes any rows in one launch. In plain XLA a
+    step that mixes them pads every single token to a tile of queries.
+    """
+    if config.enable_mixed_steps is not None:
+        return config.enable_mixed_steps
+    return device.prefers_mixed_steps(config.attention_backend)
+
+
+def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+    """Returns the shapes of an engine's steps.
+
+    Args:
+        config: The settings.
+        device: The device.
+        mixed: True if prompt chunks and decodes share a step; see `mixes`.
+
+    Raises:
+        ConfigError: No shape has room for the drafts that the settings ask for.
+    """
+    drafts = config.speculative_config
+    most = config.max_num_batched_tokens
+    if most is None:
+        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+    most = max(most, 2)
+    menu = make_menu(
+        config.max_num_seqs,
+        most,
+        mixed=mixed,
+        num_drafts=drafts.draft_lengths if drafts else (),
+        max_verified_tokens=most,
+        trees=drafts is not None and drafts.branches,
+        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        num_steps=config.num_scheduler_steps,
+    )
+    if drafts is not None and not menu.verify:
+        raise ConfigError(
+            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            f"max_num_batched_tokens is {most}"
+        )
+    return menu
+
+
+def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
+    """Returns the limits of the shapes, for the scheduler."""
+    return StepLimits(
+        max_rows=max_num_seqs,
+        max_tokens=menu.chunk[-1].num_tokens,
+        max_chunk_rows=min(menu.max_chunk_rows, max_num_seqs),
+        mixed=mixed,
+        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+        trees=any(bucket.trees for bucket in menu.verify),
+        decoded=tuple(bucket.num_rows for bucket in menu.decode),
+        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
+        num_steps=max((bucket.num_steps for bucket in menu.multi_step), default=1),
+    )

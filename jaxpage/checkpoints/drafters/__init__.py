@@ -1,0 +1,18 @@
+"""Reads what drafts next to a model: Medusa's heads, EAGLE heads, and MTP heads."""
+
+from jaxpage.checkpoints.drafters.eagle_files import (
+    EAGLE_FILES,  # names the files of an EAGLE head
+    EagleMethod,  # is the kind of head
+    load_eagle,  # loads an EAGLE head
+    open_eagle,  # opens an EAGLE head
+)
+from jaxpage.checkpoints.drafters.medusa_files import (
+    MEDUSA_FILES,  # names the files of Medusa's heads
+    MedusaFiles,  # holds Medusa's heads
+    load_medusa,  # loads them
+    open_medusa,  # opens them
+)
+from jaxpage.checkpoints.drafters.mtp_files import (
+    load_mtp,  # loads the MTP head inside a checkpoint
+    open_mtp,  # opens it
+)

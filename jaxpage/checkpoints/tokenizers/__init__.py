@@ -1,0 +1,7 @@
+"""Loads tokenizers."""
+
+from jaxpage.checkpoints.tokenizers.tokenizer_files import (
+    ends_of_text,  # gives the ids that end a text
+    load_tokenizer,  # loads the tokenizer of a directory or GGUF file
+    tokenizer_of,  # loads the tokenizer of a configuration's model
+)

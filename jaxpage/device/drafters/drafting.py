@@ -1,0 +1,421 @@
+"""Runs a draft model inside the steps of its target: over the same tokens, then ahead of them.
+
+Its keys and values are further layers of the same pool, in the same blocks and slots. So whatever
+happens to a sequence (a prefix hit, forks, swapping, preemption, wrong drafts) happens to them,
+too, and no step has to catch up.
+
+What it computes ahead goes to scratch blocks after the P blocks of the pool, which only its own
+layers have. So it takes no block of a sequence, and a fork or a copy never sees it:
+
+    block table of a row that ends in block 9     [ 7  3  9   ]
+    block table of its first branch               [ 7  3  P   P+1 ]     block 9 is copied to P
+    block table of its second branch              [ 7  3  P+2 P+3 ]     block 9 is copied to P+2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpage.device.attention import make_attend
+from jaxpage.device.drafters.drafter import TargetStep
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.inputs.step_inputs import Flags, StepInputs
+from jaxpage.device.moving import copy_blocks, copy_slots
+from jaxpage.device.pages.kv_pages import KVPages, in_groups
+from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturb_logits
+from jaxpage.device.verify import moves
+from jaxpage.layers.context import ForwardContext
+from jaxpage.models import Drafter, join
+from jaxpage.shapes import MOST_CANDIDATES
+
+# A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
+# by a draw of its own.
+Choice = Literal["coupled", "likeliest", "drawn"]
+
+
+class TreeShape(NamedTuple):
+    """Holds the largest depth and width of a drafter's trees."""
+
+    num_levels: int  # J: tokens ahead
+    # X: the branches that go on from a level, and the candidates after each of them; 1: a chain
+    num_branches: int
+    most_rows: int  # a step with more rows has no drafts
+
+    def scratch_blocks(self, block_size: int) -> int:
+        """Returns the scratch blocks of one branch, which may begin anywhere in a block."""
+        return -(-(block_size - 1 + self.num_levels) // block_size)
+
+    def num_scratch_blocks(self, block_size: int) -> int:
+        """Returns the scratch blocks of all branches of a step."""
+        return self.most_rows * self.num_branches * self.scratch_blocks(block_size)
+
+
+@dataclass(frozen=True)
+class ModelDrafter:
+    """A `DeviceDrafter` with layers of its own: a draft model or an EAGLE head."""
+
+    graph: Any  # its nnx graph definition
+    own_aux_layers: tuple[int, ...] | None  # see `Drafter`
+    layer_groups: tuple[int, ...]  # the cache group of each of its layers
+    shape: TreeShape
+    num_blocks: tuple[int, ...]  # P of each cache group's pool: where the scratch blocks begin
+    choice: Choice = "coupled"  # "drawn" is for chains
+
+    @property
+    def num_layers(self) -> int:
+        """Returns the number of the drafter's layers."""
+        return len(self.layer_groups)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Returns which hidden states of the target it takes; an empty tuple if it takes none."""
+        return self.own_aux_layers or ()
+
+    @property
+    def num_fields(self) -> int:
+        """Returns G, the numbers of each candidate."""
+        return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
+
+    def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns whether there are scratch blocks for all rows of the shape."""
+        return bucket.num_rows <= self.shape.most_rows
+
+    def step(
+        self, parameters: Any, target: TargetStep, pages: KVPages
+    ) -> tuple[jax.Array | None, KVPages]:
+        """Returns candidates [B, J, G, Y], as `_draft_ahead` makes them, and the pages."""
+        drafting = _DraftStep(join(self.graph, parameters), self, target)
+        output_TD, pages = _extend(drafting, pages)
+        if target.bucket.trees:  # the accepted drafts of a chain are in place
+            slots = moves(target.paths_BQ, target.inputs.slots_ZT[0], target.inputs.query_start)
+            pages = copy_slots(pages, *slots, target.backend)
+        if not self.drafts_in(target.bucket):
+            return None, pages
+        return _draft_ahead(drafting, pages, output_TD)
+
+
+class Ends(NamedTuple):
+    """Says where drafting begins: after the token that was drawn for each row."""
+
+    block_table_ZBM: Int[Array, "Z B M"]
+    position_B: Int[Array, "B"]  # the position of that token
+    token_id_B: Int[Array, "B"]
+    draws: Draws  # the parameters that it was drawn with
+    # The drafter's output for the token before it, if the drafter takes features.
+    output_BD: Float[Array, "B D"] | None
+
+
+class _Tree(NamedTuple):
+    """Holds drafts as they grow: the branches that go on, and the candidates of every level."""
+
+    pages: KVPages
+    token_id_BX: jax.Array  # the last token of each branch
+    branch_BX: jax.Array  # the branch of the level before that it continues
+    output_BXD: jax.Array  # the drafter's output for the branches of the level before
+    score_BX: jax.Array  # log probability of the branch
+    node_BX: jax.Array  # its last token's place among the candidates
+    candidates_BJGY: jax.Array
+
+
+class _DraftStep(NamedTuple):
+    """Groups a drafter, its options, and the step of its target in which it drafts."""
+
+    drafter: Drafter
+    options: ModelDrafter
+    target: TargetStep
+
+
+def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
+    """Computes the drafter's layers over the step's own stream, after the target's.
+
+    Where the draft depth is None nothing is done, and the result is zeros.
+    """
+    drafter, options, target = drafting
+    inputs = target.inputs
+    token_ids_R = target.token_ids_R
+    attend = make_attend(
+        inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups
+    )
+
+    def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
+        context = ForwardContext(inputs.positions_T, attend)
+        if drafter.aux_layers is None:
+            return drafter(inputs.token_ids_T, None, pages, context)
+        next_T = token_ids_R if target.bucket.verifies else _next_tokens(inputs, token_ids_R)
+        return drafter(jnp.maximum(next_T, 0), drafter.fuse(target.states), pages, context)
+
+    shape = jax.eval_shape(compute, pages)[0]
+    nothing = jnp.zeros(shape.shape, shape.dtype)
+    # A loop of one round or none, because XLA copies the pages where a branch takes them.
+    rounds = (target.depth >= 0).astype(jnp.int32)
+    return jax.lax.fori_loop(0, rounds, lambda _, state: compute(state[1]), (nothing, pages))
+
+
+def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array, "T"]:
+    """Returns the token after each token of the stream, in a step that verifies nothing.
+
+    If several tokens are drawn after one, it returns any of them.
+    """
+    num_tokens = inputs.token_ids_T.shape[0]
+    end_B = jnp.where(
+        inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens
+    )
+    # Padding draws for position 0.
+    drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)
+    next_T = jnp.roll(inputs.token_ids_T, -1).at[end_B].set(inputs.next_token_B, mode="drop")
+    return next_T.at[drawn_R].set(token_ids_R, mode="drop")
+
+
+def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
+    inputs = target.inputs
+    last_B = target.last_B
+    draws = jax.tree.map(lambda array: array[last_B], draws_of(inputs))
+    token_B = inputs.drawn_token_R[last_B]
+    row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right", method="compare_all")
+    return Ends(
+        inputs.block_table_ZBM[:, row_B],
+        draws.position_R,
+        jnp.maximum(target.token_ids_R[last_B], 0),
+        draws,
+        None if output_TD is None else output_TD[token_B],
+    )
+
+
+def _draft_ahead(
+    drafting: _DraftStep, pages: KVPages, output_TD: Float[Array, "T D"]
+) -> tuple[Int[Array, "B J G Y"], KVPages]:
+    """Grows a tree of drafts after each of `target.last_B`, level by level.
+
+    The best X candidates of a level are continued, each by its own best X. These are dynamic trees
+    as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch a tree is a
+    chain. A candidate's score is its branch's log probability under the drafter, and if the choice
+    is "coupled" also under the row's own noise. Drafts are then right wherever the target draws
+    what the drafter would draw (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+
+    Args:
+        drafting: The drafter and the step.
+        pages: The pages of the drafter's layers.
+        output_TD: The output of `_extend`.
+
+    Returns:
+        For each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one
+        before it (-1 for none), and the bits of its score, which is -inf for what is no candidate.
+        A draft that was drawn also has the ids [W] and the bits of the probabilities [W] that it
+        was drawn from. Only as many levels as the draft depth are filled. And the pages.
+    """
+    options = drafting.options
+    depth = drafting.target.depth
+    takes_features = drafting.drafter.aux_layers is not None
+    ends = _ends(drafting.target, output_TD if takes_features else None)
+
+    def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
+        return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)
+
+    def draft(_: jax.Array, tree: _Tree) -> _Tree:
+        tree = tree._replace(
+            pages=_fork_last_blocks(tree.pages, ends, options, drafting.target.backend)
+        )
+        if takes_features:  # its output is already for the drawn token
+            tree = _grow(drafting, ends, tree, 0)
+        stop = jnp.minimum(depth, options.shape.num_levels)
+        return jax.lax.fori_loop(int(takes_features), stop, follow_and_grow, tree)
+
+    # A loop of one round or none, for the same reason as in `_extend`.
+    tree = jax.lax.fori_loop(
+        0, (depth > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options)
+    )
+    return tree.candidates_BJGY, tree.pages
+
+
+def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafter) -> _Tree:
+    """Returns a tree in which every branch is the drawn token, and only the first one counts."""
+    num_rows = ends.token_id_B.shape[0]
+    width = options.shape.num_branches
+    zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
+    output_BD = (
+        jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype)
+        if ends.output_BD is None
+        else ends.output_BD
+    )
+    return _Tree(
+        pages,
+        token_id_BX=zeros_BX + ends.token_id_B[:, None],
+        branch_BX=zeros_BX,
+        output_BXD=jnp.repeat(output_BD[:, None], width, axis=1),
+        score_BX=jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + zeros_BX,
+        node_BX=zeros_BX - 1,
+        candidates_BJGY=jnp.full(
+            (num_rows, options.shape.num_levels, options.num_fields, width * width),
+            _bits(jnp.float32(-jnp.inf)),
+        ),
+    )
+
+
+def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
+    """Adds the candidates that follow the branches, and makes the best of them the new branches."""
+    num_rows, width = tree.token_id_BX.shape
+    draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
+    draws = jax.tree.map(lambda array: jnp.repeat(array, width, axis=0), draws)
+    logits = drafting.drafter.logits(tree.output_BXD.reshape(num_rows * width, -1))
+    token_ids, scores, drawn_from = _best(drafting, logits, draws)
+    score_BY = (tree.score_BX[:, :, None] + scores.reshape(num_rows, width, width)).reshape(
+        num_rows, -1
+    )
+    token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
+    parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
+    candidates = [jnp.stack([token_id_BY, parent_BY, _bits(score_BY)], axis=1), *drawn_from]
+    score_BX, place_BX = jax.lax.top_k(score_BY, width)
+    return tree._replace(
+        token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
+        branch_BX=place_BX // width,
+        score_BX=score_BX,
+        node_BX=level * width * width + place_BX,
+        candidates_BJGY=tree.candidates_BJGY.at[:, level].set(jnp.concatenate(candidates, axis=1)),
+    )
+
+
+def _best(
+    drafting: _DraftStep, logits: jax.Array, draws: Draws
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Returns the X tokens that may follow each branch, with their log probabilities.
+
+    The last result has the ids and the probabilities that each was drawn from, for the choice
+    "drawn"; otherwise it is empty. Scores of drawn tokens are 0.
+    """
+    width = drafting.options.shape.num_branches
+    choice = drafting.options.choice
+    target = drafting.target
+    if choice == "drawn":
+        token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
+        return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
+    if choice == "coupled":
+        logits = perturb_logits(
+            logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row
+        )
+    scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+    return token_ids, scores, []
+
+
+def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
+    """Runs the drafter over the last token of each branch, the `index`-th token in its scratch."""
+    drafter, options, target = drafting
+    backend = target.backend
+    num_rows, width = tree.token_id_BX.shape
+    count = num_rows * width
+    block_size = tree.pages[0][0].shape[1]
+    first_block_ZBX = _first_blocks(num_rows, options, block_size)
+    pages = (
+        tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
+    )
+    position_BX = jnp.broadcast_to(ends.position_B[:, None] + index, (num_rows, width))
+    inputs = target.inputs._replace(
+        slots_ZT=(
+            first_block_ZBX * block_size + ends.position_B[:, None] % block_size + index
+        ).reshape(-1, count),
+        block_table_ZBM=_scratch_tables(ends, first_block_ZBX, options, block_size),
+        context_len_B=position_BX.reshape(-1) + 1,
+        query_start=jnp.arange(count + 1, dtype=jnp.int32),
+    )
+    feature = None
+    if drafter.aux_layers is not None:
+        feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(
+            count, -1
+        )
+    attend = make_attend(
+        inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups
+    )
+    context = ForwardContext(position_BX.reshape(-1), attend)
+    output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
+    return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
+
+
+def _inherit(
+    tree: _Tree,
+    ends: Ends,
+    first_block_ZBX: jax.Array,
+    index: Any,
+    options: ModelDrafter,
+    backend: Backend,
+) -> KVPages:
+    """Copies to each branch the scratch of the branch that it continues."""
+    block_size = tree.pages[0][0].shape[1]
+    place_J = jnp.arange(options.shape.num_levels)
+    offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
+    num_groups = len(options.num_blocks)
+    source, destination = (
+        jnp.where(place_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(
+            num_groups, -1
+        )
+        for block_ZBX in (
+            jnp.take_along_axis(first_block_ZBX, tree.branch_BX[None], axis=2),
+            first_block_ZBX,
+        )
+    )
+    return in_groups(
+        tree.pages,
+        options.layer_groups,
+        lambda group, pages: copy_slots(pages, source[group], destination[group], backend),
+    )
+
+
+def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "Z B X"]:
+    """Returns the first scratch block of each branch; its other ones follow it."""
+    branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(
+        num_rows, -1
+    )
+    return jnp.array(options.num_blocks)[:, None, None] + branches * options.shape.scratch_blocks(
+        block_size
+    )
+
+
+def _fork_last_blocks(
+    pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend
+) -> KVPages:
+    """Copies the block in which each row ends to each of its branches.
+
+    What a branch writes then stays out of the row's own block.
+    """
+    block_size = pages[0][0].shape[1]
+    last = ends.block_table_ZBM.shape[2] - 1
+    place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
+    source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
+    first_block = _first_blocks(ends.position_B.shape[0], options, block_size)
+    begins_in_it = (ends.position_B % block_size > 0)[:, None]
+    source, destination = (
+        jnp.where(begins_in_it, block, 0).reshape(len(options.num_blocks), -1)
+        for block in (jnp.broadcast_to(source_ZB1, first_block.shape), first_block)
+    )
+    return in_groups(
+        pages,
+        options.layer_groups,
+        lambda group, pages: copy_blocks(pages, source[group], destination[group], backend),
+    )
+
+
+def _scratch_tables(
+    ends: Ends, first_block_ZBX: jax.Array, options: ModelDrafter, block_size: int
+) -> Int[Array, "Z BX M"]:
+    """Returns the block tables of the branches.
+
+    A table is the row's own up to the block in which the row ends, and scratch from there on.
+    """
+    num_scratch = options.shape.scratch_blocks(block_size)
+    # A draft may go beyond the longest sequence.
+    table_ZBM = jnp.pad(ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch)))
+    num_groups, _, table_width = table_ZBM.shape
+    place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
+    scratch_ZBXM = first_block_ZBX[..., None] + place_B1M
+    tables = jnp.where(
+        (place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None]
+    )
+    return tables.reshape(num_groups, -1, table_width)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.int32)

@@ -1,0 +1,206 @@
+"""Chooses the kernel set that an engine runs on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.packing import Packings
+from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
+from jaxpage.errors import UnsupportedError
+from jaxpage.models import pack_modules
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
+from pallas_kernels.cpu.build import compiler
+from pallas_kernels.cpu.library import DOT, TILES
+from pallas_kernels.cpu.library import load as load_cpu_library
+from pallas_kernels.cpu.packed import NUMBERS
+from pallas_kernels.kernel_set import capability
+
+BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
+
+
+class Backend(NamedTuple):
+    """Names the kernels that compute attention, and that write and move keys and values."""
+
+    name: str  # a kernel set, or "auto"
+    interpret: bool = False  # kernels run on CPU, operation by operation
+    in_cpp: bool = False  # kernels for CPUs multiply by weights, which may be in panels
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of every operation of `pallas_kernels`."""
+        return {"backend": self.name, "interpret": self.interpret}
+
+    def pack_modules(self, module: nnx.Module) -> Packings:
+        """Puts layers with weights in panels into a module, where kernels multiply by such.
+
+        Returns:
+            What `models.pack_modules` returns.
+        """
+        if not self.in_cpp:
+            return {}
+        return pack_modules(module, lambda dtype: NUMBERS.get(jnp.dtype(dtype).name))
+
+
+def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
+    """Returns the backend for a value of the setting `attention_backend` on a `jax.Device`.
+
+    "auto" chooses call by call. Kernels for GPUs are interpreted on a CPU; kernels for CPUs are
+    compiled here, unless they are there already.
+
+    Raises:
+        UnsupportedError: The device does not run that kernel set; the text says what it needs.
+    """
+    if name == "auto":
+        return Backend(name, in_cpp=device.platform == "cpu" and not load_cpu_library().reason)
+    chosen = SETS[name]
+    interpret = not chosen.runs_on(device.platform)
+    if interpret and not (chosen.interpretable and device.platform == "cpu"):
+        needed = " or ".join(chosen.platforms).upper()
+        raise UnsupportedError(
+            f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not interpret it on this device"
+        )
+    if reason := chosen.refusal(
+        device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))
+    ):
+        raise UnsupportedError(
+            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
+        )
+    return Backend(name, interpret, in_cpp=name == "cpu")
+
+
+def attention_sets(
+    backend: Backend,
+    device: Any,
+    layers: Iterable[tuple[Any, int | None]],
+    buckets: Iterable[Bucket],
+    num_heads: int,
+    dtype: DTypeLike,
+) -> str:
+    """Returns which kernel sets compute attention in which kinds of step.
+
+    The answer is there before anything is loaded or compiled.
+
+    Args:
+        backend: The chosen kernels.
+        device: The `jax.Device` of the engine.
+        layers: The shapes of each layer's pages, and its sliding window. Recurrent layers attend to
+            nothing.
+        buckets: The shapes of the steps.
+        num_heads: The number of query heads.
+        dtype: The type of the queries.
+
+    Raises:
+        UnsupportedError: No kernel set takes a call; the text has the reason of each.
+    """
+    chosen: dict[str, set[str]] = {}  # kind of step -> sets
+    attending = {(pages, window) for pages, window in layers if isinstance(pages, LayerPages)}
+    for bucket in buckets:
+        for pages, window in attending:
+            name = _attention_set(backend, device, pages, window, bucket, num_heads, dtype)
+            chosen.setdefault(bucket.kind, set()).add(name)
+    names = [name for name in SETS if any(name in sets for sets in chosen.values())]
+    if len(names) <= 1:
+        return "".join(names)
+    kinds = {
+        name: ", ".join(
+            kind if len(sets) == 1 else f"some of {kind}"
+            for kind, sets in chosen.items()
+            if name in sets
+        )
+        for name in names
+    }
+    return "; ".join(f"{name}: {kinds[name]}" for name in names)
+
+
+def _attention_set(
+    backend: Backend,
+    device: Any,
+    pages: LayerPages,
+    window: int | None,
+    bucket: Bucket,
+    num_heads: int,
+    dtype: DTypeLike,
+) -> str:
+    chosen = ""
+    num_tokens, num_rows = (
+        (bucket.num_rows,) * 2 if bucket.num_steps > 1 else (bucket.num_tokens, bucket.num_rows)
+    )
+
+    def ask(
+        q_TNH: jax.Array,
+        table_B1: jax.Array,
+        length_B: jax.Array,
+        start: jax.Array,
+        tree: Any,
+        layer: LayerPages,
+    ) -> None:
+        nonlocal chosen
+        options = AttentionOptions(
+            scale=1.0,
+            sliding_window=window,
+            tree_mask_TQ=tree,
+            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
+        )
+        arguments = Arguments(
+            q_TNH=q_TNH,
+            block_table_BM=table_B1,
+            context_len_B=length_B,
+            query_start=start,
+            options=options,
+            max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
+            **layer._asdict(),
+        )
+        call = Call(
+            interpret=backend.interpret,
+            page_dtype=arguments.k_pages.dtype.name,
+            attention=arguments,
+        )
+        chosen = set_for(call, backend=backend.name, device=device).name
+
+    index = [
+        jax.ShapeDtypeStruct(shape, jnp.int32)
+        for shape in ((num_rows, 1), (num_rows,), (num_rows + 1,))
+    ]
+    query = jax.ShapeDtypeStruct((num_tokens, num_heads, pages.k_pages.shape[3]), dtype)
+    tree = (
+        jax.ShapeDtypeStruct((num_tokens, bucket.max_query_len), jnp.bool_)
+        if bucket.trees
+        else None
+    )
+    try:
+        jax.eval_shape(ask, query, *index, tree, pages)
+    except NotImplementedError as refusal:
+        raise UnsupportedError(f"attention_backend {backend.name!r}: {refusal}") from refusal
+    return chosen
+
+
+def has_bfloat16(device: Any) -> bool:
+    """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
+    capability_of_device = capability(device) or (0, 0)
+    return capability_of_device == (0, 0) or capability_of_device >= BFLOAT16_CAPABILITY
+
+
+def cpp_compiler() -> list[str]:
+    """Returns the command of the compiler that makes the kernels for CPUs.
+
+    Raises:
+        RuntimeError: There is no compiler.
+    """
+    return compiler()
+
+
+def cpu_kernels() -> str:
+    """Returns the instruction set that the kernels for CPUs use, or why there are none."""
+    library = load_cpu_library()
+    if library.reason:
+        return f"none: {library.reason}. Plain XLA takes their place, which is slow"
+    named = {DOT: "dot products", TILES: "tiles (AMX)"}
+    used = [f"{named[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
+    return library.instruction_set + "".join(f", {each}" for each in used)

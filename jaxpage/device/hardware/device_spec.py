@@ -1,0 +1,121 @@
+"""Describes a device before anything is put on it: its memory, its types, and its kernel sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jax.typing import DTypeLike
+
+from jaxpage.device.hardware import gpu_memory
+from jaxpage.device.hardware.backends import has_bfloat16
+from jaxpage.device.packing import takes
+from pallas_kernels import candidates
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Describes the device that an engine runs on, or one that `jaxpage plan` plans for.
+
+    Attributes:
+        name: The name, which begins with the platform.
+        available_bytes: The memory that the engine may use.
+        notice: A warning if that memory is not what the settings ask for, else empty.
+        has_bfloat16: True if the device computes in bfloat16.
+        keeps_bfloat16: True if dtype "auto" keeps a checkpoint in bfloat16: on a CPU without the
+            kernels in C++, XLA is slow in it.
+    """
+
+    name: str
+    available_bytes: int
+    notice: str = ""
+    has_bfloat16: bool = True
+    keeps_bfloat16: bool = True
+
+    @classmethod
+    def of(cls, device: Any, utilization: float, num_devices: int = 1) -> DeviceSpec:
+        """Describes a device that is at hand.
+
+        Args:
+            device: The `jax.Device`.
+            utilization: The share of a GPU's memory that the engine may use.
+            num_devices: The number of devices, which are all alike. Devices that are made of one
+                CPU share its memory.
+        """
+        notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
+        available = available_bytes(device, utilization) // (
+            num_devices if device.platform == "cpu" else 1
+        )
+        return cls(
+            f"{device.platform} ({device.device_kind})",
+            available,
+            notice,
+            has_bfloat16(device),
+            device.platform != "cpu" or takes("bfloat16"),
+        )
+
+    @property
+    def is_cpu(self) -> bool:
+        """Returns whether the device is a CPU."""
+        return self.name.startswith("cpu")
+
+    @property
+    def platform(self) -> str:
+        """Returns the platform whose kernel sets are asked; all devices but CPUs count as GPUs."""
+        return "cpu" if self.is_cpu else "gpu"
+
+    def prefers_mixed_steps(self, attention_backend: str) -> bool:
+        """Returns whether a kernel set computes decodes and prompt chunks best in one step.
+
+        "auto" is here the kernel set that is tried first.
+        """
+        chosen = candidates(attention_backend, self.platform)[0]
+        return chosen.prefers_mixed_steps and chosen.runs_on(self.platform)
+
+    def unaddressable_blocks(
+        self, attention_backend: str, block_elements: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """Returns the numbers of blocks with which a kernel set cannot address a layer's keys.
+
+        Args:
+            attention_backend: The kernel set; of "auto", the one that is tried first.
+            block_elements: The elements of one block in one layer's keys.
+            dtype: The type of the pages.
+
+        Returns:
+            The first such number, and the next number of blocks that it can address.
+        """
+        elements = candidates(attention_backend, self.platform)[0].unaddressable(dtype)
+        return -(-elements.start // block_elements), -(-elements.stop // block_elements)
+
+
+def available_bytes(device: Any, utilization: float) -> int:
+    """Returns how many bytes may be allocated on a `jax.Device`.
+
+    On an accelerator it is the engine's share less the bytes in use, on a CPU all that is free now.
+    """
+    statistics = device.memory_stats() if device.platform != "cpu" else None
+    if statistics and "bytes_limit" in statistics:
+        return gpu_memory.share(statistics["bytes_limit"], utilization) - int(
+            statistics.get("bytes_in_use", 0)
+        )
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int:
+    """Returns the bytes of host memory that are free and that the control group allows."""
+    return min(psutil.virtual_memory().available, _cgroup_bytes())
+
+
+def _cgroup_bytes() -> int:
+    """Returns the bytes that the control group still allows; a huge number if it has no limit."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62
+    return 2**62 if limit == "max" else max(0, int(limit) - used)

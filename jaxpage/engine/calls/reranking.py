@@ -1,0 +1,242 @@
+"""Ranks documents by how well they answer a query.
+
+A model does it in one of two ways. A reranker that is a decoder is asked whether a document answers
+the query, and the score is the probability of "yes" against that of "no" as the next token. Any
+other model embeds query and documents, and the score says how near the two vectors are: the cosine
+of the angle between them, unless the model's files say otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.engine.calls.embedding import TextEmbedding
+from jaxpage.errors import ConfigError
+from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
+from jaxpage.settings.argument_checks import check_choice, show
+from jaxpage.settings.sampling_params import MAX_LOGPROBS, SamplingParams
+
+RerankMethod = Literal["auto", "yes_no", "embedding"]
+# The template and the instruction are those of the model card of Qwen3-Reranker
+# (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B), whose training used them.
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_MARKS = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class ByVectors:
+    """Ranks by the vectors of query and documents.
+
+    Attributes:
+        embedding: The way in which texts become vectors.
+    """
+
+    embedding: TextEmbedding = field(default_factory=TextEmbedding)
+
+    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
+        """Returns the texts to embed, the query first.
+
+        Raises:
+            CheckpointError: Something in the model's files is not supported.
+        """
+        self.embedding.files.check()
+        before = self.embedding.files.document_prompt
+        query = self._before_query(instruction) + query
+        return [query, *(before + document for document in documents)]
+
+    def poolings(self, num_documents: int, instruction: str | None) -> list[TokenPooling]:
+        """Returns how each of the texts is pooled."""
+        query = self.embedding.pooling(None, self._before_query(instruction))
+        document = self.embedding.pooling(None, self.embedding.files.document_prompt)
+        return [query, *[document] * num_documents]
+
+    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+        """Returns the score of each document, given the pooled vectors of all texts."""
+        files = self.embedding.files
+        normalize = True if files.similarity == "cosine" else None
+        query, *documents = (
+            files.finish(vector, normalize).astype(np.float64) for vector in pooled
+        )
+        return [_similarity(files.similarity, query, document) for document in documents]
+
+    def _before_query(self, instruction: str | None) -> str:
+        """Returns the text before a query.
+
+        An instruction is written as Qwen3-Embedding was trained with it.
+        """
+        files = self.embedding.files
+        return f"Instruct: {instruction}\nQuery:" if instruction else files.query_prompt
+
+
+def _similarity(name: str, query: np.ndarray, document: np.ndarray) -> float:
+    """Returns how near two vectors are: the greater, the nearer."""
+    if name in ("cosine", "dot"):
+        return float(query @ document)
+    order = 2 if name == "euclidean" else 1
+    return -float(np.linalg.norm(query - document, ord=order))
+
+
+@dataclass(frozen=True)
+class YesNo:
+    """Ranks by the probabilities of two tokens.
+
+    They are drawn in up to two rounds. In the first only the two may be drawn, and the drawn one
+    has its log probability; so has the other if it is among the most likely tokens. Where it is
+    not, the second round draws it, and finds the prompt in the prefix cache.
+
+    Attributes:
+        yes: The token that says that a document answers the query.
+        no: The token that says the opposite.
+    """
+
+    yes: int
+    no: int
+
+    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
+        """Returns the prompt of each document."""
+        asked = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        return [f"{_BEFORE}{asked}{document}{_BEHIND}" for document in documents]
+
+    @property
+    def first(self) -> SamplingParams:
+        """Returns the parameters of the first round."""
+        return _drawing(self.yes, self.no)
+
+    def drawing(self, token: int) -> SamplingParams:
+        """Returns the parameters of the second round for a prompt that lacks this token."""
+        return _drawing(token)
+
+    def missing(self, outputs: Sequence[RequestOutput]) -> dict[int, int]:
+        """Returns the token that each output of the first round lacks, by the output's index.
+
+        An output that lacks none is left out.
+        """
+        tokens = {self.yes, self.no}
+        return {
+            index: token
+            for index, output in enumerate(outputs)
+            for token in tokens - _logprobs(output).keys()
+        }
+
+    def scores(
+        self, outputs: Sequence[RequestOutput], others: Mapping[int, RequestOutput]
+    ) -> list[float]:
+        """Returns the score of each document.
+
+        Args:
+            outputs: The outputs of the first round.
+            others: Those of the second, by the index of the first.
+        """
+        scores = []
+        for index, output in enumerate(outputs):
+            logprobs = _logprobs(output)
+            if index in others:
+                logprobs |= _logprobs(others[index])
+            scores.append(_sigmoid(logprobs[self.yes] - logprobs[self.no]))
+        return scores
+
+
+def _drawing(*tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        allowed_token_ids=tokens,
+        logprobs=MAX_LOGPROBS,
+    )
+
+
+def _logprobs(output: RequestOutput) -> dict[int, float]:
+    """Returns the log probabilities that an output has, by token.
+
+    Raises:
+        RuntimeError: The step failed.
+    """
+    [drawn] = output.outputs
+    entries = drawn.logprobs[0] if drawn.logprobs else None
+    if drawn.finish_reason in ("error", "abort") or entries is None:
+        raise RuntimeError(
+            f"the engine failed during reranking: {drawn.stop_reason or drawn.finish_reason}"
+        )
+    return {token: entry.logprob for token, entry in entries.items()}
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+def reranker_of(embedding: TextEmbedding, method: RerankMethod = "auto") -> YesNo | ByVectors:
+    """Returns the way in which a model ranks.
+
+    With "auto" a model that has the pooling of sentence-transformers ranks by vectors. Any other
+    one whose tokenizer has the marks of the template, and "yes" and "no" as one token each, ranks
+    by these tokens. The rest ranks by vectors.
+
+    Args:
+        embedding: The way in which the model embeds texts, with its tokenizer.
+        method: The way, or "auto".
+
+    Raises:
+        ValueError: The method is unknown.
+        ConfigError: The tokenizer lacks what the method needs.
+    """
+    check_choice("method", method, ("auto", "yes_no", "embedding"))
+    by_vectors = ByVectors(embedding)
+    if method == "embedding" or (method == "auto" and embedding.files.is_stated):
+        return by_vectors
+    vocabulary = {} if embedding.tokenizer is None else embedding.tokenizer.get_vocab()
+    if lacking := [text for text in (*_MARKS, "yes", "no") if text not in vocabulary]:
+        if method == "auto":
+            return by_vectors
+        raise ConfigError(
+            f"method='yes_no' needs the tokens {', '.join((*_MARKS, 'yes', 'no'))}, and the model's "
+            f"tokenizer has no {', '.join(lacking)}: use method='embedding'"
+        )
+    return YesNo(vocabulary["yes"], vocabulary["no"])
+
+
+def check_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
+    """Returns the documents of a call as a list.
+
+    Raises:
+        TypeError: The query or a document is no text.
+        ValueError: There is no document, or `top_n` is less than 1.
+    """
+    if isinstance(documents, str) or not isinstance(documents, Iterable):
+        raise TypeError(f"documents must be a list of strings; got {documents!r:.80}")
+    texts: list[str] = list(documents)
+    if wrong := [text for text in (query, *texts) if not isinstance(text, str)]:
+        raise TypeError(f"query and documents must be strings; got {wrong[0]!r:.80}")
+    if instruction is not None and not isinstance(instruction, str):
+        raise TypeError(f"instruction must be a string or None; got {instruction!r:.80}")
+    if not texts:
+        raise ValueError("rerank needs at least one document")
+    if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
+        raise ValueError(f"top_n must be an integer of at least 1, or None; got {show(top_n)}")
+    return texts
+
+
+def rank(
+    scores: Sequence[float], documents: Sequence[str], top_n: int | None
+) -> list[RerankResult]:
+    """Returns the documents with the highest scores first; of equal scores, in their order.
+
+    Args:
+        scores: The score of each document.
+        documents: The documents.
+        top_n: The most results; None for all.
+    """
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return [RerankResult(index, scores[index], documents[index]) for index in order[:top_n]]
