@@ -15,6 +15,7 @@ Other rooms take:
     IncidentRing        keeps the records of the last steps
     Incidents           writes them as logs into a directory
     replay              runs a log through a new engine, and compares
+    Report              holds the result
     LoggedDrafts        proposes the drafts of a log
     add_arrival         adds a recorded request to an engine
     differ              raises `Differs` with the first field that is different
@@ -24,6 +25,9 @@ Other rooms take:
     state_lines         says how the requests and their blocks are after a step
     first_difference    finds the first difference of two logs
     header_differences  yields the differences between their headers
+    RecordedSteps       describes each step of a log by its records
+    SequenceWalk        holds the state of one sequence of a log
+    num_prompt_tokens   gives the length of a recorded request's prompt
     tokenizer_of_log    loads the tokenizer of a log
     with_texts          adds texts to the records of a log
 """
@@ -33,6 +37,7 @@ from jaxpage.replay.engine_opening import open_engine, open_in_memory
 from jaxpage.replay.event_log import MAX_LINE_BYTES, check_new, encode_record, write_log
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import engine_header, package_versions
+from jaxpage.replay.log_walk import SequenceWalk, num_prompt_tokens
 from jaxpage.replay.looking import (
     check_until,
     first_difference,
@@ -40,8 +45,9 @@ from jaxpage.replay.looking import (
     request_lines,
     state_lines,
 )
+from jaxpage.replay.recorded_steps import RecordedSteps
 from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.replay.replaying import LoggedDrafts, add_arrival, replay
+from jaxpage.replay.replaying import LoggedDrafts, Report, add_arrival, replay
 from jaxpage.replay.token_texts import tokenizer_of_log, with_texts
 
 __all__ = [
@@ -52,7 +58,10 @@ __all__ = [
     "Leave",
     "LoggedDrafts",
     "Record",
+    "RecordedSteps",
     "Recorder",
+    "Report",
+    "SequenceWalk",
     "add_arrival",
     "check_new",
     "check_until",
@@ -61,6 +70,7 @@ __all__ = [
     "engine_header",
     "first_difference",
     "header_differences",
+    "num_prompt_tokens",
     "open_engine",
     "open_in_memory",
     "package_versions",

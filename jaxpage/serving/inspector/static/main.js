@@ -93,7 +93,7 @@ function noticeOf(state, text) {
     key: "The live view needs the API key of this server.",
     lost: `${text} The page tries again${last}.`,
     refused: text,
-    none: "There is no engine here: open an event log.",
+    none: "There is no engine here: open the snapshots of an event log.",
   }[state];
 }
 

@@ -1,7 +1,7 @@
-// The controls of a recorded event log: a scrubber over its steps, one step back or on, and play, slowly or fast.
+// The controls of the snapshots of a recorded event log: a scrubber over its steps, one step back or on, and play, slowly or fast.
 
 import { $ } from "./dom.js";
-import { Recording } from "./log.js";
+import { Recording } from "./recording.js";
 
 export class Replay {
   /** view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be read; null: all is well. */
@@ -44,7 +44,7 @@ export class Replay {
       this.view.forget();
       this.onProblem(null);
     } catch (error) {
-      this.onProblem(`This log cannot be opened: ${error.message}.`);
+      this.onProblem(`This file cannot be opened: ${error.message}.`);
       return;
     }
     const { name, last, isTorn, about } = this.recording;

@@ -1,5 +1,5 @@
 // What the drawings ask of a snapshot: who refers to each block, and how much of it is filled.
-// A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or what log.js makes of a recorded event log.
+// A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or a line of a file of recorded ones.
 
 const NONE = Object.freeze([]); // the references of a block that is not in use
 

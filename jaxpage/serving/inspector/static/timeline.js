@@ -3,33 +3,7 @@
 import { count, fitted } from "./dom.js";
 import { requestColor, segmentAlpha, themed } from "./colors.js";
 
-const MOST_SEGMENTS = 200;
 const HEIGHT = 18;
-
-export function wait(request, kind, at) {
-  close(request, at);
-  request.timeline.push([kind, at, null, 0]);
-}
-
-/** A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own. */
-export function compute(request, kind, began, ended, numTokens, step) {
-  close(request, began);
-  const last = request.timeline.at(-1);
-  const goesOn = request.lastStep === step || (kind === "decode" && request.lastStep === step - 1);
-  if (last && last[0] === kind && (goesOn || request.timeline.length >= MOST_SEGMENTS)) {
-    last[2] = ended;
-    last[3] += numTokens;
-  } else {
-    request.timeline.push([kind, began, ended, numTokens]);
-    request.timeline.splice(0, request.timeline.length - MOST_SEGMENTS);
-  }
-  request.lastStep = step;
-}
-
-export function close(request, at) {
-  const last = request.timeline.at(-1);
-  if (last && last[2] === null) last[2] = at;
-}
 
 const NAMES = { queued: "waiting", chunk: "prefill", decode: "decode", preempted: "preempted", swapped: "swapped out" };
 

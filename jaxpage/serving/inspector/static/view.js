@@ -1,4 +1,4 @@
-// The inspector: draws a snapshot, whether it came from a running engine or from a recorded event log.
+// The inspector: draws a snapshot, whether it came from a running engine or from a file of recorded ones.
 
 import { $, count, el } from "./dom.js";
 import { requestColor, themed } from "./colors.js";
