@@ -1,4 +1,5 @@
-// Talks to the server that the page came from. The API key is asked for once and kept in this module alone: it is gone with the page.
+// Talks to the server that the page came from. The API key is asked for once and kept in this
+// module alone: it is gone with the page.
 
 const BROKE_OFF = "The connection to the server broke off.";
 let apiKey = "";
@@ -7,7 +8,9 @@ let askForKey = async () => "";
 /** ask: shows a dialog and resolves to the key that was typed, or "" where none was. */
 export const setKeyDialog = (ask) => (askForKey = ask);
 
-/** What the server answered in place of what was asked for; `status` is 0 where it did not answer. */
+/**
+ * What the server answered in place of what was asked for; `status` is 0 where it did not answer.
+ */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -50,7 +53,10 @@ async function messageOf(response) {
   }
 }
 
-/** The JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an error frame, and where the stream breaks off. */
+/**
+ * The JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an error
+ * frame, and where the stream breaks off.
+ */
 export async function* messages(response) {
   const decoder = new TextDecoder();
   let rest = "";

@@ -13,16 +13,20 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.save();
   context.beginPath();
   context.roundRect(x, y, size, size, radius);
-  context.fillStyle = themed(block.kind === "used" ? "cell-used" : block.kind === "cached" ? "cell-cached" : "cell-free");
+  context.fillStyle = themed(
+    block.kind === "used" ? "cell-used" : block.kind === "cached" ? "cell-cached" : "cell-free",
+  );
   context.fill();
   context.save();
   context.clip();
   if (block.kind === "used") drawOwners(context, block, x, y, size);
-  if (block.kind === "cached" || block.kind === "null") drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
+  if (block.kind === "cached" || block.kind === "null")
+    drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
   if (block.kept && size >= 8) drawFold(context, x, y, size);
   context.restore();
   if (block.pinned) outline(context, x + 1, y + 1, size - 2, themed("ink"), 2);
-  else if (size >= 8) outline(context, x, y, size, themed(block.kind === "used" ? "cell-edge" : "line"), 1);
+  else if (size >= 8)
+    outline(context, x, y, size, themed(block.kind === "used" ? "cell-edge" : "line"), 1);
   if (isWritten && size >= 8) {
     context.fillStyle = themed("ink");
     context.fillRect(x + size * 0.2, y + size - 3, size * 0.6, 2);
@@ -30,9 +34,15 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.restore();
 }
 
-/** The colours of the requests that refer to the block, filled from the left as far as its slots are; the known tokens paler. */
+/**
+ * The colours of the requests that refer to the block, filled from the left as far as its slots
+ * are; the known tokens paler.
+ */
 function drawOwners(context, block, x, y, size) {
-  const numbers = [...new Set(block.references.map(({ request }) => request?.number ?? 0))].slice(0, 4);
+  const numbers = [...new Set(block.references.map(({ request }) => request?.number ?? 0))].slice(
+    0,
+    4,
+  );
   const slots = block.slots;
   numbers.forEach((number, index) => {
     const top = y + (index * size) / numbers.length;

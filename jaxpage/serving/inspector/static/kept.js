@@ -1,4 +1,5 @@
-// The conversation outlives a reload: it is in this tab's session storage, which ends with the tab. The API key never is.
+// The conversation outlives a reload: it is in this tab's session storage, which ends with the tab.
+// The API key never is.
 
 const NAME = "jaxpage.conversation";
 const MOST_CHARACTERS = 1_000_000;

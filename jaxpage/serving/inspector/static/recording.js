@@ -1,5 +1,6 @@
 // Reads the snapshots of a recorded event log, as `jaxpage replay LOG --snapshots FILE` writes them
-// (jaxpage/serving/inspector/recorded.py): a line that says what the file is, and one for each snapshot.
+// (jaxpage/serving/inspector/recorded.py): a line that says what the file is, and one for each
+// snapshot.
 
 const FORMAT = 1;
 const MOST_BYTES = 2 ** 28;
@@ -26,7 +27,8 @@ export class Recording {
   static async read(file) {
     if (file.size > MOST_BYTES) {
       throw new Error(
-        `the file has ${file.size} bytes; ${MOST_BYTES} can be opened: --until STEP makes a smaller one`,
+        `the file has ${file.size} bytes; ${MOST_BYTES} can be opened: --until STEP makes a ` +
+          "smaller one",
       );
     }
     return new Recording(await file.text(), file.name);
@@ -40,7 +42,10 @@ export class Recording {
     return this.momentOfStep.get(step);
   }
 
-  /** The snapshot of a moment. It is parsed anew each time, because all of them would need much memory. */
+  /**
+   * The snapshot of a moment. It is parsed anew each time, because all of them would need much
+   * memory.
+   */
   at(moment) {
     const snapshot = parsed(this.lines, moment + 1);
     if (!snapshot?.pool || !Array.isArray(snapshot.requests)) {
@@ -62,10 +67,13 @@ function parsed(lines, index) {
 function checkedHeader(header, fileName) {
   if (header?.event === "header") {
     throw new Error(
-      `it is an event log, and this page shows its snapshots. This command writes them: jaxpage replay ${fileName} --snapshots snapshots.jsonl`,
+      "it is an event log, and this page shows its snapshots. This command writes them: jaxpage " +
+        `replay ${fileName} --snapshots snapshots.jsonl`,
     );
   }
-  if (header?.event !== "snapshots") throw new Error("it does not have the snapshots of an event log");
-  if (header.format !== FORMAT) throw new Error(`its format is ${header.format}; this page reads format ${FORMAT}`);
+  if (header?.event !== "snapshots")
+    throw new Error("it does not have the snapshots of an event log");
+  if (header.format !== FORMAT)
+    throw new Error(`its format is ${header.format}; this page reads format ${FORMAT}`);
   return header;
 }

@@ -1,10 +1,14 @@
-// The controls of the snapshots of a recorded event log: a scrubber over its steps, one step back or on, and play, slowly or fast.
+// The controls of the snapshots of a recorded event log: a scrubber over its steps, one step back
+// or on, and play, slowly or fast.
 
 import { $ } from "./dom.js";
 import { Recording } from "./recording.js";
 
 export class Replay {
-  /** view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be read; null: all is well. */
+  /**
+   * view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be
+   * read; null: all is well.
+   */
   constructor(view, { onClose, onProblem }) {
     this.view = view;
     this.recording = null;
@@ -48,7 +52,8 @@ export class Replay {
       return;
     }
     const { name, last, isTorn, about } = this.recording;
-    $("log-name").textContent = `${name}${isTorn ? ", cut off at its end" : ""}${about ? ` (incident: ${about})` : ""}`;
+    $("log-name").textContent =
+      `${name}${isTorn ? ", cut off at its end" : ""}${about ? ` (incident: ${about})` : ""}`;
     $("scrubber").max = last;
     $("replay").hidden = false;
     document.body.classList.add("recorded");

@@ -22,17 +22,28 @@ export class RequestList {
   show({ requests, clock }, chosen) {
     const number = (state) => requests.filter((request) => request.state === state).length;
     const states = STATES.map((state) => [number(state), state]);
-    $("queue").replaceChildren(...states.filter(([n, state]) => n || state === "running").map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)));
+    $("queue").replaceChildren(
+      ...states
+        .filter(([n, state]) => n || state === "running")
+        .map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)),
+    );
     const shown = requests.slice(0, MOST_ROWS);
     this.clock = clock;
     this.span = spanOf(shown, clock);
     const rows = shown.map((request) => this.row(request, chosen));
     const list = $("requests");
-    const more = requests.length > MOST_ROWS ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)] : [];
-    const empty = shown.length ? [] : [el("li", { class: "muted empty" }, "No request is running or waiting.")];
-    if (!sameChildren(list, rows) || more.length || empty.length) replaceRows(list, [...rows.map((row) => row.item), ...more, ...empty]);
+    const more =
+      requests.length > MOST_ROWS
+        ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)]
+        : [];
+    const empty = shown.length
+      ? []
+      : [el("li", { class: "muted empty" }, "No request is running or waiting.")];
+    if (!sameChildren(list, rows) || more.length || empty.length)
+      replaceRows(list, [...rows.map((row) => row.item), ...more, ...empty]);
     rows.forEach((row) => this.draw(row));
-    for (const known of [...this.rows.keys()]) if (!shown.some((request) => request.number === known)) this.rows.delete(known);
+    for (const known of [...this.rows.keys()])
+      if (!shown.some((request) => request.number === known)) this.rows.delete(known);
   }
 
   draw(row) {
@@ -58,7 +69,8 @@ export class RequestList {
     row.state.dataset.state = request.state;
     const known = Math.max(...request.sequences.map((sequence) => sequence.known));
     const several = request.sequences.length > 1 ? ` × ${request.sequences.length}` : "";
-    row.tokens.textContent = `${request.prompt_tokens} + ${known - request.prompt_tokens}${several}`;
+    const generated = known - request.prompt_tokens;
+    row.tokens.textContent = `${request.prompt_tokens} + ${generated}${several}`;
     row.button.setAttribute("aria-pressed", String(chosen === request.number));
     row.button.title = request.id;
     return row;
@@ -67,7 +79,12 @@ export class RequestList {
   newRow(number) {
     const own = { request: number };
     const part = (name) => el("span", { class: name });
-    const [dot, name, state, tokens] = [part("dot"), part("name"), part("state"), part("tokens mono")];
+    const [dot, name, state, tokens] = [
+      part("dot"),
+      part("name"),
+      part("state"),
+      part("tokens mono"),
+    ];
     const canvas = el("canvas", { class: "timeline", "aria-hidden": "true" });
     const past = part("past muted");
     const row = { number, canvas, dot, name, state, tokens, past };
@@ -75,13 +92,30 @@ export class RequestList {
     const leave = () => this.leave(row);
     const button = el(
       "button",
-      { type: "button", "aria-describedby": "timeline-keys", click: () => this.onChoose(own), pointerenter: point, pointerleave: leave, focus: point, blur: leave, keydown: (event) => this.onKey(event, row) },
-      dot, name, state, tokens, el("span", { class: "visually-hidden" }, " prompt and generated tokens"),
+      {
+        type: "button",
+        "aria-describedby": "timeline-keys",
+        click: () => this.onChoose(own),
+        pointerenter: point,
+        pointerleave: leave,
+        focus: point,
+        blur: leave,
+        keydown: (event) => this.onKey(event, row),
+      },
+      dot,
+      name,
+      state,
+      tokens,
+      el("span", { class: "visually-hidden" }, " prompt and generated tokens"),
     );
-    for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
+    for (const kind of ["pointermove", "pointerdown"])
+      canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
     canvas.addEventListener("pointerleave", leave);
     canvas.addEventListener("click", () => this.onChoose(own));
-    Object.assign(row, { button, item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)) });
+    Object.assign(row, {
+      button,
+      item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)),
+    });
     this.rows.set(number, row);
     return row;
   }
@@ -103,7 +137,10 @@ export class RequestList {
     const { from, to, now } = this.spanOf(row);
     const box = row.canvas.getBoundingClientRect();
     const middle = ((segment[1] + (segment[2] ?? now)) / 2 - from) / (to - from);
-    showTip(new DOMRect(box.x + Math.min(Math.max(middle, 0), 1) * box.width, box.y, 1, box.height), text);
+    showTip(
+      new DOMRect(box.x + Math.min(Math.max(middle, 0), 1) * box.width, box.y, 1, box.height),
+      text,
+    );
   }
 
   leave(row) {
@@ -117,10 +154,19 @@ export class RequestList {
   onKey(event, row) {
     const { key } = event;
     const last = row.request.timeline.length - 1;
-    const rows = [...this.rows.values()].filter(({ item }) => item.isConnected).sort((a, b) => a.item.offsetTop - b.item.offsetTop);
-    const here = this.segment?.number === row.number ? this.segment.index : key === "ArrowLeft" ? last + 1 : -1;
-    if (key === "ArrowRight" || key === "ArrowLeft") this.pointAt(row, Math.min(Math.max(here + (key === "ArrowRight" ? 1 : -1), 0), last));
-    else if (key === "ArrowDown" || key === "ArrowUp") rows[rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1)]?.button.focus();
+    const rows = [...this.rows.values()]
+      .filter(({ item }) => item.isConnected)
+      .sort((a, b) => a.item.offsetTop - b.item.offsetTop);
+    const here =
+      this.segment?.number === row.number
+        ? this.segment.index
+        : key === "ArrowLeft"
+          ? last + 1
+          : -1;
+    if (key === "ArrowRight" || key === "ArrowLeft")
+      this.pointAt(row, Math.min(Math.max(here + (key === "ArrowRight" ? 1 : -1), 0), last));
+    else if (key === "ArrowDown" || key === "ArrowUp")
+      rows[rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1)]?.button.focus();
     else return;
     event.preventDefault();
   }
@@ -131,7 +177,8 @@ function spanOf(shown, clock) {
   const [least, most] = WINDOW[clock.unit];
   const open = shown.filter(({ state }) => state !== "finished");
   const starts = (open.length ? open : shown).map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
-  const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now)); // of the last that went on
+  // The end of the request that went on for longest.
+  const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now));
   const from = Math.max(Math.min(end, ...starts), end - most);
   return { from, to: Math.max(end, from + least), now: clock.now };
 }
@@ -143,7 +190,10 @@ function pastText({ from, to }, { unit, now }) {
 }
 
 function sameChildren(list, rows) {
-  return list.children.length === rows.length && rows.every(({ item }, index) => list.children[index] === item);
+  return (
+    list.children.length === rows.length &&
+    rows.every(({ item }, index) => list.children[index] === item)
+  );
 }
 
 /** As replaceChildren, but who has the focus keeps it. */
