@@ -16,7 +16,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// As `pallas_kernels.quantized_pages.quantize`.
+// Writes a token's keys or values in eight bits, as `pallas_kernels.quantized_pages.quantize` does.
 void write_quantized(const Attention& a, const void* from, int64_t token, void* pages,
                      float* scales, int64_t slot) {
   const bool is_int = a.page_type == Type::kI8;
@@ -24,6 +24,7 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
     const int64_t source = (token * a.num_kv_heads + head) * a.head_dim;
     const int64_t target = (slot * a.num_kv_heads + head) * a.head_dim;
+    // Zero times NaN or infinity is NaN, so the sum of zeros finds them.
     Vec most = splat(0.0f), zeros = splat(0.0f);
     for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i);
@@ -32,7 +33,6 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
     }
     float scale = largest(most) * inverse;
     scale = scale > 0x1p-100f ? scale : 0x1p-100f;
-    // NaN or infinity is in it.
     if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();
     scales[slot * a.num_kv_heads + head] = scale;
     for (int64_t i = 0; i < a.head_dim; i += kLanes) {
@@ -46,13 +46,15 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   }
 }
 
-// What reads the pages of one key/value head, from its first number on, for a vector of positions
-// and some query heads. kVecs: of a head; 0: as the call says.
+// Functions that read the pages of one key/value head, from its first number on, for a vector of
+// positions and some query heads. kVecs is the number of vectors of a head; 0: as the call says.
 struct Steps {
   void (*score)(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group);
   void (*add)(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group);
 };
 
+// Computes the scores of the positions group, group + 1, ... of a tile. A position that is not seen
+// scores 0, which `Head::weigh` replaces.
 template <typename Page, int kHeads, int kVecs>
 void score(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group) {
   const int vecs = kVecs ? kVecs : static_cast<int>(a.head_dim / kLanes);
@@ -81,6 +83,7 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
   }
 }
 
+// Adds the weighted values of these positions to the sums of the heads.
 template <typename Page, int kHeads, int kVecs>
 void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group) {
   const int vecs = kVecs ? kVecs : static_cast<int>(a.value_width / kLanes);
@@ -145,9 +148,9 @@ Steps steps_of(const Attention& a, int64_t num_heads) {
   return found;
 }
 
-// `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What the
-// key/value heads hold of a vector of positions lies side by side in memory, so they take turns,
-// and the next positions are fetched: one head alone reads a few bytes here and there.
+// Computes `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What
+// the key/value heads hold of a vector of positions lies side by side in memory, so they take
+// turns, and the next positions are fetched: one head alone reads a few bytes here and there.
 void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t num_heads) {
   static thread_local std::vector<Head> of_thread;
   const int64_t group_size = a.num_heads / a.num_kv_heads, count = unit.kv_end - unit.kv_begin;
@@ -191,8 +194,8 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   for (int64_t i = 0; i < count * num_heads; ++i) heads[i].finish(a, unit.token, head_of(i));
 }
 
-// What the pages hold of a tile and one key/value head, as numbers of float32: keys by number and
-// position, values by position and number.
+// Reads what the pages hold of a tile and one key/value head, as numbers of float32: keys by number
+// and position, values by position and number.
 template <typename Page>
 void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages,
                Vec* keys, Vec* values) {
@@ -219,8 +222,9 @@ void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const 
       values[j * value_vecs + i] = Load<Page>::at(at(v_pages, j) + i * kLanes);
 }
 
-// The products of some queries with a tile's positions, as far as they belong to the numbers lane,
-// lane + kStep, ... : added as `sums` adds lanes, so that a score has the bits of `score`.
+// Computes the products of some queries with a tile's positions, as far as they belong to the
+// numbers lane, lane + kStep, ... They are added as `sums` adds lanes, so that a score has the bits
+// of `score`.
 template <int kStep, int kHeads>
 inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q,
                                                      int64_t width, int lane,
@@ -281,7 +285,7 @@ void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int
   for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
 }
 
-// Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most
+// Computes query tokens of a prompt's chunk, one after the other, with one key/value head: at most
 // kHeadsOfChunk query heads in all. A tile is read and made float32 once for all of them. Each head
 // has the operations of `attend_heads` in the same order.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {

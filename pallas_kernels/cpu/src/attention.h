@@ -1,4 +1,4 @@
-// What one call of paged attention is.
+// Describes one call of paged attention.
 #pragma once
 
 #include <cstdint>

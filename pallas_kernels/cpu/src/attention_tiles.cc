@@ -53,7 +53,7 @@ struct TileHead : Head {
   }
 };
 
-// What a unit reads and computes of a tile: one thread has one of it.
+// Holds what a unit reads and computes of a tile. Each thread has its own.
 struct Scratch {
   std::vector<TileHead> heads;
   std::vector<Vec> queries;  // [blocks of 16 heads, words of a head, 16 heads]
@@ -62,7 +62,7 @@ struct Scratch {
   Vec products[2][kRowsOfTile];  // [16 positions, 16 heads]
 };
 
-// Where 16 positions of a tile have their keys, `stride` bytes apart: in the pages, or copied, with
+// Returns the keys of 16 positions of a tile, `stride` bytes apart: in the pages, or copied, with
 // zeros for those that are not seen.
 const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int group,
                     const char* pages, int64_t page_stride, Vec* copy, int64_t* stride) {
@@ -108,7 +108,7 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
   return (all & 0x80008000u) == 0;
 }
 
-// The scores of 16 query heads with the positions of a tile.
+// Computes the scores of 16 query heads with the positions of a tile.
 JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const Tile& tile,
                        const char* const* keys, const int64_t* strides, const Vec* queries,
                        Vec (*products)[kRowsOfTile]) {
@@ -142,7 +142,8 @@ JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const
 JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, const Vec* values) {
   const int64_t vecs = a.value_width / kLanes, stride = vecs * kBytesOfRow,
                 lower = kRowsOfTile * vecs;
-  const bool is_low = tile.begin<kTile / 2, is_high = tile.end> kTile / 2;
+  const bool is_low = tile.begin < kTile / 2;
+  const bool is_high = kTile / 2 < tile.end;
   _tile_loadd(6, heads->weights, sizeof(TileHead));
   _tile_loadd(7, heads->weights + kRowsOfTile, sizeof(TileHead));
   for (int64_t i = 0; i < vecs; i += 2) {
@@ -165,13 +166,14 @@ JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, cons
   }
 }
 
-// `per_token` query heads of each token and each key/value head of the units, from its `offset`-th
-// on. Key/value heads, which lie side by side in memory, take turns. Of several tokens it returns
-// false, and has computed nothing, if a value is not finite: times a weight of zero it would reach
-// tokens that do not see it.
+// Computes `per_token` query heads of each token and each key/value head of the units, from its
+// `offset`-th on. Key/value heads, which lie side by side in memory, take turns. For several tokens
+// it returns false, and has computed nothing, if a value is not finite: times a weight of zero it
+// would reach tokens that do not see it.
 JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset,
                               int per_token) {
   static thread_local Scratch scratch;
+  // All tokens together see the positions from the first one's first to the last one's last.
   Unit all = units[num_tokens - 1];
   all.first = units->first;
   const int num_heads = num_tokens * per_token,

@@ -79,8 +79,8 @@ bool soon(std::chrono::microseconds while_, const Until& until) {
   return false;
 }
 
-// What a call shares with threads that help it. One that starts late finds nothing to do, perhaps
-// when the call has returned.
+// Holds what a call shares with threads that help it. One that starts late finds nothing to do,
+// perhaps when the call has returned.
 struct Shared {
   std::atomic<int64_t> next{0}, num_done{0};
   int64_t count, at_once;

@@ -1,4 +1,4 @@
-// x @ w.T for a weight in panels, and any number of rows of x.
+// Computes x @ w.T for a weight in panels, and any number of rows of x.
 //
 // A vector has one word of each of 16 outputs. Each output has one sum, to which its inputs are
 // added in their order: the same operations in the same order whichever tile a row is in. So a row
@@ -19,11 +19,11 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// Vectors as long as the processor has them: the sums of a tile stay in registers.
+// Vectors are as long as the processor has them: the sums of a tile stay in registers.
 #if defined(__AVX512F__)
 constexpr int kBytes = 64, kMostPanels = 4, kMostRows = 6;
-// Where the processor has it: the caller asks. What is called from such a function and inlined has
-// to be one, too.
+// Marks a function that uses these instructions. The caller asks whether the processor has them.
+// What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 #elif defined(__AVX2__)
 constexpr int kBytes = 32, kMostPanels = 1, kMostRows = 6;
@@ -34,14 +34,15 @@ constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
-// Up to this many rows, the codes of a group are decoded into registers and multiplied at once.
-// With more rows each tile would decode them again, so they are decoded into a buffer first.
+// Up to this many rows, decode the codes of a group straight into registers and multiply at once.
+// With more rows each tile would decode them again, so they are written to a buffer first.
 constexpr int kMostRowsOfCodes = 2 * kMostRows;
 constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes,
               kMostColumns = kMostPanels * kOutputsOfPanel;
-// Of a panel's words, so that those of a tile stay in the second cache.
+// All rows are multiplied by so many words of a panel before the next ones are read, so that those
+// of a tile stay in the second cache.
 constexpr int64_t kWordsOfBlock = 1024;
-// The same with AMX, which reads faster than the second cache gives.
+// They are fewer with AMX, which reads faster than the second cache gives.
 constexpr int64_t kTileWordsOfBlock = 256;
 
 typedef float Floats __attribute__((vector_size(kBytes)));
@@ -61,8 +62,8 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 #endif
 }
 
-// How a word is read. It has kSteps parts, which are added one after the other: `part` gives one of
-// a weight's word, `add` adds its product with x.
+// Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
+// gives one of them, `add` adds its product with x.
 struct FloatWord {
   typedef float X;
   typedef Floats Sum;
@@ -72,7 +73,8 @@ struct FloatWord {
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
 
-struct PairWord {  // two numbers of bfloat16, which are made float; x has been
+// Reads two numbers of bfloat16, which are made float; x has been.
+struct PairWord {
   typedef float X;
   typedef Floats Sum;
   static constexpr int kSteps = 2;
@@ -81,7 +83,7 @@ struct PairWord {  // two numbers of bfloat16, which are made float; x has been
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
 
-// Four of int8, as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
+// Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
 struct FourWord {
   typedef uint32_t X;
   typedef Ints Sum;
@@ -104,8 +106,9 @@ struct FourWord {
 };
 
 #if defined(__AVX512F__)
-// The instruction takes one factor without a sign: w + 128, which is w with its highest bit turned.
-// So a sum has 128 times that of x too much.
+// Multiplies four numbers of int8 by one instruction. It takes one factor without a sign: w + 128,
+// which is w with its highest bit flipped. So a sum has 128 times that of x too much, which `store`
+// subtracts.
 struct FourDot {
   typedef uint32_t X;
   typedef Ints Sum;
@@ -117,6 +120,7 @@ struct FourDot {
   }
 };
 
+// Multiplies two numbers of bfloat16 by one instruction.
 struct PairDot {
   typedef uint32_t X;
   typedef Floats Sum;
@@ -198,7 +202,7 @@ JAXPAGE_AMX inline void store_sums(uint32_t* const (&sums)[4]) {
   }
 }
 
-// As `tile`, for whole tiles of words.
+// Does what `tile` does, for whole tiles of words.
 template <typename Word, int kPanels>
 JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words,
                           const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
@@ -227,8 +231,8 @@ JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int
   store_sums<kPanels>(sums);
 }
 
-// The same for two tiles of rows and two panels: with four tiles of sums, each tile that is loaded
-// is used twice.
+// Does the same for two tiles of rows and two panels: with four tiles of sums, each tile that is
+// loaded is used twice.
 template <typename Word>
 JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x,
                             int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
@@ -256,7 +260,7 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
 class TileRows {};
 #endif
 
-// The words of some panels, of which one is `panel` words behind the other.
+// Reads the words of some panels, each of which begins `panel` words after the one before it.
 struct Stored {
   const uint32_t* first;
   int64_t panel;
@@ -295,6 +299,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
       std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
 }
 
+// Calls `tile` with the number of rows as a constant, so that its sums are registers.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const Source& w,
                       int64_t begin, int64_t end, uint32_t* total) {
@@ -308,6 +313,7 @@ JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, c
   }
 }
 
+// Stores the sums of a row and a panel in the type of the result.
 void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) {
   const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output),
                 at = row * p.num_out + output;
@@ -319,6 +325,8 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
     value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) *
             splat(p.row_scale[row]) * scale;
   }
+  // The last panel may have fewer outputs: its vector is stored here first, and a part of it
+  // copied.
   alignas(64) char own[64];
   char* to = static_cast<char*>(p.out) + at * bytes;
   char* first = count == kOutputsOfPanel ? to : own;
@@ -327,8 +335,8 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
   if (first == own) std::memcpy(to, own, count * bytes);
 }
 
-// The same for all rows of a unit, in tiles of nearly equal numbers of rows. x begins with the
-// first of them.
+// Does the same for all rows of a unit, in tiles of nearly equal numbers of rows: 7 rows are 3 and
+// 4, not 6 and 1. x begins with the first of them.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words,
                           const Source& w, int64_t begin, int64_t end, uint32_t* total) {
@@ -471,8 +479,8 @@ void for_code(Code code, const Run& run) {
   }
 }
 
-// Weights in few bits: some words of float32 are made at a time, so that they stay in the first
-// cache, and multiplied by all rows.
+// Multiplies weights of few bits: some words of float32 are made at a time, so that they stay in
+// the first cache, and multiplied by all rows.
 template <int kPanels>
 JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   constexpr int64_t kInputs = 64, kPanel = kInputs * kOutputsOfPanel;
@@ -496,8 +504,8 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
 }
 
 #if defined(__AVX512F__)
-// The numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the fifth
-// bit of an index belongs to another code.
+// Returns the numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the
+// fifth bit of an index belongs to another code.
 __m512i numbers_of(const Packed& p) {
   if (p.code != Code::kInt4 && p.code != Code::kFloat4) return __m512i{};
   Int bits = {};
@@ -510,7 +518,7 @@ __m512i numbers_of(const Packed& p) {
   return raw_at<__m512i>(table);
 }
 
-// Words of two numbers of bfloat16, made of the codes of some panels. They are exact: no code has
+// Makes words of two numbers of bfloat16 of the codes of some panels. They are exact: no code has
 // more than eight bits.
 template <Code code>
 struct Coded {
@@ -566,9 +574,9 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
   }
 }
 
-// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by
-// the scale. With AMX and few rows, some small groups take each step one after the other, so that
-// no step waits for the one before it.
+// Does the same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum
+// by the scale. With AMX and few rows, some small groups take each step one after the other, so
+// that no step waits for the one before it.
 template <int kPanels>
 JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel,
@@ -609,7 +617,7 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
-// The same for few rows: the words of a group are multiplied as they are made.
+// Does the same for few rows: the words of a group are multiplied as they are made.
 template <int kPanels, Code code>
 JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
                                    int64_t first_panel) {
@@ -665,6 +673,7 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
   multiply<PairWord>(p, row, end_row, panel, end_panel);
 }
 
+// Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
 int64_t bytes_of_row(const Packed& p) {
   if (p.is_coded) return p.instructions && (p.zero || p.minimum) ? p.num_groups * 4 : 0;
   if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
@@ -672,8 +681,8 @@ int64_t bytes_of_row(const Packed& p) {
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
-// Rounds to eight bits, as `round_inputs` of jaxpage/layers/product.py, with the same operations. A
-// number that is none makes the scale none.
+// Rounds a row to eight bits as `round_inputs` of jaxpage/layers/product.py does, with the same
+// operations. A NaN makes the scale NaN.
 void round_row(const Packed& p, int64_t row, void* words) {
   const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
   const auto at = [&](int64_t i) {
@@ -719,7 +728,7 @@ void round_row(const Packed& p, int64_t row, void* words) {
   p.row_sum[row] = sum;
 }
 
-// The sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
+// Computes the sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
 void sum_groups(const Packed& p, int64_t row, float* sums) {
   const auto* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   for (int64_t group = 0; group < p.num_groups; ++group) {

@@ -29,33 +29,33 @@ enum class Code : int64_t { kInt8, kInt4, kFloat8, kFloat4 };
 struct Packed {
   Type type;         // of the weight: kF32, kBF16 or kI8
   int instructions;  // kNone, kDot or kTiles
-  // [T, I]: float32 for kI8, and for codes without instructions; bfloat16 for codes with them; else
-  // of the weight's type.
+  // The inputs [T, I]: float32 for kI8, and for codes without instructions; bfloat16 for codes with
+  // them; else of the weight's type.
   const void* x;
-  // [T, ...]: x as `prepare` makes it, or x itself. It has the sums [T, J] of x, too, for bfloat16
-  // and codes.
+  // The words of x [T, ...] as `prepare` makes them, or x itself. For codes with bfloat16 inputs
+  // these are the sums [T, J] of x.
   const void* words;
   const void* panels;  // [P, K, 16] words; of codes [P, I, 16] or [P, I / 2, 16] bytes
   void* out;           // [T, O]
   bool out_is_float;   // else of bfloat16
   int64_t num_rows, num_in, num_out, num_words;
 
-  // kI8, whose inputs are rounded to eight bits.
+  // With kI8, whose inputs are rounded to eight bits:
   const void* scale;  // [O] of float; of codes see below
   float* row_scale;   // [T]: what `prepare` rounds a row with
   int32_t* row_sum;   // [T]: of the rounded x, what a sum has 128 times too much
 
-  // Codes, which are made float32; with instructions bfloat16, and a group is scaled when it is
-  // summed.
+  // With codes, which are made float32; with instructions bfloat16, and a group is scaled when it
+  // is summed:
   bool is_coded;
   Code code;
   Type scale_type;  // of scales and minima
-  // Of float, subtracted from the codes. Null subtracts 8 from the codes of kInt4, and nothing from
-  // others.
+  // These numbers of float are subtracted from the codes. Null subtracts 8 from the codes of kInt4,
+  // and nothing from others.
   const void* zero;
-  // Added to codes times scales, from which nothing is subtracted then. It may be null.
+  // These are added to codes times scales, from which nothing is subtracted then. It may be null.
   const void* minimum;
-  // [O]: the row of scales, zeros and minima [..., J], all of float. Null: these are in panels
+  // The row [O] of scales, zeros and minima [..., J], all of float. Null: these are in panels
   // [P, J, 16].
   const int32_t* scale_row;
   int64_t num_groups, group_size;

@@ -8,7 +8,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// Sixteen numbers, or fewer at the end of a row, with zeros behind them.
+// Loads sixteen numbers, or fewer at the end of a row, with zeros after them.
 template <typename Stored>
 inline Vec load(const void* x, int64_t at, int64_t end) {
   typedef typename Stored::type Number;
@@ -36,6 +36,7 @@ inline void store(void* out, int64_t at, int64_t end, Vec value) {
 }
 
 inline Vec activated(Activation activation, Vec x) {
+  // `exp` takes numbers up to 88.
   if (activation == Activation::kSilu) return x / (splat(1.0f) + exp(-max(x, splat(-87.0f))));
   const Vec inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
   return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
@@ -65,6 +66,7 @@ void rms_norm(const Rows& p, int64_t row) {
                     load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
     x = both;
   }
+  // Four sums, because one alone would wait for each addition before it.
   Vec squares[4] = {};
   for (int64_t i = 0, place = 0; i < p.width; i += kLanes, place = (place + 1) % 4) {
     const Vec numbers = load<Stored>(x, i, p.width);

@@ -32,7 +32,7 @@ static inline Bits as_bits(Vec x) { return (Bits)x; }
 static inline Vec select(Int mask, Vec a, Vec b) { return mask ? a : b; }
 static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 static inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -57,7 +57,7 @@ static inline Raw raw_at(const void* at) {
   return raw;
 }
 
-// Integers of 8 and 16 bits as those of 32. GCC 12 makes sixteen scalar conversions of
+// Makes integers of 32 bits of those of 8 and 16. GCC 12 makes sixteen scalar conversions of
 // __builtin_convertvector for some of them.
 #if defined(__AVX512F__)
 static inline Int widened(Byte x) { return (Int)_mm512_cvtepi8_epi32((__m128i)x); }
@@ -91,7 +91,7 @@ static inline Bits widened(UByte x) {
 static inline Bits widened(Half x) { return __builtin_convertvector(x, Bits); }
 #endif
 
-// A vector of numbers as they are stored.
+// Loads a vector of numbers as they are stored.
 template <typename Stored>
 struct Load;
 
@@ -136,7 +136,7 @@ struct Load<F16> {
   }
 };
 
-// As `Load<F16>`, of one number.
+// Returns what `Load<F16>` returns, for one number.
 static inline float float_of(uint16_t half) {
 #if defined(__F16C__)
   return _cvtsh_ss(half);
@@ -210,7 +210,7 @@ struct Store<F16> {
   }
 };
 
-// To float8_e4m3fn, of a number up to 448, to the nearest, ties to even.
+// Rounds a number up to 448 to float8_e4m3fn: to the nearest, ties to even.
 static inline uint8_t float8_of(float number) {
   uint32_t bits;
   std::memcpy(&bits, &number, 4);
@@ -228,7 +228,7 @@ static inline uint8_t float8_of(float number) {
   return sign | (magnitude >> 20);
 }
 
-// Lanes of both vectors; those of b have the numbers from 16.
+// Returns lanes of both vectors; those of b have the numbers from 16.
 template <int... lanes>
 static inline Vec shuffled(Vec a, Vec b) {
 #if defined(__clang__)
@@ -238,8 +238,8 @@ static inline Vec shuffled(Vec a, Vec b) {
 #endif
 }
 
-// The sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever the
-// others hold.
+// Returns the sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever
+// the others hold.
 static inline Vec sums(Vec* v) {
   for (int i = 0; i < 8; ++i)
     v[i] = shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[i], v[i + 8]) +
@@ -291,7 +291,7 @@ static inline float largest(Vec v) {
   return half[0] > half[1] ? half[0] : half[1];
 }
 
-// e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is
+// Returns e^x for x up to 88, and 0 below -87.3 (and for -inf): a polynomial after the range is
 // reduced, within 1.1 ulp.
 static inline Vec exp(Vec x) {
   const Int is_zero = x < splat(-87.3f);

@@ -2,7 +2,7 @@
 
 import { requestColor, themed } from "./colors.js";
 
-/** A cell as the legend shows it. */
+/** Draws a cell as the legend shows it. */
 export function drawWhole(context, block, size) {
   drawCell(context, block, 1, 1, size, block.isWritten);
   drawCount(context, block, 1, 1, size);
@@ -35,8 +35,8 @@ export function drawCell(context, block, x, y, size, isWritten) {
 }
 
 /**
- * The colours of the requests that refer to the block, filled from the left as far as its slots
- * are; the known tokens paler.
+ * Draws the colours of the requests that refer to the block, filled from the left as far as its
+ * slots are; the known tokens are paler.
  */
 function drawOwners(context, block, x, y, size) {
   const numbers = [...new Set(block.references.map(({ request }) => request?.number ?? 0))].slice(
@@ -69,7 +69,7 @@ function drawHatch(context, x, y, size, color) {
   context.stroke();
 }
 
-/** A folded corner: the prefix cache knows what is in the block. */
+/** Draws a folded corner: the prefix cache knows what is in the block. */
 function drawFold(context, x, y, size) {
   const fold = Math.max(4, size * 0.3);
   context.fillStyle = themed("ink");
@@ -81,7 +81,7 @@ function drawFold(context, x, y, size) {
   context.fill();
 }
 
-/** The reference count, where there is more than one reference. */
+/** Draws the reference count, where there is more than one reference. */
 export function drawCount(context, { refCount }, x, y, size) {
   if (refCount < 2 || size < 14) return;
   context.font = `700 ${Math.round(size * 0.5)}px ${themed("font")}`;

@@ -4,7 +4,7 @@
 let cache = null;
 export const forgetTheme = () => (cache = null);
 
-/** The style sheet's variable of this name, such as "ink" for --ink. */
+/** Returns the style sheet's variable of this name, such as "ink" for --ink. */
 export function themed(name) {
   cache ??= { style: getComputedStyle(document.documentElement), values: new Map() };
   if (!cache.values.has(name))
@@ -13,8 +13,8 @@ export function themed(name) {
 }
 
 /**
- * Of request 1, 2, ...: steps of the golden angle, so that requests that run together look
- * different. Pins (0) have none.
+ * Returns the colour of request 1, 2, ...: steps of the golden angle, so that requests that run
+ * together look different. Pins (0) have none.
  */
 export function requestColor(number, alpha = 1) {
   const chroma = number ? themed("request-chroma") : 0;
@@ -22,5 +22,5 @@ export function requestColor(number, alpha = 1) {
   return `oklch(${themed("request-lightness")} ${chroma} ${hue.toFixed(1)} / ${alpha})`;
 }
 
-/** What a request was doing: its segment of a timeline, from quiet to loud. */
+/** How strong the segments of a timeline are drawn, from quiet to loud. */
 export const segmentAlpha = { queued: 0, chunk: 1, decode: 0.55, preempted: 0, swapped: 0 };

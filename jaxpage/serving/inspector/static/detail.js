@@ -7,7 +7,7 @@ import { nameOf } from "./snapshot.js";
 const MOST_ENTRIES = 64; // of a block table
 const MOST_IDS = 64; // of a prompt
 
-/** Elements that describe a block, a request, or what can be pointed at. */
+/** Returns elements that describe a block, a request, or what can be pointed at. */
 export function describe(block, request, snapshot) {
   if (block) return describeBlock(block, snapshot.pool.block_size);
   if (request) return describeRequest(request);
@@ -93,7 +93,7 @@ function storyOf(request) {
     `${request.max_total_tokens} in total${kind}${gave}${ended}.`;
 }
 
-/** The block table of a sequence: the physical block of each logical one. */
+/** Returns the block table of a sequence: the physical block of each logical one. */
 export function tableStrip(reference, here, snapshot) {
   const { sequence, pin } = reference;
   const isOnHost = Boolean(sequence?.host_blocks.length);

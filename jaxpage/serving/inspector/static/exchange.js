@@ -10,6 +10,8 @@ const REASONS = { length: "stopped at max tokens", stop: "", abort: "aborted" };
 
 export class Exchange {
   /**
+   * Shows the prompt, and an empty column for each answer.
+   *
    * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role
    *   "prompt".
    * names: of the answers, if there are several.
@@ -49,7 +51,7 @@ export class Exchange {
     if ($("conversation").checkVisibility()) toEnd();
   }
 
-  /** What `of` makes the same exchange of, as JSON. */
+  /** Returns, as JSON, what `of` makes the same exchange of. */
   record() {
     const isCutOff = this.element.getAttribute("aria-busy") === "true";
     const columns = this.columns.map(({ pieces, reason }) => ({
@@ -98,7 +100,9 @@ export class Exchange {
     this.frame ||= requestAnimationFrame(() => this.draw());
   }
 
-  /** What is new as spans; Markdown as a whole, because an end can change what came before. */
+  /**
+   * Shows new text: as spans, or Markdown as a whole, because an end can change what came before.
+   */
   draw(isAnew = false) {
     this.frame = 0;
     const goesOn = isAtEnd();
@@ -192,7 +196,9 @@ function newColumn(name) {
   };
 }
 
-/** What scrolls the conversation: its own box, or on a small screen the page. */
+/**
+ * Returns the element that scrolls the conversation: its own box, or on a small screen the page.
+ */
 function scroller() {
   const box = $("conversation");
   return box.scrollHeight > box.clientHeight + 1 ? box : document.scrollingElement;

@@ -14,9 +14,9 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class BlockGrid {
   /**
-   * canvas: in an .extent in a .scroll box. onPoint(block or null): the pointer or the cursor is on
-   * a block. onChoose(block): it was clicked, or Enter was pressed. onView(): other cells are in
-   * sight.
+   * Takes a canvas in an .extent in a .scroll box. onPoint(block or null): the pointer or the
+   * cursor is on a block. onChoose(block): it was clicked, or Enter was pressed. onView(): other
+   * cells are in sight.
    */
   constructor(canvas, { maxHeight, onPoint, onChoose, onView = () => {} }) {
     Object.assign(this, { canvas, maxHeight, onPoint, onChoose, onView });
@@ -47,7 +47,7 @@ export class BlockGrid {
     new ResizeObserver(() => this.redraw()).observe(this.box);
   }
 
-  /** blocks: those to show, in order of their ids. */
+  /** Shows blocks, in order of their ids. */
   show(blocks, { written = new Set(), copies = [], keep = false } = {}) {
     if (
       blocks.length !== this.blocks.length ||
@@ -79,8 +79,8 @@ export class BlockGrid {
   }
 
   /**
-   * One step nearer (1) or further away (-1), with what is in the middle where it was; 0: to what
-   * fits.
+   * Zooms one step nearer (1) or further away (-1), with what is in the middle where it was; 0: to
+   * what fits.
    */
   zoom(direction) {
     const middle = Math.floor((this.box.scrollTop + this.height / 2) / this.pitch) * this.columns;
@@ -162,8 +162,8 @@ export class BlockGrid {
   }
 
   /**
-   * The places in the box, from and up to: of the blocks that there are, which may be fewer than
-   * were drawn.
+   * Returns the places in the box, from and up to: of the blocks that there are, which may be fewer
+   * than were drawn.
    */
   get sight() {
     return this.laidOut.map((place) => Math.min(place, this.blocks.length));
@@ -182,7 +182,7 @@ export class BlockGrid {
     ];
   }
 
-  /** Of a block; null where it is not shown. */
+  /** Returns the middle of a block's cell; null where it is not shown. */
   center(id) {
     const index = this.places.get(id);
     if (index === undefined) return null;
@@ -219,7 +219,8 @@ export class BlockGrid {
   }
 
   /**
-   * Through a block table in the order of positions: neighbours in a text are scattered in memory.
+   * Draws a line through a block table in the order of positions: neighbours in a text are
+   * scattered in memory.
    */
   drawPath(context, ids, color) {
     const points = ids.map((id) => this.center(id)).filter(Boolean);

@@ -60,7 +60,7 @@ export function drawLegends() {
 
 const item = ([swatch, text]) => el("li", {}, swatch, text);
 
-/** A canvas that is drawn once it has a size. */
+/** Makes a canvas that is drawn once it has a size. */
 function drawn(style, draw) {
   const canvas = el("canvas", { class: style, "aria-hidden": "true" });
   new ResizeObserver(() => canvas.clientWidth && draw(canvas)).observe(canvas);

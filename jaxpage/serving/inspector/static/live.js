@@ -9,7 +9,7 @@ const ABSENT = ["unloaded", "loading"]; // states of a model of several that has
 
 export class Live {
   /**
-   * model: the one to begin with, if there is one of this name. onModels(cards): of /v1/models.
+   * Follows `model` first, if there is one of this name. onModels(cards): of /v1/models.
    * onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
    * onState(state, text): "live"; "unloaded" or "loading"; "key": one is missing; "lost": it is
    * tried again; "refused"; "none": there is no engine.
@@ -23,17 +23,17 @@ export class Live {
     this.goOn = () => {};
   }
 
-  /** The model that has the engine: an adapter has its parent's. */
+  /** Returns the model that has the engine: an adapter has its parent's. */
   get engine() {
     return this.card?.parent ?? this.card?.id;
   }
 
-  /** Only the models of a server of several have a state. */
+  /** Returns whether the model is one of several: only those have a state. */
   get isOneOfSeveral() {
     return this.card?.state !== undefined;
   }
 
-  /** A path of the engine that is followed. */
+  /** Returns a path of the engine that is followed. */
   pathOf(path) {
     return this.isOneOfSeveral ? `${path}?model=${encodeURIComponent(this.engine)}` : path;
   }
@@ -51,7 +51,7 @@ export class Live {
     this.goOn();
   }
 
-  /** At least so many seconds for each step, as long as this page is connected. */
+  /** Asks for at least so many seconds for each step, as long as this page is connected. */
   async setPace(seconds) {
     this.pace = seconds;
     const shown = new Promise((resolve) => (this.connected = resolve));
@@ -114,7 +114,7 @@ export class Live {
     if (!this.isOneOfSeveral) throw new ApiError("The server ended the connection.", 0);
   }
 
-  /** What goes wrong in drawing is told as what it is, and ends no stream. */
+  /** Draws a snapshot. An error in drawing is told as what it is, and ends no stream. */
   take(snapshot) {
     try {
       this.onSnapshot(snapshot);

@@ -55,7 +55,7 @@ function setTheme(isDark) {
   view.redraw();
 }
 
-/** On a small screen: the chat or the inspector. */
+/** Shows, on a small screen, the chat or the inspector. */
 function showPane() {
   document.body.dataset.pane = document.querySelector("[name=pane]:checked").value;
 }
@@ -87,7 +87,7 @@ const STATUS = {
 const ACTS = { unloaded: "Load it now", key: "Type the key" };
 
 /**
- * What the header and the notice say of the engine. Where it is lost, its last state is shown pale.
+ * Shows what the header and the notice say of the engine. Where it is lost, its last state is pale.
  */
 function showState(state, text = state === "unloaded" ? failure : "") {
   if (state !== shown.state || text !== shown.text)
@@ -134,7 +134,7 @@ async function act() {
   live.again();
 }
 
-/** The engine is another one from now on. */
+/** Forgets what was shown: the engine is another one from now on. */
 function forget() {
   if (!latest) return;
   latest = null;
@@ -151,7 +151,10 @@ function take(snapshot) {
   if (!replay.recording) showLatest();
 }
 
-/** One model has its name in the header; of several, adapters too, one is chosen there. */
+/**
+ * Shows the names of the models. One has its name in the header; of several, adapters too, one is
+ * chosen there.
+ */
 function showModels(cards) {
   const { id } = live.card;
   playground.model = id;

@@ -22,8 +22,8 @@ const STYLES = [
 ];
 
 /**
- * Elements for a text. What is not closed yet, as while a text streams, reads as if it were closed
- * at the end or were plain.
+ * Returns elements for a text. What is not closed yet, as while a text streams, reads as if it were
+ * closed at the end or were plain.
  */
 export function markdown(text) {
   if (text.length > MOST_CHARACTERS) return [el("p", {}, text)];
@@ -44,7 +44,7 @@ function blocks(lines, level) {
   return nodes;
 }
 
-/** The block that begins in a line, and the line after it. */
+/** Returns the block that begins in a line, and the line after it. */
 function blockAt(lines, at, level) {
   const line = lines[at];
   const fence = FENCE.exec(line);
@@ -79,7 +79,7 @@ function blockAt(lines, at, level) {
   return [el("p", {}, ...inline(lines.slice(at, end).join("\n").trim())), end];
 }
 
-/** What a heading says, without the number signs that may close it. */
+/** Returns what a heading says, without the number signs that may close it. */
 function headingText(rest) {
   const text = rest.trim();
   let end = text.length;
@@ -87,14 +87,14 @@ function headingText(rest) {
   return end === 0 || /\s/.test(text[end - 1]) ? text.slice(0, end).trim() : text;
 }
 
-/** The first line from `at` on that does not fulfil a condition. */
+/** Returns the first line from `at` on that does not fulfil a condition. */
 function behind(lines, at, condition) {
   let end = at;
   while (end < lines.length && condition(lines[end], end)) end += 1;
   return end;
 }
 
-/** Whether a line ends the paragraph before it. */
+/** Returns whether a line ends the paragraph before it. */
 function begins(lines, at) {
   return (
     [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(lines[at])) ||
@@ -150,7 +150,9 @@ function list(lines, at, level) {
   ];
 }
 
-/** Whether a line goes on with an item: it is indented further, or blank before such a line. */
+/**
+ * Returns whether a line goes on with an item: it is indented further, or blank before such a line.
+ */
 function isInside(lines, at, indent) {
   const next = behind(lines, at, (line) => !line.trim());
   return next < lines.length && lines[next].search(/\S/) > indent && next - at < 3;
@@ -182,7 +184,7 @@ function table(lines, at) {
   ];
 }
 
-/** Nodes for a text within a block. */
+/** Returns nodes for a text within a block. */
 function inline(text, level = 0) {
   const nodes = [];
   const dead = new Set(); // marks that nothing closes from here on
@@ -207,7 +209,7 @@ function inline(text, level = 0) {
   return nodes;
 }
 
-/** The node that begins at a place of a text, and the place after it; null: none does. */
+/** Returns the node that begins at a place of a text, and the place after it; null: none does. */
 function spanAt(text, at, level, dead) {
   switch (text[at]) {
     case "`":
@@ -242,7 +244,7 @@ function codeAt(text, at, dead) {
   return [el("code", {}, text.slice(at + ticks.length, end).trim()), end + ticks.length];
 }
 
-/** Where a mark is closed; -1: nowhere, which is remembered, so that no text takes long. */
+/** Returns where a mark is closed; -1: nowhere, which is remembered, so that no text takes long. */
 function closing(text, mark, from, dead, isFit) {
   if (dead.has(mark)) return -1;
   for (let end = text.indexOf(mark, from); end >= 0; end = text.indexOf(mark, end + 1))

@@ -28,7 +28,7 @@ export class Minimap {
     canvas.addEventListener("pointermove", (event) => event.buttons && go(event));
   }
 
-  /** blocks: of the whole pool. marked: a Set of ids, or null. */
+  /** Shows the blocks of the whole pool. marked: a Set of ids, or null. */
   show(blocks, marked) {
     this.blocks = blocks;
     this.marked = marked;
@@ -81,8 +81,8 @@ export class Minimap {
   }
 
   /**
-   * Of the blocks of a cell, the one that is marked or most in use: its colour, and whether others
-   * are meant.
+   * Returns the look of a cell: the colour of the block that is marked or most in use, and whether
+   * others are meant.
    */
   lookOf(cell, colorOf) {
     const rank = (block) =>
@@ -97,7 +97,7 @@ export class Minimap {
     return [color, Boolean(this.marked) && !this.marked.has(best.id)];
   }
 
-  /** A frame around what the grid has in sight. */
+  /** Draws a frame around what the grid has in sight. */
   frameSight(context) {
     const [first, behind] = this.grid.sight;
     if (first >= behind) return;

@@ -10,7 +10,7 @@ const MOST_DRAWS = 24;
 const MOST_BLOCKS = 48;
 const HEAD = ["Request", "Sequence", "Positions", "Query tokens", "Block table"];
 
-/** Elements that show the plan of a snapshot's last step. */
+/** Returns elements that show the plan of a snapshot's last step. */
 export function planOf({ step, requests }) {
   if (!step) return [el("p", { class: "muted" }, "No step yet.")];
   const sequences = new Map(
@@ -61,7 +61,7 @@ function rowOf([number, id, start, tokens, drafts], blocks, accepted) {
   );
 }
 
-/** What happens to blocks before the step. */
+/** Returns what happens to blocks before the step. */
 function commandsOf({ copies, swap_out, swap_in, preempted }) {
   const pairs = (list) => list.map(([from, to]) => `${from} → ${to}`).join(", ");
   const parts = [
@@ -73,7 +73,10 @@ function commandsOf({ copies, swap_out, swap_in, preempted }) {
   return parts.filter(Boolean).map((text) => el("p", { class: "small" }, text));
 }
 
-/** Only a log has draws; of them only those have probabilities whose requests asked for them. */
+/**
+ * Returns the draws of a step, which only a log has. Those have probabilities whose requests asked
+ * for them.
+ */
 function drawsOf({ draws, results, rows }) {
   if (!results) return [];
   const known = results.filter(({ top }) => top.length);

@@ -7,7 +7,7 @@ import { Exchange } from "./exchange.js";
 import { keep, kept } from "./kept.js";
 
 const NUM_ALTERNATIVES = 5;
-// What an empty field means where neither the model nor the user says otherwise.
+// An empty field means this where neither the model nor the user says otherwise.
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 };
 const FIRST_PROMPT = "Once upon a time";
 const EXAMPLES = [
@@ -76,7 +76,7 @@ export class Playground {
     });
   }
 
-  /** What was there before the page was loaded again. */
+  /** Shows again what was there before the page was loaded again. */
   restore() {
     const before = kept();
     if (!before) return this.showStart();
@@ -88,7 +88,7 @@ export class Playground {
     this.exchanges = before.exchanges.map((record) => Exchange.of(record));
   }
 
-  /** How to begin, as long as nothing was said. */
+  /** Shows how to begin, as long as nothing was said. */
   showStart() {
     $("start").hidden = this.exchanges.length > 0;
     $("conversation").hidden = !$("start").hidden;
@@ -102,7 +102,7 @@ export class Playground {
     return this.kind === "chat";
   }
 
-  /** Enter sends a chat, Ctrl + Enter everything. */
+  /** Sends on Enter in a chat, and on Ctrl + Enter everywhere. */
   onKey(event) {
     if (event.key !== "Enter" || event.isComposing) return;
     const isPlain = !event.shiftKey && this.isChat && !coarse.matches;
@@ -131,8 +131,8 @@ export class Playground {
   }
 
   /**
-   * Whether texts are shown as tokens: of the answers that are there, as far as they have
-   * probabilities, and of those to come.
+   * Decides whether texts are shown as tokens: the answers that are there, as far as they have
+   * probabilities, and those to come.
    */
   choose(tokens) {
     this.showsTokens[this.kind] = tokens;
@@ -140,7 +140,7 @@ export class Playground {
       if (exchange.isChat === this.isChat) exchange.show({ tokens });
   }
 
-  /** What the server's /v1/capabilities says of its model. */
+  /** Takes what the server's /v1/capabilities says of its model. */
   describe({
     sampling_defaults: stated = {},
     chat_defaults: ofChat = {},
@@ -156,7 +156,8 @@ export class Playground {
   }
 
   /**
-   * An empty field is the model's own value; a chat has values of its own where the model has none.
+   * Returns the value of a field. An empty one is the model's own; a chat has values of its own
+   * where the model has none.
    */
   showDefaults() {
     const own = this.isChat ? this.ofChat : {};
@@ -207,7 +208,9 @@ export class Playground {
     }
   }
 
-  /** Sends a request and shows what comes. The exchange, once it has ended, however it did. */
+  /**
+   * Sends a request and shows what comes. Returns the exchange once it has ended, however it did.
+   */
   async run(path, body, { prompt, signal, title, names, onText = () => {} }) {
     const isChat = path.includes("chat");
     const isBeam = Boolean(body.use_beam_search);

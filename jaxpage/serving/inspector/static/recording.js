@@ -43,8 +43,8 @@ export class Recording {
   }
 
   /**
-   * The snapshot of a moment. It is parsed anew each time, because all of them would need much
-   * memory.
+   * Returns the snapshot of a moment. It is parsed anew each time, because all of them would need
+   * much memory.
    */
   at(moment) {
     const snapshot = parsed(this.lines, moment + 1);
@@ -55,7 +55,7 @@ export class Recording {
   }
 }
 
-/** The JSON of a line, or null. */
+/** Returns the JSON of a line, or null. */
 function parsed(lines, index) {
   try {
     return JSON.parse(lines[index]);

@@ -6,8 +6,8 @@ import { Recording } from "./recording.js";
 
 export class Replay {
   /**
-   * view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be
-   * read; null: all is well.
+   * Takes the view that draws snapshots. onClose: the log was closed. onProblem(message): a file
+   * could not be read; null: all is well.
    */
   constructor(view, { onClose, onProblem }) {
     this.view = view;
@@ -82,7 +82,7 @@ export class Replay {
     if (bounded === last) this.play(false);
   }
 
-  /** To the end of a step, if the log has it. */
+  /** Goes to the end of a step, if the log has it. */
   goToStep(step) {
     const moment = this.recording?.momentOf(step);
     if (moment !== undefined) this.go(moment);

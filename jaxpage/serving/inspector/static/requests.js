@@ -10,7 +10,7 @@ const WINDOW = { seconds: [2, 40], steps: [20, 320] }; // of the timelines: at l
 const STATES = ["running", "waiting", "preempted", "swapped"];
 
 export class RequestList {
-  /** onPoint({request: number} or null), onChoose({request: number}) */
+  /** Tells of requests: onPoint({request: number} or null), onChoose({request: number}). */
   constructor({ onPoint, onChoose }) {
     this.onPoint = onPoint;
     this.onChoose = onChoose;
@@ -18,7 +18,7 @@ export class RequestList {
     this.segment = null; // that is pointed at: {number, index}
   }
 
-  /** chosen: the number of the request that is held. */
+  /** Shows the requests of a snapshot. chosen: the number of the request that is held. */
   show({ requests, clock }, chosen) {
     const number = (state) => requests.filter((request) => request.state === state).length;
     const states = STATES.map((state) => [number(state), state]);
@@ -53,13 +53,16 @@ export class RequestList {
     drawTimeline(row.canvas, row.request, span, chosen);
   }
 
-  /** One that ended before the time that is shown has a scale of its own. */
+  /**
+   * Returns the span of a row. A request that ended before the time that is shown has a scale of
+   * its own.
+   */
   spanOf({ request: { timeline } }) {
     const end = timeline.at(-1)?.[2] ?? this.span.now;
     return end < this.span.from ? { from: timeline[0][1], to: end, now: end } : this.span;
   }
 
-  /** The list's row of a request: made once, then filled anew. */
+  /** Returns the list's row of a request, which is made once and then filled anew. */
   row(request, chosen) {
     const row = this.rows.get(request.number) ?? this.newRow(request.number);
     row.request = request;
@@ -150,7 +153,7 @@ export class RequestList {
     this.onPoint(null);
   }
 
-  /** Left and right walk over the segments, up and down over the requests. */
+  /** Walks with left and right over the segments, and with up and down over the requests. */
   onKey(event, row) {
     const { key } = event;
     const last = row.request.timeline.length - 1;
@@ -172,7 +175,7 @@ export class RequestList {
   }
 }
 
-/** From when to when the timelines are drawn. */
+/** Returns from when to when the timelines are drawn. */
 function spanOf(shown, clock) {
   const [least, most] = WINDOW[clock.unit];
   const open = shown.filter(({ state }) => state !== "finished");
@@ -183,7 +186,7 @@ function spanOf(shown, clock) {
   return { from, to: Math.max(end, from + least), now: clock.now };
 }
 
-/** How long a request took that ended before the time that is shown, and how long ago. */
+/** Returns how long a request took that ended before the time that is shown, and how long ago. */
 function pastText({ from, to }, { unit, now }) {
   if (unit === "steps") return `${to - from} steps, ${now - to} ago`;
   return `${(to - from).toFixed(1)} s, ${Math.round(now - to)} s ago`;
@@ -196,7 +199,7 @@ function sameChildren(list, rows) {
   );
 }
 
-/** As replaceChildren, but who has the focus keeps it. */
+/** Replaces children as replaceChildren does, but a row that has the focus keeps it. */
 function replaceRows(list, items) {
   const focused = document.activeElement;
   list.replaceChildren(...items);

@@ -1,12 +1,12 @@
-// What the drawings ask of a snapshot: who refers to each block, and how much of it is filled. A
-// snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or a line of a file
-// of recorded ones.
+// Answers what the drawings ask of a snapshot: which sequences refer to each block, and how much of
+// it is filled. A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or a
+// line of a file of recorded ones.
 
 const NONE = Object.freeze([]); // the references of a block that is not in use
 
 /**
- * A snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on. Ids of
- * blocks stay as they are.
+ * Returns a snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on.
+ * Ids of blocks stay as they are.
  */
 export function ofGroup(snapshot, group) {
   if (!group) return snapshot;
@@ -41,8 +41,8 @@ export function ofGroup(snapshot, group) {
 }
 
 /**
- * The blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its references and
- * its flags.
+ * Returns the blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its
+ * references and its flags.
  */
 export function blocksOf(snapshot) {
   const { num_blocks, block_size, first_block: first = 0, ref_counts, kept, pins } = snapshot.pool;
@@ -86,8 +86,8 @@ export function blocksOf(snapshot) {
 const clamp = (value, most) => Math.min(Math.max(value, 0), most);
 
 /**
- * How many blocks are what. `saved`: references beyond the first, each of which would be a block
- * without sharing.
+ * Returns how many blocks are used, cached and free. `saved`: references beyond the first, each of
+ * which would be a block without sharing.
  */
 export function countsOf(blocks) {
   const counts = { total: 0, used: 0, cached: 0, free: 0, shared: 0, saved: 0 };
@@ -101,7 +101,7 @@ export function countsOf(blocks) {
   return counts;
 }
 
-/** The blocks of host memory, where swapped requests are. */
+/** Returns the blocks of host memory, where swapped requests are. */
 export function hostBlocksOf(snapshot) {
   const blocks = Array.from({ length: snapshot.pool.num_host_blocks }, (_, index) => ({
     id: index + 1,
@@ -126,7 +126,7 @@ export function hostBlocksOf(snapshot) {
   return blocks;
 }
 
-/** "#3", or of a request with several sequences "#3.1" */
+/** Returns "#3", or of a request with several sequences "#3·1". */
 export const nameOf = ({ request, sequence, pin }) =>
   pin
     ? `pin ${-pin.id}`

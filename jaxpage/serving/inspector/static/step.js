@@ -11,7 +11,7 @@ const PITCH = 5; // of its bars
 const tokensOf = (step) => step.rows.reduce((sum, [, , , tokens]) => sum + tokens, 0);
 
 export class StepView {
-  /** onStep(step): a bar of the history was clicked, or Enter was pressed on it. */
+  /** Calls onStep(step) when a bar of the history was clicked, or Enter was pressed on it. */
   constructor({ onStep }) {
     this.onStep = onStep;
     this.pointed = null; // a step of the history
@@ -64,7 +64,7 @@ export class StepView {
     );
   }
 
-  /** Left and right walk over the steps before; Enter goes to one, of a log. */
+  /** Walks with left and right over the steps before; Enter goes to one, of a log. */
   onKey(event) {
     const at = this.shown.findIndex(([step]) => step === this.pointed);
     const last = this.shown.length - 1;
@@ -109,7 +109,7 @@ function stepText(step, compiles) {
     `${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
 }
 
-/** A cell for each token of the stream, in the order of its rows; drafts are hollow. */
+/** Draws a cell for each token of the stream, in the order of its rows; drafts are hollow. */
 function drawStep(canvas, step) {
   const cells = step
     ? step.rows.flatMap(([number, , , tokens, drafts]) =>
@@ -156,8 +156,8 @@ function drawPadding(context, x, y, size) {
 }
 
 /**
- * A bar for each step: as high as its bucket, filled as far as it has tokens. Heights are square
- * roots, so that decodes are seen.
+ * Draws a bar for each step: as high as its bucket, filled as far as it has tokens. Heights are
+ * square roots, so that decodes are seen.
  */
 function drawHistory(canvas, shown, chosen) {
   const context = fitted(canvas, HEIGHT);

@@ -14,7 +14,7 @@ const NAMES = {
   swapped: "swapped out",
 };
 
-/** What a segment was, in words. unit: "seconds" or "steps". */
+/** Says what a segment was. unit: "seconds" or "steps". */
 export function segmentText([kind, start, end, numTokens], unit, now) {
   const last = end ?? now;
   const when =
@@ -28,7 +28,7 @@ export function segmentText([kind, start, end, numTokens], unit, now) {
     .join(" · ");
 }
 
-/** The segment at a time, or the next one to it; -1: there are none. */
+/** Returns the place of the segment at a time, or of the next one to it; -1: there are none. */
 export function segmentAt(timeline, time, now) {
   const distance = ([, start, end]) => Math.max(start - time, time - (end ?? now), 0);
   return timeline.reduce(

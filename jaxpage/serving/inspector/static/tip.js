@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 
-/** box: a DOMRect of what is pointed at. */
+/** Shows the box at a DOMRect of what is pointed at. */
 export function showTip(box, ...children) {
   const tip = $("tooltip");
   tip.replaceChildren(...children);

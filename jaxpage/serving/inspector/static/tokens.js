@@ -5,8 +5,8 @@ import { el } from "./dom.js";
 import { hideTip, showTip } from "./tip.js";
 
 /**
- * The tokens of a choice of a completion or chat chunk: [{token, logprob, top: [[token, logprob],
- * ...]}]; [] without log probabilities.
+ * Returns the tokens of a choice of a completion or chat chunk: [{token, logprob, top: [[token,
+ * logprob], ...]}]; [] without log probabilities.
  */
 export function tokensOf(logprobs) {
   if (logprobs?.content)
@@ -23,8 +23,8 @@ export function tokensOf(logprobs) {
 }
 
 /**
- * Spans for a piece of text. Where the tokens do not spell the text (half a character), the piece
- * has one span for all of them.
+ * Returns spans for a piece of text. Where the tokens do not spell the text (half a character), the
+ * piece has one span for all of them.
  */
 export function spansOf(text, tokens) {
   const spelled = tokens.map(({ token }) => token).join("") === text;
@@ -57,7 +57,7 @@ export function spansOf(text, tokens) {
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob < -4.6 ? 2 : 1)} %`;
 const visible = (token) => String(token).replaceAll(" ", "␣").replaceAll("\n", "⏎") || "∅";
 
-/** The alternatives of tokens with their probabilities, the most likely first. */
+/** Returns the alternatives of tokens with their probabilities, the most likely first. */
 export function rowsOf(tokens) {
   return tokens.flatMap(({ token, logprob, top }) => {
     const listed =
@@ -79,7 +79,7 @@ export function rowsOf(tokens) {
   });
 }
 
-/** Arrow keys walk over the tokens, with the box of each. */
+/** Walks over the tokens with the arrow keys, and shows the box of each. */
 export function walkTokens(event) {
   const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
   if (!step) return;

@@ -15,9 +15,9 @@ const MOST_TOKENS = 4096; // a preset that computes more is asked for twice
 const SAYING = "Little by little the bird builds its nest.";
 
 /**
- * Each: its name, what is seen, `why` it cannot be shown here (or null), what it `costs`
- * ([requests, tokens of prompts, tokens generated, decoding steps], at most), how it `run`s, and
- * what came of it.
+ * The presets. Each has its name, what is seen, `why` it cannot be shown here (or null), what it
+ * `costs` ([requests, tokens of prompts, tokens generated, decoding steps], at most), how it
+ * `run`s, and its `outcome` in words.
  */
 const PRESETS = [
   {
@@ -145,7 +145,9 @@ const PRESETS = [
   },
 ];
 
-/** Requests that fit into a pool side by side, and do not once each has grown by a few blocks. */
+/**
+ * Plans requests that fit into a pool side by side, and do not once each has grown by a few blocks.
+ */
 function crowdOf({ model, limits }, { block_size: size, num_blocks }) {
   const usable = num_blocks - 1;
   const growth = 3 * size;
@@ -166,15 +168,15 @@ function costText([numRequests, prompts, generated]) {
   return `${count(numRequests, "request")}, ${count(Math.ceil(prompts + generated), "token")}`;
 }
 
-/** How long so many seconds are, for people. */
+/** Says for people how long so many seconds are. */
 function durationText(seconds) {
   return seconds < 60 ? `about ${Math.ceil(seconds)} s` : `about ${Math.round(seconds / 60)} min`;
 }
 
 export class Tour {
   /**
-   * playground: shows requests. applyPace(): asks for the slow motion that is chosen. pathOf(path):
-   * of the engine that is followed.
+   * Takes the playground that shows requests. applyPace(): asks for the slow motion that is chosen.
+   * pathOf(path): of the engine that is followed.
    */
   constructor(playground, { applyPace, pathOf }) {
     Object.assign(this, { playground, applyPace, pathOf });
@@ -199,20 +201,20 @@ export class Tour {
     this.buttons[0].focus();
   }
 
-  /** The engine is another one from now on. */
+  /** Forgets what was shown: the engine is another one from now on. */
   forget() {
     this.facts = this.pool = null;
     this.running?.abort();
     $("tour").hidden = $("to-tour").hidden = true;
   }
 
-  /** What the server's /v1/capabilities says. */
+  /** Takes what the server's /v1/capabilities says. */
   describe(facts) {
     this.facts = facts;
     this.check();
   }
 
-  /** A snapshot of the engine came. */
+  /** Takes a new snapshot of the engine. */
   show(snapshot) {
     const { pool, history, copies } = snapshot;
     const isFirst = !this.pool;
@@ -233,7 +235,7 @@ export class Tour {
     return this.copies.size;
   }
 
-  /** Which presets can be shown on this server. */
+  /** Checks which presets can be shown on this server. */
   check() {
     if (!this.facts || !this.pool) return;
     PRESETS.forEach((preset, index) => {
@@ -248,13 +250,13 @@ export class Tour {
     return preset.costs(this.facts, this.pool);
   }
 
-  /** The seconds of a step of a preset, in slow motion; 0 without. */
+  /** Returns the seconds of a step of a preset, in slow motion; 0 without. */
   get pace() {
     if ($("pace-label").hidden) return 0;
     return $("pace").value === "tour" ? SECONDS_PER_STEP : Number($("pace").value);
   }
 
-  /** What a preset costs, and how long slow motion makes it. */
+  /** Says what a preset costs, and how long slow motion makes it. */
   priceOf(preset) {
     const cost = this.costOf(preset);
     const numSteps =
@@ -286,7 +288,7 @@ export class Tour {
       : `The pool is large, so this computes ${this.priceOf(preset)}, and other users wait for it.`;
   }
 
-  /** What came of a preset. */
+  /** Shows what came of a preset. */
   tell(text, isProblem = false) {
     $("tour-outcome").textContent = text;
     $("tour-outcome").classList.toggle("problem", isProblem);
@@ -327,9 +329,9 @@ export class Tour {
   }
 
   /**
-   * A request of a preset, shown in the conversation. `started`: its first token is there. Of
-   * several prompts, each has a name: a browser opens only six connections to a server, so they are
-   * one HTTP request.
+   * Sends a request of a preset and shows it in the conversation. `started`: its first token is
+   * there. Of several prompts, each has a name: a browser opens only six connections to a server,
+   * so they are one HTTP request.
    */
   send(title, body, { shown = body.prompt, names } = {}) {
     const whole = {
@@ -351,7 +353,7 @@ export class Tour {
     return { started: Promise.race([first, ended]), ended };
   }
 
-  /** The token ids of a text, again and again, up to a number. */
+  /** Returns the token ids of a text, again and again, up to a number. */
   async ids(text, numTokens) {
     const { tokens } = await (
       await request("/tokenize", { body: { model: this.playground.model, prompt: text } })
@@ -359,7 +361,7 @@ export class Tour {
     return Array.from({ length: numTokens }, (_, index) => tokens[index % tokens.length]);
   }
 
-  /** A text of about so many tokens. */
+  /** Returns a text of about so many tokens. */
   async text(numTokens) {
     const ids = await this.ids(STORY, numTokens);
     const { prompt } = await (

@@ -15,13 +15,13 @@ const MOST_PATHS = 8;
 const MOST_SHOWN = 1024; // a larger pool begins with the blocks in use
 
 export class InspectorView {
-  /** onStep(step): a step of a log was chosen. */
+  /** Calls onStep(step) when a step of a log was chosen. */
   constructor({ onStep }) {
     this.snapshot = null;
     this.isLive = false;
     this.lastStep = 0; // that was shown
     this.group = 0; // the cache group whose blocks are shown
-    // What is under the pointer or the cursor: {block} or {host} by id, or {request} by number.
+    // This is under the pointer or the cursor: {block} or {host} by id, or {request} by number.
     this.pointed = null;
     this.chosen = null; // the same, where it was clicked
     this.detail = null; // the element that describes it
@@ -61,7 +61,7 @@ export class InspectorView {
     $("host").addEventListener("toggle", () => this.hostGrid.redraw());
   }
 
-  /** isLive: copies fade; otherwise those of the step stay. */
+  /** Shows a snapshot. isLive: copies fade; otherwise those of the step stay. */
   show(snapshot, isLive) {
     $("inspector").classList.remove("empty");
     // Nobody has looked at the copies before the first snapshot, so they are not shown.
@@ -80,13 +80,13 @@ export class InspectorView {
     this.showPointed();
   }
 
-  /** What is shown next is something else than before. */
+  /** Forgets the snapshot: what is shown next is something else than before. */
   forget() {
     this.snapshot = null;
     $("inspector").classList.add("empty");
   }
 
-  /** Of another engine, or of a log. */
+  /** Begins with the first snapshot of another engine, or of a log. */
   begin({ pool }) {
     this.group = 0;
     this.chosen = this.pointed = null;
@@ -127,7 +127,7 @@ export class InspectorView {
     });
   }
 
-  /** The blocks that the last step wrote to. */
+  /** Returns the blocks that the last step wrote to. */
   written() {
     const { step, requests, pool } = this.snapshot;
     const tables = new Map(
@@ -142,7 +142,10 @@ export class InspectorView {
     return written;
   }
 
-  /** Host memory is folded while it is empty, and unfolds when a request is swapped out. */
+  /**
+   * Shows host memory, which is folded while it is empty, and unfolds when a request is swapped
+   * out.
+   */
   showHost() {
     this.hostBlocks = hostBlocksOf(this.whole);
     const used = this.hostBlocks.filter(({ kind }) => kind === "used").length;
