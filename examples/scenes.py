@@ -1,7 +1,8 @@
-"""The scenes of the PagedAttention paper as event logs of the demo model, for the web page's *Open an event log* and `jaxpage replay`.
+"""The scenes of the PagedAttention paper as event logs of the demo model, for `jaxpage replay`.
 
     python examples/scenes.py scenes/        # writes scenes/*.jsonl, a few seconds each
 
+`jaxpage replay LOG --snapshots FILE` makes of one what the web page opens.
 Each is a run of its own in blocks of 4, as in the paper's figures. docs/walkthrough.md explains what is seen.
 """
 

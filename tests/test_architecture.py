@@ -278,6 +278,11 @@ def stopped(own):
 
 
 PLANTED = [
+    ("jaxpage/ui/a.js", "let a = 1;\n// Of a block.", 'a comment begins with "Of"'),
+    ("jaxpage/ui/a.js", "/** the blocks that are free. */", "is a sentence"),
+    ("jaxpage/ui/a.js", "/**\n * Returns the blocks\n * that are free\n */", "is a sentence"),
+    ("pallas_kernels/a.cc", "// As `tile`.", 'a comment begins with "As"'),
+    ("pallas_kernels/a.h", "int a;" + 100 * " " + "int b;", "has 112 characters; 100 are enough"),
     (
         "jaxpage/llm.py",
         'def f():\n    """Of a request."""',
@@ -467,7 +472,8 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, mess
     }
     for name, text in {**good, path: code}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f'"""Holds what lives here."""\n{text}\n')
+        opening = '"""Holds what lives here."""\n' if name.endswith(".py") else ""
+        (tmp_path / name).write_text(f"{opening}{text}\n")
     found = house.violations(tmp_path)
     assert re.match(rf"{re.escape(path)}:\d+: .*{re.escape(message)}", found[0]), found
     assert all(line.startswith(path) for line in found), "only the planted file is wrong"
@@ -501,9 +507,12 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/driver/async_driver.py": "import asyncio",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
         "tools/lab/paper/orca.py": "from jaxpage.memory import c",
+        "jaxpage/ui/a.js": "/** Returns a block, or\n * null. */\nf(); // of a pool",
+        "pallas_kernels/a.h": "// Multiplies.\n//\n// In parts: see `a`.\nint a;  // of b",
         "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f'"""Holds what lives here."""\n{text}\n')
+        opening = '"""Holds what lives here."""\n' if name.endswith(".py") else ""
+        (tmp_path / name).write_text(f"{opening}{text}\n")
     assert house.violations(tmp_path) == []

@@ -14,8 +14,6 @@ from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly.planning.drafters import open_heads
-from jaxpage.checkpoints.drafters.medusa_files import load_medusa, open_medusa
-from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import open_model

@@ -1513,6 +1513,32 @@ def test_the_command_looks_into_logs(
     found = out(str(crowd), "--until", "9")
     assert found.startswith(f"{steps} steps, ") and "identical\nAfter step 9: 7 requests\n" in found
     assert out(str(crowd), "--state", "--until", "9") == found.partition("identical\n")[2]
+    shown = tmp_path / "shown.jsonl"
+    assert out(str(crowd), "--snapshots", str(shown), "--until", "9") == found
+    header, before, *snapshots = records_of(shown)
+    assert header["event"] == "snapshots" and before["step"] is None
+    assert [snapshot["step"]["step"] for snapshot in snapshots] == list(range(first, 10))
+    assert stat.S_IMODE(shown.stat().st_mode) == 0o600
+    assert run("replay", str(crowd), "--snapshots", str(shown)) == 2
+    assert "shown.jsonl exists" in capsys.readouterr().err
+
+
+def check_shown(llm: LLM, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshots of an incident end with the step that failed, whether it can be run again or not."""
+
+    def rebuilt(config: Any, hooks: Hooks) -> Built:
+        return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
+
+    shown = failed.with_name("shown")
+    with monkeypatch.context() as patch:
+        patch.setattr(replaying, "build_engine", rebuilt)
+        patch.setattr(llm._engine.runner, "close", lambda: None)
+        assert run("replay", str(failed), "--snapshots", str(shown)) == 0
+    header, *_, last = records_of(shown)
+    shown.unlink()
+    assert header["incident"]["reason"] == "a step failed"
+    assert "no_such_thing" in last["step"]["error"] and "results" not in last["step"]
+    assert last["requests"][0]["reasons"] == ["error"] and not any(last["pool"]["ref_counts"])
 
 
 def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
@@ -1606,6 +1632,7 @@ def test_a_server_writes_its_last_steps(
                     "failure" in events
                     and records_of(failed)[0]["incident"]["reason"] == "a step failed"
                 )
+                check_shown(llm, failed, monkeypatch)
                 if keeps:
                     for log in (path, failed):
                         assert replayed(llm, log).difference is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -19,13 +20,15 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from jaxpage.assembly import Built, build_engine
+from jaxpage.assembly import Built, Hooks, build_engine
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.engine.engine import Engine
+from jaxpage.replay import replaying
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import engine_header
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
+from jaxpage.serving.inspector.recorded import write_snapshots
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.serving.pacing import Pace
@@ -57,49 +60,93 @@ def built() -> Built:
     return build_engine(CONFIG)
 
 
-@pytest.fixture(scope="module")
-def crowd_and_incident(built: Built) -> tuple[str, list[Any], str]:
-    return crowd_of(built.engine, built.spec)
+class Crowd(NamedTuple):
+    """A recorded crowd.
+
+    Attributes:
+        log: The event log.
+        shown: The file of its snapshots.
+        snapshots: What the engine showed while the log was recorded, by step.
+        incident: An incident of some of the steps.
+    """
+
+    log: str
+    shown: str
+    snapshots: list[Any]
+    incident: str
+
+
+Directories = pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def crowd(crowd_and_incident: tuple[str, list[Any], str]) -> tuple[str, list[Any]]:
-    return crowd_and_incident[:2]
+def crowd(built: Built, tmp_path_factory: Directories) -> Crowd:
+    return crowd_of(built.engine, built.spec, CONFIG, tmp_path_factory.mktemp("crowd"))
 
 
 @pytest.fixture(scope="module")
-def crowd_of_several_steps() -> tuple[str, list[Any]]:
-    built = build_engine(CONFIG.replace(num_scheduler_steps=2))
-    return crowd_of(built.engine, built.spec)[:2]
+def crowd_of_several_steps(tmp_path_factory: Directories) -> Crowd:
+    config = CONFIG.replace(num_scheduler_steps=2)
+    built = build_engine(config)
+    return crowd_of(built.engine, built.spec, config, tmp_path_factory.mktemp("several"))
 
 
 @pytest.fixture(scope="module")
-def crowd_of_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+def crowd_of_groups(tmp_path_factory: Directories) -> Crowd:
     """Some layers see a window, so they have block tables of their own."""
     directory = random_checkpoint(tmp_path_factory.mktemp("qwen"), {**QWEN, "sliding_window": 24})
     with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
-        return crowd_of(llm._engine, llm.spec)[:2]
+        return crowd_of(llm._engine, llm.spec, llm.config, tmp_path_factory.mktemp("groups"))
 
 
-def crowd_of(engine: Engine, spec: Any) -> tuple[str, list[Any], str]:
-    """An event log of a crowd, the engine's snapshots of the same steps, and an incident of some of them."""
+def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -> Crowd:
+    untouched = copy.deepcopy(engine.scheduler)
     inspector, snapshots = Inspector(), []
-    records = [engine_header(EngineConfig(model="demo", **POOL), engine, spec)]
+    records = [json.loads(json.dumps(engine_header(config, engine, spec)))]
     ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
     engine.events = Both(Recorder(records.append), ring)
     inspector.inspect(engine)
-    incident = [{**records[0], "incident": {"reason": "asked for"}}]
+    incident: list[Any] = []
 
     def after_step() -> None:
         snapshots.append(json.loads(json.dumps(inspector.inspect(engine))))
         if len(snapshots) == INCIDENT_STEP:
-            incident.extend(ring.read_ring("asked for").records)
+            taken = ring.read_ring("asked for")
+            about = {"reason": taken.reason, "why_not_replayable": taken.why_not_replayable}
+            incident.extend([{**records[0], "incident": about}, *taken.records])
 
     run_crowd(engine, 8, after_step)
     engine.events = silent
     engine.reset_prefix_cache()
-    return as_lines(records), snapshots, as_lines(incident)
+    log = as_lines(records)
+
+    def rebuilt(config: EngineConfig, hooks: Hooks) -> Built:
+        """As the engine was at first; only what was compiled is shared."""
+        again = Engine(
+            scheduler=untouched,
+            builder=engine.builder,
+            runner=engine.runner,
+            tokenizer=None,
+            eos_token_ids=engine.admission._eos_token_ids,
+            max_model_len=spec.memory.max_model_len,
+            seed=config.seed,
+            **hooks.parts,
+        )
+        return Built(again, None, {}, spec, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replaying, "build_engine", rebuilt)
+        patch.setattr(engine.runner, "close", lambda: None)
+        return Crowd(log, shown_of(log, directory), snapshots, as_lines(incident))
+
+
+def shown_of(log: str, directory: Path) -> str:
+    """The file that `jaxpage replay --snapshots` makes of a log."""
+    (directory / "run.jsonl").write_text(log)
+    report = write_snapshots(directory / "snapshots.jsonl", directory / "run.jsonl")
+    assert report is None or (report.difference is None and report.num_steps > 100), report
+    return (directory / "snapshots.jsonl").read_text()
 
 
 def as_lines(records: list[Any]) -> str:
@@ -607,91 +654,52 @@ def files() -> Iterator[str]:
         yield address
 
 
-COMPARED = (
-    "number",
-    "id",
-    "state",
-    "beam_width",
-    "num_sequences",
-    "prompt_tokens",
-    "max_total_tokens",
-    "cached_tokens",
-    "num_preemptions",
-)
-
-
-def comparable(snapshot: Any) -> Any:
-    """What a log tells as well as the engine: all but the times."""
-    requests = [
-        {
-            **{name: request[name] for name in COMPARED},
-            "sequences": sorted(request["sequences"], key=lambda one: one["id"]),
-        }
-        for request in snapshot["requests"]
-        if request["state"] != "finished"
-    ]
-    for request in requests:
-        for one in request["sequences"]:
-            one.pop("sample", None)
-    step = {
-        name: value
-        for name, value in snapshot["step"].items()
-        if name not in ("seconds", "draws", "results", "accepted", "tables")
+def without_times(snapshot: Any) -> Any:
+    """What the snapshot of a log has as the engine's: all but times, and prompts, which only a log shows."""
+    omitted = {
+        "snapshot": {"clock", "compiles"},
+        "request": {"timeline", "prompt"},
+        "step": {"seconds", "draws", "results", "accepted", "tables"},
     }
-    for group in snapshot["pool"]["further_groups"]:
-        group["kept"] = None  # a log does not tell
+
+    def drop(kind: str, fields: Any) -> Any:
+        return {name: fields[name] for name in fields.keys() - omitted[kind]}
+
     return {
-        "pool": snapshot["pool"],
-        "requests": sorted(requests, key=lambda one: one["number"]),
-        "step": step,
-        "num_steps": snapshot["num_steps"],
+        **drop("snapshot", snapshot),
+        "requests": [drop("request", request) for request in snapshot["requests"]],
+        "step": drop("step", snapshot["step"]),
+        "history": [entry[:3] for entry in snapshot["history"]],
+        "copies": [copy for copy in snapshot["copies"] if copy[0] == snapshot["step"]["step"]],
     }
-
-
-def running(snapshot: Any) -> set[int]:
-    return {request["number"] for request in snapshot["requests"] if request["state"] == "running"}
 
 
 @pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
-def test_a_log_shows_what_the_engine_showed(
-    which: str, page: Any, files: str, request: pytest.FixtureRequest
-) -> None:
-    log, snapshots = request.getfixturevalue(which)
+def test_a_log_shows_what_the_engine_showed(which: str, request: pytest.FixtureRequest) -> None:
+    """Every block, request and step, as the engine had them while the log was recorded."""
+    log, text, snapshots, _ = request.getfixturevalue(which)
     assert ("[-1]" in log) == (which == "crowd_of_several_steps")
     assert ("further_tables" in log) == (which == "crowd_of_groups")
-    open_log(page, files, log)
-    onwards, jumps = page.evaluate(
-        """async (text) => {
-            const { Recording } = await import("/ui/log.js");
-            const recording = new Recording(text);
-            const at = (moment) => ({ ...recording.at(moment), history: null });
-            const moments = Array.from({ length: recording.last + 1 }, (_, moment) => moment);
-            const back = moments.filter((moment) => moment % 16 === 5).reverse();
-            return [moments.map(at), back.map((moment) => [moment, at(moment)])];
-        }""",
-        log,
-    )
-    assert all(shown == onwards[moment] for moment, shown in jumps), "backwards as onwards"
-    num_compared = 0
-    for shown, want in zip(onwards[1:], snapshots, strict=False):
-        if running(shown) == running(want):
-            assert comparable(shown) == comparable(want), f"step {want['num_steps']}"
-            num_compared += 1
-        else:  # one was admitted and had no row yet: the log does not know
-            assert running(shown) < running(want)
-            assert not {row[0] for row in want["step"]["rows"]} & (running(want) - running(shown))
-    assert num_compared > 0.95 * len(snapshots) > 100
-    kinds = Counter(request["state"] for snapshot in snapshots for request in snapshot["requests"])
-    assert kinds["preempted"] and kinds["swapped"] and kinds["finished"], (
+    header, first, *shown = map(json.loads, text.splitlines())
+    assert header == {"event": "snapshots", "format": 1, "log": "run.jsonl"}
+    assert first["step"] is None and not first["requests"]
+    assert len(shown) >= len(snapshots) > 100
+    for moment, want in zip(shown, snapshots, strict=False):
+        assert without_times(moment) == without_times(want), f"step {want['num_steps']}"
+        assert moment["clock"] == {"unit": "steps", "now": want["step"]["step"]}
+        for line, other in zip(moment["requests"], want["requests"], strict=True):
+            assert [(kind, num) for kind, _, _, num in line["timeline"]] == [
+                (kind, num) for kind, _, _, num in other["timeline"]
+            ]
+    states = Counter(request["state"] for snapshot in snapshots for request in snapshot["requests"])
+    assert states["preempted"] and states["swapped"] and states["finished"], (
         "the crowd shows everything"
     )
 
 
-def test_a_log_is_opened_and_walked_through(
-    page: Any, files: str, crowd: tuple[str, list[Any]]
-) -> None:
-    log, snapshots = crowd
-    open_log(page, files, log)
+def test_a_log_is_opened_and_walked_through(page: Any, files: str, crowd: Crowd) -> None:
+    snapshots = crowd.snapshots
+    open_log(page, files, crowd.shown)
     expect(page.locator("#playground")).to_be_hidden()
     expect(page.locator("#moment")).to_have_text(f"step 1 of {len(snapshots)}")
     expect(page.locator("#scrubber")).to_be_focused()
@@ -711,16 +719,16 @@ def test_a_log_is_opened_and_walked_through(
 
 
 def test_a_step_of_a_log_has_its_plan_and_probabilities(
-    page: Any, files: str, crowd: tuple[str, list[Any]]
+    page: Any, files: str, crowd: Crowd
 ) -> None:
-    log, snapshots = crowd
+    log, shown, snapshots, _ = crowd
     results = [
         one for one in map(json.loads, log.splitlines()) if one["event"] in ("result", "failure")
     ]
     moment = next(
         moment for moment, one in enumerate(results, start=1) if len(one.get("logprobs", ())) > 2
     )
-    open_log(page, files, log)
+    open_log(page, files, shown)
     page.locator("#scrubber").fill(str(moment))
     expect(page.locator("#moment")).to_contain_text(f"step {moment} ")
     snapshot, walk = snapshots[moment - 1], Walk()
@@ -737,10 +745,10 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
         )
         assert cells[4] == " ".join(map(str, walk.sequences[sequence].tables[0]))
     for index, (_, _, ids, bits) in enumerate(results[moment - 1]["logprobs"]):
-        shown = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
+        texts = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
         shares = np.exp(np.array(bits, np.int32).view(np.float32))
         want = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
-        found = {int(text.split()[0]): float(text.split()[1]) for text in shown}
+        found = {int(text.split()[0]): float(text.split()[1]) for text in texts}
         assert all(math.isclose(found[token], want[token], abs_tol=0.06) for token in found)
         assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(
             found.values(), reverse=True
@@ -748,17 +756,18 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
 
 
 def test_texts_of_tokens_stand_beside_their_ids(
-    page: Any, files: str, crowd: tuple[str, list[Any]]
+    page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
-    """Where `jaxpage replay --texts` has put them into the header."""
-    header, *records = crowd[0].splitlines()
-    results = [one for one in map(json.loads, records) if one["event"] in ("result", "failure")]
+    """Where `jaxpage replay --texts` has put them into the header of the log."""
+    header, *records = crowd.log.splitlines()
+    results = [one for one in map(json.loads, records) if one["event"] == "result"]
     moment = next(moment for moment, one in enumerate(results, start=1) if one.get("logprobs"))
     ids = results[moment - 1]["logprobs"][0][2]
     texts = {str(token): f" <b>{token}" for token in ids[1:]}
-    open_log(
-        page, files, "\n".join([json.dumps(json.loads(header) | {"texts": texts}), *records, ""])
-    )
+    # An incident, whose snapshots need no engine.
+    about = {"texts": texts, "incident": {"reason": "asked", "why_not_replayable": "for a test"}}
+    log = "\n".join([json.dumps(json.loads(header) | about), *records, ""])
+    open_log(page, files, shown_of(log, tmp_path))
     page.locator("#scrubber").fill(str(moment))
     shown = page.locator(".draws > li").first.locator(".tip-row code").all_inner_texts()
     assert (
@@ -769,63 +778,57 @@ def test_texts_of_tokens_stand_beside_their_ids(
 
 
 def test_an_incident_shows_the_last_steps(
-    page: Any, files: str, crowd_and_incident: tuple[str, list[Any], str]
+    page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
     """It has no token ids and begins in the middle; its block tables are the engine's all the same."""
-    _, snapshots, incident = crowd_and_incident
-    open_log(page, files, incident)
+    text = shown_of(crowd.incident, tmp_path)
+    open_log(page, files, text)
     expect(page.locator("#log-name")).to_contain_text("incident: asked for")
-    shown = page.evaluate(
-        """async (text) => {
-            const { Recording } = await import("/ui/log.js");
-            const recording = new Recording(text);
-            return Array.from({ length: INCIDENT_STEPS }, (_, index) => recording.at(index + 1));
-        }""".replace("INCIDENT_STEPS", str(INCIDENT_STEPS)),
-        incident,
-    )
+    expect(page.locator("#moment")).to_contain_text(f"of {INCIDENT_STEP}")
     num_compared = 0
-    for one, want in zip(
-        shown, snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP], strict=True
-    ):
-        assert one["step"]["step"] == want["step"]["step"] and one["step"]["rows"]
+    _, _, *shown = map(json.loads, text.splitlines())
+    wanted = crowd.snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP]
+    for moment, want in zip(shown, wanted, strict=True):
+        for name in ("step", "bucket", "kind", "num_draws", "copies", "swap_out", "swap_in"):
+            assert moment["step"][name] == want["step"][name]
         by_id = {request["id"]: request for request in want["requests"]}
-        rows = {row[1] for row in one["step"]["rows"]}
-        for request in one["requests"]:
+        rows = {row[1] for row in moment["step"]["rows"]}
+        for request in moment["requests"]:
+            engines = by_id[request["id"]]
+            assert request["state"] == engines["state"] or engines["state"] == "running"
+            sequences = {sequence["id"]: sequence for sequence in engines["sequences"]}
             for sequence in request["sequences"]:
                 if request["state"] == "running" and sequence["id"] in rows:
-                    found = next(
-                        item
-                        for item in by_id[request["id"]]["sequences"]
-                        if item["id"] == sequence["id"]
-                    )
-                    assert sequence["blocks"] == found["blocks"]
+                    other = sequences[sequence["id"]]
+                    assert sequence["blocks"] == other["blocks"]
+                    assert sequence["known"] == other["known"]
+                    assert sequence["computed"] == other["computed"]
                     num_compared += 1
+                elif sequence["host_blocks"]:  # a fork without a row yet shows none
+                    assert sequence["host_blocks"] == sequences[sequence["id"]]["host_blocks"]
     assert num_compared > INCIDENT_STEPS
-
-
-def torn(log: str) -> str:
-    return log + '{"event":"pl'
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda log: "", "line 1 is not a record"),
-        (lambda log: '{"event":"plan"}\n', "does not begin with a header"),
-        (lambda log: log.replace('"format": 4', '"format": 9', 1), "format 9"),
-        (lambda log: log.replace('"event": "plan"', '"event": "<b>"', 1), "there is no event <b>"),
-        (lambda log: log + "[1, 2\n", "is not a record of an event log"),
-        (torn, None),
+        (lambda crowd: "", "does not have the snapshots of an event log"),
+        (lambda crowd: crowd.log, "jaxpage replay run.jsonl --snapshots snapshots.jsonl"),
+        (lambda crowd: crowd.shown.replace('"format":1', '"format":9', 1), "format is 9"),
+        (lambda crowd: crowd.shown.partition("\n")[0] + "\n", "it has no snapshots"),
+        (lambda crowd: crowd.shown + '{"event":"<b>"}\n', "is not a snapshot"),
+        (lambda crowd: crowd.shown + "[1, 2\n", "is not a snapshot"),
+        (lambda crowd: crowd.shown + '{"clock":{"un', None),
     ],
 )
 def test_a_damaged_log_is_told(
     page: Any,
     files: str,
-    crowd: tuple[str, list[Any]],
-    change: Callable[[str], str],
+    crowd: Crowd,
+    change: Callable[[Crowd], str],
     message: str | None,
 ) -> None:
-    open_log(page, files, change(crowd[0]))
+    open_log(page, files, change(crowd))
     if message is None:
         expect(page.locator("#log-name")).to_contain_text("cut off at its end")
     else:
@@ -833,17 +836,15 @@ def test_a_damaged_log_is_told(
         expect(page.locator("#replay")).to_be_hidden()
 
 
-def test_what_a_block_is_told_by_keyboard(
-    page: Any, files: str, crowd: tuple[str, list[Any]]
-) -> None:
-    log, snapshots = crowd
+def test_what_a_block_is_told_by_keyboard(page: Any, files: str, crowd: Crowd) -> None:
+    snapshots = crowd.snapshots
     moment, block = next(
         (moment, block)
         for moment, snapshot in enumerate(snapshots, start=1)
         for block, count in enumerate(snapshot["pool"]["ref_counts"])
         if count > 1
     )
-    open_log(page, files, log)
+    open_log(page, files, crowd.shown)
     page.locator("#scrubber").fill(str(moment))
     page.locator("#grid").focus()
     page.keyboard.press("Home")

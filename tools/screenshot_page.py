@@ -26,7 +26,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.serving import ServerConfig, open_incidents
+from jaxpage.serving import ServerConfig, open_incidents, write_snapshots
 
 DESKTOP, PHONE = (1440, 900), (390, 844)
 STEP = 14  # the step of a log that is shown
@@ -216,7 +216,7 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 
 def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) -> None:
-    """Takes a step of a recorded log, with its plan and its draws.
+    """Takes a step of a log's snapshots, with its plan and its draws.
 
     For an incident it is the step that failed, which is the last.
     """
@@ -253,6 +253,13 @@ def record_failure(directory: Path) -> Path:
         while not (found := list(directory.glob("incident-*.jsonl"))):  # a thread writes it
             time.sleep(0.1)
     return found[0]
+
+
+def snapshots_of(log: Path) -> Path:
+    """Returns the file of a log's snapshots, which the page opens."""
+    path = log.with_name(f"{log.stem}-snapshots.jsonl")
+    write_snapshots(path, log)
+    return path
 
 
 def plant_fault(runner: Any) -> None:
@@ -298,7 +305,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log.jsonl"
         record(log)
-        logs = {"log": log, "failure": record_failure(Path(directory))}
+        logs = {"log": snapshots_of(log), "failure": snapshots_of(record_failure(Path(directory)))}
         with sync_playwright() as playwright:
             take_all(playwright, arguments.chromium, arguments.out, logs)
     for picture in sorted(arguments.out.glob("page-*.png")):

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxpage.cli.flags import PLANNED_SETTINGS
 from jaxpage.cli.resolving import engine, resolve_both_settings, resolve_settings, say, teller
@@ -19,6 +20,9 @@ from jaxpage.serving import AUTO, ServerConfig, bind_socket
 from jaxpage.settings.argument_checks import count
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig
+
+if TYPE_CHECKING:
+    from jaxpage.replay import Report
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -242,7 +246,6 @@ def replay(arguments: argparse.Namespace) -> int:
         check_until,
         first_difference,
         header_differences,
-        request_lines,
         state_lines,
     )
 
@@ -254,25 +257,7 @@ def replay(arguments: argparse.Namespace) -> int:
         print("\n".join(state_lines(log, until)))
         return 0
     if arguments.request is not None or arguments.texts is not None:
-        from jaxpage.replay import check_new, write_log
-        from jaxpage.replay.reading import tokenizer_of_log, with_texts
-        from jaxpage.serving import TokenTexts
-
-        tokenizer = tokenizer_of_log(log, arguments.model)
-        text_of = TokenTexts(tokenizer)
-        if arguments.request is not None:
-            print(
-                "\n".join(
-                    request_lines(log, arguments.request, until, text_of if tokenizer else None)
-                )
-            )
-        elif tokenizer is None:
-            raise UsageError(
-                "the tokenizer of the log is not on this machine; --model PATH names its directory"
-            )
-        else:
-            check_new(arguments.texts)
-            write_log(arguments.texts, with_texts(log, text_of, until))
+        _show_texts(arguments)
         return 0
     if arguments.diff is not None:
         if not Path(arguments.diff).is_file():
@@ -282,9 +267,10 @@ def replay(arguments: argparse.Namespace) -> int:
         difference = first_difference(log, arguments.diff, until)
         print(difference or "The events are identical")
         return 1 if difference else 0
-    from jaxpage.replay import replay as replay_log
-
-    report = replay_log(log, model=arguments.model, force=arguments.force, until=until)
+    report = _replay_log(arguments)
+    if report is None:
+        say("The incident cannot be run again, so its snapshots do not say which blocks are cached")
+        return 0
     if report.ending:
         say(report.ending)
     print(
@@ -294,3 +280,46 @@ def replay(arguments: argparse.Namespace) -> int:
     if until is not None and not report.difference:
         print("\n".join(state_lines(log, until)))
     return 1 if report.difference else 0
+
+
+def _show_texts(arguments: argparse.Namespace) -> None:
+    """Runs `jaxpage replay LOG` with --request or --texts."""
+    from jaxpage.replay import check_new, write_log
+    from jaxpage.replay.reading import request_lines, tokenizer_of_log, with_texts
+    from jaxpage.serving import TokenTexts
+
+    log = arguments.log
+    until = arguments.until
+    tokenizer = tokenizer_of_log(log, arguments.model)
+    text_of = TokenTexts(tokenizer)
+    if arguments.request is not None:
+        lines = request_lines(log, arguments.request, until, text_of if tokenizer else None)
+        print("\n".join(lines))
+    elif tokenizer is None:
+        raise UsageError(
+            "the tokenizer of the log is not on this machine; --model PATH names its directory"
+        )
+    else:
+        check_new(arguments.texts)
+        write_log(arguments.texts, with_texts(log, text_of, until))
+
+
+def _replay_log(arguments: argparse.Namespace) -> Report | None:
+    """Runs the log, and writes snapshots if they are asked for.
+
+    Returns:
+        The report, or None for snapshots of an incident that cannot be run again.
+    """
+    from jaxpage.replay import check_new
+    from jaxpage.replay import replay as replay_log
+    from jaxpage.replay.reading import tokenizer_of_log
+    from jaxpage.serving import TokenTexts, write_snapshots
+
+    log = arguments.log
+    path = arguments.snapshots
+    run = {"model": arguments.model, "force": arguments.force, "until": arguments.until}
+    if path is None:
+        return replay_log(log, **run)
+    check_new(path)
+    tokenizer = tokenizer_of_log(log, arguments.model)
+    return write_snapshots(Path(path), log, TokenTexts(tokenizer) if tokenizer else None, **run)

@@ -257,7 +257,7 @@ def _add_replay(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="path of the model, whose tokenizer --request and --texts use; default: as in the log",
+        help="path of the model, with the tokenizer whose texts are shown; default: as in the log",
     )
     parser.add_argument(
         "--force",
@@ -274,7 +274,12 @@ def _add_replay(commands: Commands[Parser]) -> None:
     looking.add_argument(
         "--texts",
         metavar="FILE",
-        help="run nothing; copy the log, with the texts of its tokens, for the page",
+        help="run nothing; copy the log, with the texts of its tokens",
+    )
+    looking.add_argument(
+        "--snapshots",
+        metavar="FILE",
+        help="run the log, and write what the web page shows of it to a new file",
     )
     looking.add_argument(
         "--diff", metavar="LOG", help="run nothing; print the first step in which two logs differ"

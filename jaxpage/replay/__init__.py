@@ -32,6 +32,7 @@ from jaxpage.replay.recorder import (
 )
 from jaxpage.replay.replaying import (
     LoggedDrafts,  # proposes the drafts of a log
+    Report,  # holds the result of a replay
     add_arrival,  # adds a recorded request to an engine
     replay,  # runs a log through a new engine, and compares
 )

@@ -171,6 +171,13 @@ class Walk:
                     self.arrivals.pop(sequence.request_id, None)
 
 
+def num_prompt_tokens(arrival: Record) -> int:
+    """Returns the length of a recorded request's prompt, whose tokens an incident may lack."""
+    if "num_prompt_tokens" in arrival:
+        return int(arrival["num_prompt_tokens"])
+    return len(arrival["prompt_token_ids"])
+
+
 def tokens_drawn(
     plan: Record, result: Record, forks: Iterable[Any]
 ) -> Iterator[tuple[int, list[int | None]]]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tqdm import tqdm
 
@@ -59,6 +59,16 @@ class Report:
     ending: str | None
 
 
+class Viewer(Protocol):
+    """Looks on while a log is replayed."""
+
+    def follow(self, record: Record) -> None:
+        """Takes a record of the log that the engine has made again."""
+
+    def look(self, engine: Engine) -> None:
+        """Looks at the engine: before the first record, after each step, and at the end."""
+
+
 def replay(
     path: str | os.PathLike[str],
     *,
@@ -66,6 +76,7 @@ def replay(
     force: bool = False,
     progress: bool = True,
     until: int | None = None,
+    viewer: Viewer | None = None,
 ) -> Report:
     """Builds the engine of a log and runs the log through it.
 
@@ -75,6 +86,7 @@ def replay(
         force: True goes on with other weights, settings or shapes than those of the log.
         progress: True shows a bar on standard error.
         until: The last step to run; None for all.
+        viewer: Looks on; None for nobody.
 
     Raises:
         EventLogError: The log is damaged or incomplete, or the engine differs from that of the log.
@@ -88,7 +100,7 @@ def replay(
         if incident := logged.get("incident"):
             check_replayable(log, incident)
         config = read_logged_config(log, logged, model, keeps_tokenizer=is_constrained)
-        follower = Replay(log)
+        follower = Replay(log, viewer)
         built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
             ours = json.loads(encode_record(engine_header(config, built.engine, built.spec)))
@@ -108,8 +120,9 @@ class Replay:
     _engine: Engine
     _bar: tqdm[Any] | None
 
-    def __init__(self, log: LogReader) -> None:
+    def __init__(self, log: LogReader, viewer: Viewer | None = None) -> None:
         self._log = log
+        self._viewer = viewer
         self._plan: Record = {}  # the last plan
         self._ends: dict[int, _End] = {}  # the ends that text decided in this step, by sequence id
         self._drafts = LoggedDrafts()
@@ -139,6 +152,7 @@ class Replay:
         """
         self._engine = engine
         self._bar = bar
+        self._look()
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
         try:
@@ -156,6 +170,8 @@ class Replay:
             ending = None
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"
+        if difference is None:
+            self._look()
         if self._log.torn:
             ending = f"{ending or 'The log ends'}; its last line is cut off"
         return Report(self._num_steps, self._num_tokens, difference, ending)
@@ -177,6 +193,7 @@ class Replay:
                 self._drafts.next = self._drafts_of(record)
                 with suppress(_Interrupted):
                     self._engine.step()
+                    self._look()
             case "rebuild":  # the logged step was interrupted; a failed step rebuilds by itself
                 self._engine.rebuild_pages()
             case "reset":
@@ -187,6 +204,10 @@ class Replay:
                 self._log.refuse(
                     f"the log has no cause for this {event} of step {record.get('step')}"
                 )
+
+    def _look(self) -> None:
+        if self._viewer is not None:
+            self._viewer.look(self._engine)
 
     def _add(self, record: Record) -> None:
         try:
@@ -221,6 +242,8 @@ class Replay:
         if without_text(logged) != without_text(came):
             self._differ(logged, came)
         self._log.take()
+        if self._viewer is not None:
+            self._viewer.follow(logged)
         if came["event"] == "plan":
             self._plan = came
             self._foresee()

@@ -20,6 +20,7 @@ jax and Starlette are imported. Other rooms and the tools take:
     chat_format     derives how a model writes tool calls and reasoning, from its template
     derive_form     does so for a tokenizer
     TokenTexts      gives the text of each token
+    write_snapshots  writes what the page shows of a recorded event log
     open_incidents  lets an engine keep its last steps, to write them when something goes wrong
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.incident_files import open_incidents
+    from jaxpage.serving.inspector.recorded import write_snapshots
     from jaxpage.serving.listening import bind_socket
     from jaxpage.serving.several.models_file import read_models_file
     from jaxpage.serving.several.starting import start_several
@@ -57,6 +59,7 @@ __all__ = [
     "run_batch",
     "start",
     "start_several",
+    "write_snapshots",
 ]
 
 _HOMES = {
@@ -75,6 +78,7 @@ _HOMES = {
     "chat_format": "jaxpage.serving.wire.derived_forms",
     "derive_form": "jaxpage.serving.wire.derived_forms",
     "TokenTexts": "jaxpage.serving.wire.logprobs",
+    "write_snapshots": "jaxpage.serving.inspector.recorded",
 }
 
 

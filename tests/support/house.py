@@ -152,6 +152,9 @@ MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining mo
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
 WIDE_DOORS = {"jaxpage.models": 55}  # doors that are wider, with the number of their names
+MAX_COLUMNS = 100
+# The files of other languages, by their endings. What they include from elsewhere is not there.
+FOREIGN = (("jaxpage", ("js",)), ("docs", ("js",)), ("pallas_kernels", ("cc", "h")))
 
 # The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the
 # kernels.
@@ -281,7 +284,8 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
-    return found + _circles([module for module in modules if place(module.name)[0] < 5])
+    found += _circles([module for module in modules if place(module.name)[0] < 5])
+    return [*found, *_foreign_comments(root)]
 
 
 def _circles(modules: Sequence[Module]) -> list[str]:
@@ -307,6 +311,36 @@ def _circles(modules: Sequence[Module]) -> list[str]:
         first, *others = error.args[1][::-1]
         return [f"{paths[first]}:1: imports in a circle: {' -> '.join((first, *others))}"]
     return []
+
+
+def _foreign_comments(root: Path) -> Iterator[str]:
+    """Yields comments of C++ and JavaScript that are no sentences, and long lines."""
+    for top, kinds in FOREIGN:
+        for path in sorted(path for kind in kinds for path in (root / top).rglob(f"*.{kind}")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            name = path.relative_to(root)
+            for line, text in enumerate(lines, start=1):
+                if len(text) > MAX_COLUMNS:
+                    yield f"{name}:{line}: has {len(text)} characters; {MAX_COLUMNS} are enough"
+            for line, text in _comment_blocks(lines):
+                word = text.split(maxsplit=1)[0]
+                if word.rstrip(",:") in FIRST_WORDS:
+                    yield f'{name}:{line}: a comment begins with "{word}": say what does what'
+                elif not re.match(r"[A-Z`\"\d(<]", text) or not re.search(r"[.:!?]\W?$", text):
+                    yield f"{name}:{line}: a comment of its own lines is a sentence, with its end"
+
+
+def _comment_blocks(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Yields the comments that have lines of their own: the first line, and the text of all."""
+    block: list[str] = []
+    for number, line in enumerate([*lines, ""], start=1):
+        match = re.match(r"\s*(?://+|/\*+|\*/|\*(?!\w))(.*?)(?:\*/)?\s*$", line)
+        if match and not (block and line.lstrip().startswith("/**")):
+            block.append(match[1].strip())
+            continue
+        if text := " ".join(filter(None, block)):
+            yield number - len(block), text
+        block = [match[1].strip()] if match else []
 
 
 def _house(module: Module) -> list[str]:

@@ -13,12 +13,22 @@ from jaxpage.errors import EventLogError, NotInLogError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
-from jaxpage.replay.log_walk import SequenceWalk, Walk
+from jaxpage.replay.log_walk import SequenceWalk, Walk, num_prompt_tokens
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.settings.argument_checks import count
 
 Path = str | os.PathLike[str]
 _MOST_SHOWN = 16  # the most entries of a list in a line
+
+
+def header_of(path: Path) -> Record:
+    """Returns the header of a log.
+
+    Raises:
+        EventLogError: The file is no log, or has another format.
+    """
+    with LogReader(path) as log:
+        return read_header(log)
 
 
 def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
@@ -65,7 +75,7 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
         _follow(walk, record)
     yield f"After step {walk.step}: {count(len(walk.arrivals), 'request')}"
     for request_id, arrival in walk.arrivals.items():
-        yield f"{request_id}: {count(_num_prompt_tokens(arrival), 'prompt token')}"
+        yield f"{request_id}: {count(num_prompt_tokens(arrival), 'prompt token')}"
         for sequence_id in walk.sequences_of(request_id):
             sequence = walk.sequences[sequence_id]
             state = f"blocks {_tables(sequence)}" if sequence.is_running else "waits"
@@ -223,16 +233,8 @@ def _describe_arrival(arrival: Record, *, is_late: bool) -> str:
     parameters = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     was_there = "was there when the log begins" if is_late else "arrived"
     return (
-        f"{was_there}: {count(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
+        f"{was_there}: {count(num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
         + (parameters and f", {parameters}")
-    )
-
-
-def _num_prompt_tokens(arrival: Record) -> int:
-    return (
-        arrival["num_prompt_tokens"]
-        if "num_prompt_tokens" in arrival
-        else len(arrival["prompt_token_ids"])
     )
 
 

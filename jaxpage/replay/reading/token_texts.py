@@ -11,9 +11,7 @@ from typing import Any
 
 from jaxpage.checkpoints.finding import local_model
 from jaxpage.checkpoints.tokenizers import load_tokenizer
-from jaxpage.replay.event_log import LogReader
-from jaxpage.replay.log_header import read_header
-from jaxpage.replay.reading.looking import records_of
+from jaxpage.replay.reading.looking import header_of, records_of
 from jaxpage.replay.recorder import Record
 
 
@@ -28,7 +26,7 @@ def tokenizer_of_log(path: str | os.PathLike[str], model: str | None = None) -> 
         EventLogError: The log is damaged.
         CheckpointError: The tokenizer cannot be loaded.
     """
-    config = _header(path)["config"]
+    config = header_of(path)["config"]
     directory = local_model(str(model or config.get("tokenizer") or config.get("model")))
     return None if directory is None else load_tokenizer(directory)
 
@@ -54,10 +52,5 @@ def with_texts(
         for token_id in token_ids
         if token_id is not None and token_id >= 0
     }
-    yield {**_header(path), "texts": texts}
+    yield {**header_of(path), "texts": texts}
     yield from records_of(path, until)
-
-
-def _header(path: str | os.PathLike[str]) -> Record:
-    with LogReader(path) as log:
-        return read_header(log)

@@ -1,12 +1,13 @@
 """Makes snapshots of an engine between two steps: its blocks, its requests, and its last steps.
 
-The page makes the same form from a recorded event log (static/log_snapshot.js), so that it draws
-both in the same way. docs/guides/inspector.md describes the form.
+Those of a recorded event log have the same form (recorded.py), so that the page draws both in the
+same way. docs/guides/inspector.md describes the form.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxpage.engine import Engine
@@ -21,15 +22,19 @@ MOST_COPIES = 24  # the most block copies of the last steps that a snapshot show
 class Inspector:
     """Looks at one engine, on the thread that steps it; it keeps nothing of one without viewers."""
 
-    def __init__(self, *, show_prompts: bool = False) -> None:
+    def __init__(
+        self, *, show_prompts: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Makes an inspector that has not looked yet.
 
         Args:
             show_prompts: Snapshots have the prompts of requests. Otherwise they have neither text
                 nor token ids.
+            clock: Gives the time, in seconds unless a snapshot says otherwise.
         """
         self._show_prompts = show_prompts
-        self._epoch = time.monotonic()  # the times of snapshots count from here
+        self._clock = clock
+        self._epoch = clock()  # the times of snapshots count from here
         self._watcher: Watcher | None = None
 
     def inspect(self, engine: Engine) -> Snapshot:
@@ -39,7 +44,7 @@ class Inspector:
         """
         watcher = self._watcher
         if watcher is None or not watcher.is_listening:
-            watcher = self._watcher = Watcher(engine)
+            watcher = self._watcher = Watcher(engine, self._clock)
         watcher.note_look()
         scheduler = engine.scheduler
         executables = engine.executables

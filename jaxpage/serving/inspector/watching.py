@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ class Timeline:
     everything again after a preemption), decode, preempted and swapped.
 
     Attributes:
-        segments: The segments [kind, start, end or None, tokens], by `time.monotonic`.
+        segments: The segments [kind, start, end or None, tokens], by the clock of the watcher.
         last_step: The id of the last step that computed a row of the request.
     """
 
@@ -111,14 +112,15 @@ class Watcher(Both):
         tracks: The requests of the engine by id; those that have ended leave at the next look.
         finished: The last requests that have ended.
         steps: The last steps, as snapshots show them.
-        last_look: The time of the last look, by `time.monotonic`.
+        last_look: The time of the last look.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.tracks: dict[str, Track] = {}
         self.finished: deque[Track] = deque(maxlen=NUM_FINISHED)
         self.steps: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
-        self.last_look = now = time.monotonic()
+        self.last_look = now = self._clock()
         self._engine = engine
         super().__init__(engine.events, Events())
         self._began = now
@@ -136,7 +138,7 @@ class Watcher(Both):
 
     def note_look(self) -> None:
         """Notes that somebody looks now, and moves ended requests to the finished ones."""
-        self.last_look = time.monotonic()
+        self.last_look = self._clock()
         present = {group.request.request_id for group in self._engine.groups}
         for request_id in [request_id for request_id in self.tracks if request_id not in present]:
             self.finished.append(self.tracks.pop(request_id))
@@ -146,7 +148,7 @@ class Watcher(Both):
         """Begins the timeline of a new request."""
         super().arrived(group)
         track = self.tracks[group.request.request_id] = Track(group, Timeline())
-        track.timeline.wait("queued", time.monotonic())
+        track.timeline.wait("queued", self._clock())
 
     def aborted(self, group: SequenceGroup) -> None:
         """Ends the timeline of an aborted request."""
@@ -161,7 +163,7 @@ class Watcher(Both):
     def planned(self, plan: StepPlan) -> None:
         """Notes when a step begins, and whose sequences it may compute."""
         super().planned(plan)
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._group_of = {
             s.sequence_id: group for group in self._engine.running for s in group.unfinished
         }
@@ -169,7 +171,7 @@ class Watcher(Both):
     def stepped(self, report: StepReport) -> None:
         """Notes a step that ran, or leaves if nobody has looked for a while."""
         super().stepped(report)
-        now = time.monotonic()
+        now = self._clock()
         if now - self.last_look > PATIENCE_SECONDS:
             self._leave()
             return
@@ -187,7 +189,7 @@ class Watcher(Both):
 
     def _close(self, group: SequenceGroup) -> None:
         if track := self.tracks.get(group.request.request_id):
-            track.timeline.close(time.monotonic())
+            track.timeline.close(self._clock())
 
     def _note(self, plan: StepPlan, now: float) -> None:
         """Adds a step that ran to the timelines and to the last steps."""

@@ -1,7 +1,8 @@
 // Paged attention for the instruction set that JAXPAGE_ISA names.
 //
-// A unit is one query token and the query heads of some key/value heads. It is computed by one thread, and each head always with the same operations
-// in the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
+// A unit is one query token and the query heads of some key/value heads. It is computed by one
+// thread, and each head always with the same operations in the same order, whatever else is in the
+// step: positions in tiles that begin at multiples of 64, within a tile one after the other.
 #include "attention.h"
 
 #include <algorithm>
@@ -15,13 +16,15 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// As `pallas_kernels.quantized_pages.quantize`.
-void write_quantized(const Attention& a, const void* from, int64_t token, void* pages, float* scales, int64_t slot) {
+// Writes a token's keys or values in eight bits, as `pallas_kernels.quantized_pages.quantize` does.
+void write_quantized(const Attention& a, const void* from, int64_t token, void* pages,
+                     float* scales, int64_t slot) {
   const bool is_int = a.page_type == Type::kI8;
   const float inverse = static_cast<float>(1.0 / (is_int ? 127.0 : 448.0));
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
     const int64_t source = (token * a.num_kv_heads + head) * a.head_dim;
     const int64_t target = (slot * a.num_kv_heads + head) * a.head_dim;
+    // Zero times NaN or infinity is NaN, so the sum of zeros finds them.
     Vec most = splat(0.0f), zeros = splat(0.0f);
     for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i);
@@ -30,13 +33,12 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
     }
     float scale = largest(most) * inverse;
     scale = scale > 0x1p-100f ? scale : 0x1p-100f;
-    if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();  // NaN or infinity is in it
+    if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();
     scales[slot * a.num_kv_heads + head] = scale;
     for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i) / splat(scale);
       for (int lane = 0; lane < kLanes; ++lane)
-        if (!is_int)
-          static_cast<uint8_t*>(pages)[target + i + lane] = float8_of(v[lane]);
+        if (!is_int) static_cast<uint8_t*>(pages)[target + i + lane] = float8_of(v[lane]);
         else
           static_cast<int8_t*>(pages)[target + i + lane] =
               v[lane] == v[lane] ? static_cast<int8_t>(std::nearbyint(v[lane])) : 0;
@@ -44,17 +46,20 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   }
 }
 
-// What reads the pages of one key/value head, from its first number on, for a vector of positions and some query heads. kVecs: of a head; 0: as
-// the call says.
+// Functions that read the pages of one key/value head, from its first number on, for a vector of
+// positions and some query heads. kVecs is the number of vectors of a head; 0: as the call says.
 struct Steps {
   void (*score)(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group);
   void (*add)(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group);
 };
 
+// Computes the scores of the positions group, group + 1, ... of a tile. A position that is not seen
+// scores 0, which `Head::weigh` replaces.
 template <typename Page, int kHeads, int kVecs>
 void score(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group) {
   const int vecs = kVecs ? kVecs : static_cast<int>(a.head_dim / kLanes);
-  Vec q[kHeads][kVecs ? kVecs : 1], products[kHeads][kLanes];  // in registers where the width is known
+  // In registers where the width is known.
+  Vec q[kHeads][kVecs ? kVecs : 1], products[kHeads][kLanes];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) q[h][i] = heads[h].q[i];
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -62,10 +67,12 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
     Vec sum_of[kHeads];
     for (int h = 0; h < kHeads; ++h) sum_of[h] = splat(0.0f);
     if (j >= tile.begin && j < tile.end) {
-      const auto* k = static_cast<const typename Page::type*>(k_pages) + tile.slots[j] * a.num_kv_heads * a.head_dim;
+      const auto* k = static_cast<const typename Page::type*>(k_pages) +
+                      tile.slots[j] * a.num_kv_heads * a.head_dim;
       for (int i = 0; i < vecs; ++i) {
         const Vec key = Load<Page>::at(k + i * kLanes);
-        for (int h = 0; h < kHeads; ++h) sum_of[h] = multiply_add(kVecs ? q[h][i] : heads[h].q[i], key, sum_of[h]);
+        for (int h = 0; h < kHeads; ++h)
+          sum_of[h] = multiply_add(kVecs ? q[h][i] : heads[h].q[i], key, sum_of[h]);
       }
     }
     for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
@@ -76,6 +83,7 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
   }
 }
 
+// Adds the weighted values of these positions to the sums of the heads.
 template <typename Page, int kHeads, int kVecs>
 void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group) {
   const int vecs = kVecs ? kVecs : static_cast<int>(a.value_width / kLanes);
@@ -83,7 +91,8 @@ void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[i];
   for (int j = group > tile.begin ? group : tile.begin; j < group + kLanes && j < tile.end; ++j) {
-    const auto* v = static_cast<const typename Page::type*>(v_pages) + tile.slots[j] * a.num_kv_heads * a.head_dim;
+    const auto* v = static_cast<const typename Page::type*>(v_pages) +
+                    tile.slots[j] * a.num_kv_heads * a.head_dim;
     for (int i = 0; i < vecs; ++i) {
       const Vec value = Load<Page>::at(v + i * kLanes);
       for (int h = 0; h < kHeads; ++h) {
@@ -101,7 +110,8 @@ Steps steps_of_width(const Attention& a) {
   const bool is_usual = a.head_dim == a.value_width;
   if (is_usual && a.head_dim == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads, 4>};
   if (is_usual && a.head_dim == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads, 8>};
-  if (is_usual && a.head_dim == 16 * kLanes) return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
+  if (is_usual && a.head_dim == 16 * kLanes)
+    return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
   return {score<Page, kHeads, 0>, add<Page, kHeads, 0>};
 }
 
@@ -131,20 +141,27 @@ void for_heads(int64_t count, const Run& run) {
 Steps steps_of(const Attention& a, int64_t num_heads) {
   Steps found;
   for_page(a.page_type, [&](auto page) {
-    for_heads(num_heads, [&](auto heads) { found = steps_of_width<decltype(page), decltype(heads)::value>(a); });
+    for_heads(num_heads, [&](auto heads) {
+      found = steps_of_width<decltype(page), decltype(heads)::value>(a);
+    });
   });
   return found;
 }
 
-// `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What the key/value heads hold of a vector of positions lies
-// side by side in memory, so they take turns, and the next positions are fetched: one head alone reads a few bytes here and there.
+// Computes `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What
+// the key/value heads hold of a vector of positions lies side by side in memory, so they take
+// turns, and the next positions are fetched: one head alone reads a few bytes here and there.
 void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t num_heads) {
   static thread_local std::vector<Head> of_thread;
   const int64_t group_size = a.num_heads / a.num_kv_heads, count = unit.kv_end - unit.kv_begin;
-  if (static_cast<int64_t>(of_thread.size()) < count * num_heads) of_thread.resize(count * num_heads);
+  if (static_cast<int64_t>(of_thread.size()) < count * num_heads)
+    of_thread.resize(count * num_heads);
   Head* const heads = of_thread.data();
-  const auto head_of = [&](int64_t i) { return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads; };
-  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit, head_of(i)), heads[i].take(a, unit, head_of(i));
+  const auto head_of = [&](int64_t i) {
+    return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads;
+  };
+  for (int64_t i = 0; i < count * num_heads; ++i)
+    heads[i].start(a, unit, head_of(i)), heads[i].take(a, unit, head_of(i));
 
   const Steps steps = steps_of(a, num_heads);
   const int64_t width = bytes_of_head(a), stride = a.num_kv_heads * width;
@@ -153,53 +170,65 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   const bool fetches = count > 1;
   Tile tiles[2], *tile = tiles, *next = tiles + 1;
   int64_t position = unit.first / kTile * kTile;
-  for (tile->find(a, unit, position); position <= unit.last; position += kTile, std::swap(tile, next)) {
+  for (tile->find(a, unit, position); position <= unit.last;
+       position += kTile, std::swap(tile, next)) {
     const bool goes_on = position + kTile <= unit.last;
     if (goes_on) next->find(a, unit, position + kTile);
     for (int group = tile->from; group < tile->end; group += kLanes)
       for (int64_t i = 0; i < count; ++i) {
         if (fetches && group + kLanes < tile->end)
           tile->fetch(k_pages + i * width, stride, width, group + kLanes);
-        else if (fetches)
-          tile->fetch(v_pages + i * width, stride, width, tile->from);
+        else if (fetches) tile->fetch(v_pages + i * width, stride, width, tile->from);
         steps.score(a, heads + i * num_heads, *tile, k_pages + i * width, group);
       }
-    for (int64_t i = 0; i < count * num_heads; ++i) heads[i].weigh(a, *tile, unit.kv_begin + i / num_heads);
+    for (int64_t i = 0; i < count * num_heads; ++i)
+      heads[i].weigh(a, *tile, unit.kv_begin + i / num_heads);
     for (int group = tile->from; group < tile->end; group += kLanes)
       for (int64_t i = 0; i < count; ++i) {
         if (fetches && group + kLanes < tile->end)
           tile->fetch(v_pages + i * width, stride, width, group + kLanes);
-        else if (fetches && goes_on)
-          next->fetch(k_pages + i * width, stride, width, next->from);
+        else if (fetches && goes_on) next->fetch(k_pages + i * width, stride, width, next->from);
         steps.add(a, heads + i * num_heads, *tile, v_pages + i * width, group);
       }
   }
   for (int64_t i = 0; i < count * num_heads; ++i) heads[i].finish(a, unit.token, head_of(i));
 }
 
-// What the pages hold of a tile and one key/value head, as numbers of float32: keys by number and position, values by position and number.
+// Reads what the pages hold of a tile and one key/value head, as numbers of float32: keys by number
+// and position, values by position and number.
 template <typename Page>
-void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages, Vec* keys, Vec* values) {
-  const int64_t stride = a.num_kv_heads * a.head_dim, vecs = a.head_dim / kLanes, value_vecs = a.value_width / kLanes;
-  const auto at = [&](const void* pages, int j) { return static_cast<const typename Page::type*>(pages) + tile.slots[j] * stride; };
+void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const void* v_pages,
+               Vec* keys, Vec* values) {
+  const int64_t stride = a.num_kv_heads * a.head_dim, vecs = a.head_dim / kLanes,
+                value_vecs = a.value_width / kLanes;
+  const auto at = [&](const void* pages, int j) {
+    return static_cast<const typename Page::type*>(pages) + tile.slots[j] * stride;
+  };
   for (int group = tile.from; group < tile.end; group += kLanes)
     for (int64_t i = 0; i < vecs; ++i) {
       Vec square[kLanes];
       for (int lane = 0; lane < kLanes; ++lane) {
         const int j = group + lane;
-        square[lane] = j < tile.begin || j >= tile.end ? splat(0.0f) : Load<Page>::at(at(k_pages, j) + i * kLanes);
+        square[lane] = j < tile.begin || j >= tile.end
+                           ? splat(0.0f)
+                           : Load<Page>::at(at(k_pages, j) + i * kLanes);
       }
       transpose(square);
-      for (int lane = 0; lane < kLanes; ++lane) keys[(i * kLanes + lane) * kVecsOfTile + group / kLanes] = square[lane];
+      for (int lane = 0; lane < kLanes; ++lane)
+        keys[(i * kLanes + lane) * kVecsOfTile + group / kLanes] = square[lane];
     }
   for (int j = tile.begin; j < tile.end; ++j)
-    for (int64_t i = 0; i < value_vecs; ++i) values[j * value_vecs + i] = Load<Page>::at(at(v_pages, j) + i * kLanes);
+    for (int64_t i = 0; i < value_vecs; ++i)
+      values[j * value_vecs + i] = Load<Page>::at(at(v_pages, j) + i * kLanes);
 }
 
-// The products of some queries with a tile's positions, as far as they belong to the numbers lane, lane + kStep, ... : added as `sums` adds lanes, so
-// that a score has the bits of `score`.
+// Computes the products of some queries with a tile's positions, as far as they belong to the
+// numbers lane, lane + kStep, ... They are added as `sums` adds lanes, so that a score has the bits
+// of `score`.
 template <int kStep, int kHeads>
-inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q, int64_t width, int lane, Vec (*sum)[kVecsOfTile]) {
+inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q,
+                                                     int64_t width, int lane,
+                                                     Vec (*sum)[kVecsOfTile]) {
   if constexpr (kStep < kLanes) {
     Vec other[kHeads][kVecsOfTile];
     add_lanes<2 * kStep, kHeads>(keys, q, width, lane, sum);
@@ -213,7 +242,8 @@ inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const floa
     for (int64_t number = lane; number < width; number += kLanes)
       for (int i = 0; i < kVecsOfTile; ++i) {
         const Vec key = keys[number * kVecsOfTile + i];
-        for (int h = 0; h < kHeads; ++h) own[h][i] = multiply_add(splat(q[h][number]), key, own[h][i]);
+        for (int h = 0; h < kHeads; ++h)
+          own[h][i] = multiply_add(splat(q[h][number]), key, own[h][i]);
       }
     for (int h = 0; h < kHeads; ++h)
       for (int i = 0; i < kVecsOfTile; ++i) sum[h][i] = own[h][i];
@@ -229,16 +259,19 @@ void score_tile(const Attention& a, Head* heads, const Vec* keys) {
   for (int h = 0; h < kHeads; ++h) std::memcpy(heads[h].scores, found[h], sizeof(found[h]));
 }
 
-// Adds the weighted values of the positions from `begin` to `end` to the sums of some heads, in their order, kVecs vectors from the `first`-th on.
+// Adds the weighted values of the positions from `begin` to `end` to the sums of some heads, in
+// their order, kVecs vectors from the `first`-th on.
 template <int kHeads, int kVecs>
-void add_values(Head* heads, const Vec* values, int64_t value_vecs, int64_t first, int begin, int end) {
+void add_values(Head* heads, const Vec* values, int64_t value_vecs, int64_t first, int begin,
+                int end) {
   Vec acc[kHeads][kVecs];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[first + i];
   for (int j = begin; j < end; ++j)
     for (int i = 0; i < kVecs; ++i) {
       const Vec value = values[j * value_vecs + first + i];
-      for (int h = 0; h < kHeads; ++h) acc[h][i] = multiply_add(splat(heads[h].scores[j]), value, acc[h][i]);
+      for (int h = 0; h < kHeads; ++h)
+        acc[h][i] = multiply_add(splat(heads[h].scores[j]), value, acc[h][i]);
     }
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) heads[h].acc[first + i] = acc[h][i];
@@ -252,12 +285,14 @@ void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int
   for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
 }
 
-// Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kHeadsOfChunk query heads in all. A tile is read and
-// made float32 once for all of them. Each head has the operations of `attend_heads` in the same order.
+// Computes query tokens of a prompt's chunk, one after the other, with one key/value head: at most
+// kHeadsOfChunk query heads in all. A tile is read and made float32 once for all of them. Each head
+// has the operations of `attend_heads` in the same order.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   static thread_local std::vector<Head> of_thread(kHeadsOfChunk);
   static thread_local std::vector<Vec> numbers;
-  const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
+  const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads),
+            num_heads = num_tokens * group_size;
   const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
@@ -274,9 +309,12 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   Tile tile, own;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
-    for_page(a.page_type, [&](auto page) { read_tile<decltype(page)>(a, tile, k_pages, v_pages, keys, values); });
+    for_page(a.page_type, [&](auto page) {
+      read_tile<decltype(page)>(a, tile, k_pages, v_pages, keys, values);
+    });
     for (int i = 0; i < num_heads; i += kMostHeads)
-      for_heads(std::min(kMostHeads, num_heads - i), [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
+      for_heads(std::min(kMostHeads, num_heads - i),
+                [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
     own = tile;
     for (int t = 0; t < num_tokens; ++t) {
       own.see(units[t]);
@@ -290,10 +328,14 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
         own.see(units[(i + count) / group_size]);
         if (own.begin != begin || own.end != end) break;
       }
-      if (begin < end) for_heads(count, [&](auto some) { add_tile<decltype(some)::value>(a, heads + i, values, begin, end); });
+      if (begin < end)
+        for_heads(count, [&](auto some) {
+          add_tile<decltype(some)::value>(a, heads + i, values, begin, end);
+        });
     }
   }
-  for (int i = 0; i < num_heads; ++i) heads[i].finish(a, units[i / group_size].token, kv_head * group_size + i % group_size);
+  for (int i = 0; i < num_heads; ++i)
+    heads[i].finish(a, units[i / group_size].token, kv_head * group_size + i % group_size);
 }
 
 void attend_unit(const Attention& a, const Unit& unit) {
@@ -304,7 +346,8 @@ void attend_unit(const Attention& a, const Unit& unit) {
 
 void write(const Attention& a, int64_t token) {
   const int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_dim;
-  if (slot <= 0 || slot >= a.num_slots) return;  // slot 0 takes padding: nobody reads it, and threads would write it at once
+  // Slot 0 takes padding: nobody reads it, and several threads would write it at once.
+  if (slot <= 0 || slot >= a.num_slots) return;
   if (a.k_scale) {
     write_quantized(a, a.k_new, token, a.k_pages, a.k_scale, slot);
     if (a.v_new) write_quantized(a, a.v_new, token, a.v_pages, a.v_scale, slot);
@@ -312,14 +355,18 @@ void write(const Attention& a, int64_t token) {
   }
   for (int64_t i = 0; i < width; i += kLanes) {
     store(a.page_type, a.k_pages, slot * width + i, load(a.query_type, a.k_new, token * width + i));
-    if (a.v_new) store(a.page_type, a.v_pages, slot * width + i, load(a.query_type, a.v_new, token * width + i));
+    if (a.v_new)
+      store(a.page_type, a.v_pages, slot * width + i,
+            load(a.query_type, a.v_new, token * width + i));
   }
 }
 
-Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end, int32_t* branch) {
+Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end,
+             int32_t* branch) {
   const int64_t num_queries = a.query_start[row + 1] - a.query_start[row];
   const int64_t num_before = a.context_len[row] - num_queries;
-  Unit unit{row, token, kv_begin, kv_end, 0, num_before + token - a.query_start[row], num_before, nullptr};
+  Unit unit{row,        token,  kv_begin, kv_end, 0, num_before + token - a.query_start[row],
+            num_before, nullptr};
   if (a.tree_mask) {
     int32_t depth = 0;
     for (int64_t place = 0; place < num_queries && place < a.mask_width; ++place)
@@ -328,7 +375,8 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
     unit.last = num_before + depth - 1;
   }
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
-  if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first) unit.first = unit.last - unit.last % a.chunk;
+  if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first)
+    unit.first = unit.last - unit.last % a.chunk;
   return unit;
 }
 
@@ -338,9 +386,11 @@ void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, in
   a.with_tiles ? attend_tiles(a, &unit, 1) : attend_unit(a, unit);
 }
 
-void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head) {
+void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens,
+                  int64_t kv_head) {
   Unit units[kHeadsOfChunk];
-  for (int64_t t = 0; t < num_tokens; ++t) units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
+  for (int64_t t = 0; t < num_tokens; ++t)
+    units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
   (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens));
 }
 

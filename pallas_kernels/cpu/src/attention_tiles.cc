@@ -1,7 +1,9 @@
 // Paged attention with AMX, for queries and pages of bfloat16.
 //
-// Scores are products of tiles of positions (rows) with tiles of queries (columns). Values are added by products of tiles of weights, which are
-// rounded to bfloat16, with pairs of positions. A head has the same operations in the same order in a prompt's chunk, in decoding and in a tree of drafts.
+// Scores are products of tiles of positions (rows) with tiles of queries (columns). Values are
+// added by products of tiles of weights, which are rounded to bfloat16, with pairs of positions. A
+// head has the same operations in the same order in a prompt's chunk, in decoding and in a tree of
+// drafts.
 #include <algorithm>
 #include <vector>
 
@@ -18,7 +20,8 @@ namespace {
 constexpr int kRowsOfTile = 16, kBytesOfRow = 64;
 constexpr int kWordsOfTile = kTile / 2;  // a word has the weights, or the values, of two positions
 
-// Tiles 0 to 3 have 16 rows, tiles 4 to 7 one for each query head. They are let go at the end: other code uses the registers, too.
+// Tiles 0 to 3 have 16 rows, tiles 4 to 7 one for each query head. They are let go at the end:
+// other code uses the registers, too.
 class Configured {
  public:
   JAXPAGE_AMX explicit Configured(int num_heads) {
@@ -50,18 +53,19 @@ struct TileHead : Head {
   }
 };
 
-// What a unit reads and computes of a tile: one thread has one of it.
+// Holds what a unit reads and computes of a tile. Each thread has its own.
 struct Scratch {
   std::vector<TileHead> heads;
-  std::vector<Vec> queries;      // [blocks of 16 heads, words of a head, 16 heads]
-  std::vector<Vec> values;       // [pairs of positions, value width]
-  std::vector<Vec> keys;         // [16 positions, words of a head], where the pages have them elsewhere
+  std::vector<Vec> queries;  // [blocks of 16 heads, words of a head, 16 heads]
+  std::vector<Vec> values;   // [pairs of positions, value width]
+  std::vector<Vec> keys;     // [16 positions, words of a head], where the pages have them elsewhere
   Vec products[2][kRowsOfTile];  // [16 positions, 16 heads]
 };
 
-// Where 16 positions of a tile have their keys, `stride` bytes apart: in the pages, or copied, with zeros for those that are not seen.
-const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int group, const char* pages, int64_t page_stride, Vec* copy,
-                    int64_t* stride) {
+// Returns the keys of 16 positions of a tile, `stride` bytes apart: in the pages, or copied, with
+// zeros for those that are not seen.
+const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int group,
+                    const char* pages, int64_t page_stride, Vec* copy, int64_t* stride) {
   const bool is_seen = group >= tile.begin && group + kRowsOfTile <= tile.end;
   if (is_seen && !unit.branch && a.block_size % kRowsOfTile == 0) {
     *stride = page_stride;
@@ -72,16 +76,19 @@ const char* keys_of(const Attention& a, const Unit& unit, const Tile& tile, int 
   for (int j = group; j < group + kRowsOfTile; ++j, to += *stride) {
     if (j >= tile.begin && j < tile.end)
       std::memcpy(to, pages + tile.slots[j] * page_stride, *stride);
-    else
-      std::memset(to, 0, *stride);
+    else std::memset(to, 0, *stride);
   }
   return reinterpret_cast<const char*>(copy);
 }
 
-// Reads the values of a tile as words of two positions, with zeros for those that are not seen. Returns whether all are finite.
-bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_t page_stride, Vec* values) {
+// Reads the values of a tile as words of two positions, with zeros for those that are not seen.
+// Returns whether all are finite.
+bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_t page_stride,
+                 Vec* values) {
   const int64_t vecs = a.value_width / kLanes;
-  const auto at = [&](int j) { return j >= tile.begin && j < tile.end ? pages + tile.slots[j] * page_stride : nullptr; };
+  const auto at = [&](int j) {
+    return j >= tile.begin && j < tile.end ? pages + tile.slots[j] * page_stride : nullptr;
+  };
   const int end = (tile.end + 2 * kRowsOfTile - 1) / (2 * kRowsOfTile) * 2 * kRowsOfTile;
   Bits exponents = {};
   for (int j = tile.begin / (2 * kRowsOfTile) * 2 * kRowsOfTile; j < end; j += 2) {
@@ -91,7 +98,8 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
       Bits word = {};
       if (low) word |= widened(raw_at<Half>(low + i * 32));
       if (high) word |= widened(raw_at<Half>(high + i * 32)) << 16;
-      exponents |= (word & 0x7f807f80u) + 0x00800080u;  // where all bits of one are set, the sum reaches the next
+      // Where all bits of an exponent are set, the sum reaches the next bit.
+      exponents |= (word & 0x7f807f80u) + 0x00800080u;
       to[i] = as_float(word);
     }
   }
@@ -100,9 +108,10 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
   return (all & 0x80008000u) == 0;
 }
 
-// The scores of 16 query heads with the positions of a tile.
-JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const Tile& tile, const char* const* keys, const int64_t* strides,
-                       const Vec* queries, Vec (*products)[kRowsOfTile]) {
+// Computes the scores of 16 query heads with the positions of a tile.
+JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const Tile& tile,
+                       const char* const* keys, const int64_t* strides, const Vec* queries,
+                       Vec (*products)[kRowsOfTile]) {
   const int64_t words = a.head_dim / 2;
   for (int group = tile.from; group < tile.end; group += 2 * kRowsOfTile) {
     const bool are_two = group + kRowsOfTile < tile.end;
@@ -131,8 +140,10 @@ JAXPAGE_AMX void score(const Attention& a, TileHead* heads, int num_heads, const
 
 // Adds the weighted values of a tile to the sums of at most 16 query heads.
 JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, const Vec* values) {
-  const int64_t vecs = a.value_width / kLanes, stride = vecs * kBytesOfRow, lower = kRowsOfTile * vecs;
-  const bool is_low = tile.begin < kTile / 2, is_high = tile.end > kTile / 2;
+  const int64_t vecs = a.value_width / kLanes, stride = vecs * kBytesOfRow,
+                lower = kRowsOfTile * vecs;
+  const bool is_low = tile.begin < kTile / 2;
+  const bool is_high = kTile / 2 < tile.end;
   _tile_loadd(6, heads->weights, sizeof(TileHead));
   _tile_loadd(7, heads->weights + kRowsOfTile, sizeof(TileHead));
   for (int64_t i = 0; i < vecs; i += 2) {
@@ -155,17 +166,23 @@ JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, cons
   }
 }
 
-// `per_token` query heads of each token and each key/value head of the units, from its `offset`-th on. Key/value heads, which lie side by side in
-// memory, take turns. Of several tokens it returns false, and has computed nothing, if a value is not finite: times a weight of zero it would reach
-// tokens that do not see it.
-JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset, int per_token) {
+// Computes `per_token` query heads of each token and each key/value head of the units, from its
+// `offset`-th on. Key/value heads, which lie side by side in memory, take turns. For several tokens
+// it returns false, and has computed nothing, if a value is not finite: times a weight of zero it
+// would reach tokens that do not see it.
+JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset,
+                              int per_token) {
   static thread_local Scratch scratch;
+  // All tokens together see the positions from the first one's first to the last one's last.
   Unit all = units[num_tokens - 1];
   all.first = units->first;
-  const int num_heads = num_tokens * per_token, num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
+  const int num_heads = num_tokens * per_token,
+            num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
   const int num_kv_heads = static_cast<int>(all.kv_end - all.kv_begin);
-  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_dim / 2, width = bytes_of_head(a), stride = a.num_kv_heads * width;
-  scratch.heads.resize(std::max<size_t>(scratch.heads.size(), num_kv_heads * num_blocks * kRowsOfTile));
+  const int64_t group_size = a.num_heads / a.num_kv_heads, words = a.head_dim / 2,
+                width = bytes_of_head(a), stride = a.num_kv_heads * width;
+  scratch.heads.resize(
+      std::max<size_t>(scratch.heads.size(), num_kv_heads * num_blocks * kRowsOfTile));
   scratch.queries.resize(num_kv_heads * num_blocks * words);
   scratch.values.resize(kWordsOfTile * (a.value_width / kLanes));
   scratch.keys.resize(kTile * words / kLanes);
@@ -173,12 +190,15 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
   const auto for_each_head = [&](const auto& run) {
     for (int kv = 0; kv < num_kv_heads; ++kv)
       for (int i = 0; i < num_heads; ++i)
-        run(kv * num_blocks * kRowsOfTile + i, units[i / per_token], (all.kv_begin + kv) * group_size + offset + i % per_token);
+        run(kv * num_blocks * kRowsOfTile + i, units[i / per_token],
+            (all.kv_begin + kv) * group_size + offset + i % per_token);
   };
   for_each_head([&](int place, const Unit& unit, int64_t head) {
     scratch.heads[place].start(a, unit, head);
     const char* from = static_cast<const char*>(a.q) + (unit.token * a.num_heads + head) * width;
-    uint32_t* to = reinterpret_cast<uint32_t*>(scratch.queries.data() + place / kRowsOfTile * words) + place % kRowsOfTile;
+    uint32_t* to =
+        reinterpret_cast<uint32_t*>(scratch.queries.data() + place / kRowsOfTile * words) +
+        place % kRowsOfTile;
     for (int64_t k = 0; k < words; ++k) std::memcpy(to + k * kRowsOfTile, from + k * 4, 4);
   });
   const Configured configured(std::min(num_heads, kRowsOfTile));
@@ -188,21 +208,28 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
     for (int kv = 0; kv < num_kv_heads; ++kv) {
       const char* const k_pages = static_cast<const char*>(a.k_pages) + (all.kv_begin + kv) * width;
       const char* const v_pages = static_cast<const char*>(a.v_pages) + (all.kv_begin + kv) * width;
-      if (kv == 0 && num_kv_heads > 1) {  // memory brings what lies side by side at once, and not a few bytes for each key/value head
-        for (int group = tile.from; group < tile.end; group += kLanes) tile.fetch(v_pages, stride, num_kv_heads * width, group);
-        for (int group = tile.from; group < tile.end; group += kLanes) tile.fetch(k_pages, stride, num_kv_heads * width, group);
+      // Memory brings what lies side by side at once, and not a few bytes for each key/value head.
+      if (kv == 0 && num_kv_heads > 1) {
+        for (int group = tile.from; group < tile.end; group += kLanes)
+          tile.fetch(v_pages, stride, num_kv_heads * width, group);
+        for (int group = tile.from; group < tile.end; group += kLanes)
+          tile.fetch(k_pages, stride, num_kv_heads * width, group);
       }
-      if (!read_values(a, tile, v_pages, stride, scratch.values.data()) && num_tokens > 1) return false;
+      if (!read_values(a, tile, v_pages, stride, scratch.values.data()) && num_tokens > 1)
+        return false;
       const char* keys[kVecsOfTile];
       int64_t strides[kVecsOfTile];
       for (int group = tile.from; group < tile.end; group += kRowsOfTile) {
         const int i = group / kRowsOfTile;
-        keys[i] = keys_of(a, all, tile, group, k_pages, stride, scratch.keys.data() + i * words, strides + i);
+        keys[i] = keys_of(a, all, tile, group, k_pages, stride, scratch.keys.data() + i * words,
+                          strides + i);
       }
       for (int first = 0; first < num_heads; first += kRowsOfTile) {
-        const int count = std::min(kRowsOfTile, num_heads - first), place = kv * num_blocks * kRowsOfTile + first;
+        const int count = std::min(kRowsOfTile, num_heads - first),
+                  place = kv * num_blocks * kRowsOfTile + first;
         TileHead* const heads = scratch.heads.data() + place;
-        score(a, heads, count, tile, keys, strides, scratch.queries.data() + place / kRowsOfTile * words, scratch.products);
+        score(a, heads, count, tile, keys, strides,
+              scratch.queries.data() + place / kRowsOfTile * words, scratch.products);
         own = tile;
         for (int i = 0; i < count; ++i) {
           own.see(units[(first + i) / per_token]);
@@ -213,7 +240,9 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
       }
     }
   }
-  for_each_head([&](int place, const Unit& unit, int64_t head) { scratch.heads[place].finish(a, unit.token, head); });
+  for_each_head([&](int place, const Unit& unit, int64_t head) {
+    scratch.heads[place].finish(a, unit.token, head);
+  });
   return true;
 }
 
@@ -228,7 +257,8 @@ void attend_tiles(const Attention& a, const Unit* units, int num_tokens) {
   }
 }
 #else
-void attend_tiles(const Attention&, const Unit*, int) {}  // nobody calls it: `with_tiles` is never true
+// Nobody calls it: `with_tiles` is never true here.
+void attend_tiles(const Attention&, const Unit*, int) {}
 #endif
 
 }  // namespace JAXPAGE_ISA

@@ -1,4 +1,5 @@
-// The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's own threads.
+// The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's
+// own threads.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -28,11 +29,12 @@ namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const PackedKernels kPacked;
 extern const RowKernels kRows;
-}
+}  // namespace JAXPAGE_ISA
 
 namespace {
 
-// XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits must not tell who computed it.
+// XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits
+// must not tell who computed it.
 class FlushedSubnormals {
  public:
 #if defined(__x86_64__)
@@ -61,8 +63,9 @@ void pause() {
 #endif
 }
 
-// Looks for `until()` for a while, which is longer than the pause between two products of a step and shorter than sleeping and being woken
-// some times. Other threads that could run on this core go first. Returns whether it came.
+// Looks for `until()` for a while, which is longer than the pause between two products of a step
+// and shorter than sleeping and being woken some times. Other threads that could run on this core
+// go first. Returns whether it came.
 template <typename Until>
 bool soon(std::chrono::microseconds while_, const Until& until) {
   const auto end = std::chrono::steady_clock::now() + while_;
@@ -76,7 +79,8 @@ bool soon(std::chrono::microseconds while_, const Until& until) {
   return false;
 }
 
-// What a call shares with threads that help it. One that starts late finds nothing to do, perhaps when the call has returned.
+// Holds what a call shares with threads that help it. One that starts late finds nothing to do,
+// perhaps when the call has returned.
 struct Shared {
   std::atomic<int64_t> next{0}, num_done{0};
   int64_t count, at_once;
@@ -103,14 +107,16 @@ struct Shared {
   }
 };
 
-// Threads that helped stay for the next call of a step. To wake one takes as long as a small product does, and Linux may let the thread that
-// is woken run on the core of the one that wakes it, with the other core idle.
+// Threads that helped stay for the next call of a step. To wake one takes as long as a small
+// product does, and Linux may let the thread that is woken run on the core of the one that wakes
+// it, with the other core idle.
 class Helpers {
  public:
   void help(std::shared_ptr<Shared> shared) {
     shared->take_part();
     num_staying_.fetch_add(1);
-    for (int64_t seen = num_calls_.load(); soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
+    for (int64_t seen = num_calls_.load();
+         soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
       seen = num_calls_.load();
       shared = std::atomic_load(&last_);
       shared->take_part();
@@ -131,11 +137,13 @@ class Helpers {
 };
 
 Helpers& helpers() {
-  static Helpers* all = new Helpers;  // not destroyed: threads of the pool may be in it at the end of the process
+  // It is never destroyed: threads of the pool may be in it at the end of the process.
+  static Helpers* all = new Helpers;
   return *all;
 }
 
-// Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that are free. Returns when all have returned.
+// Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that
+// are free. Returns when all have returned.
 template <typename Work>
 void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
   if (count == 0) return;
@@ -145,7 +153,8 @@ void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, con
   int64_t wanted = (count + at_once - 1) / at_once - 1;
   if (wanted > pool.num_threads() - 1) wanted = pool.num_threads() - 1;
   if (wanted > 0)
-    for (int64_t i = helpers().call(shared); i < wanted; ++i) pool.Schedule([shared] { helpers().help(shared); });
+    for (int64_t i = helpers().call(shared); i < wanted; ++i)
+      pool.Schedule([shared] { helpers().help(shared); });
   shared->take_part();
   shared->wait();
 }
@@ -169,15 +178,19 @@ constexpr int64_t kQueriesOfChunk = 32;
 using Pages = ffi::Result<ffi::AnyBuffer>;
 using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
 
-// The best instructions for words of this type that the processor has and the kernels are built for.
+// The best instructions for words of this type that the processor has and the kernels are built
+// for.
 Instructions best(Type type) {
 #if defined(__AVX512F__) && defined(__linux__)
-  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16") : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni")) return kNone;
+  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16")
+                          : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni"))
+    return kNone;
   static const bool has_tiles = [] {
     unsigned a = 7, b = 0, c = 0, d = 0;
     asm volatile("cpuid" : "+a"(a), "+b"(b), "+c"(c), "+d"(d));
-    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX's bfloat16, tiles, int8
-    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM: the process may use the registers
+    // AMX's bfloat16, tiles, int8; and ARCH_REQ_XCOMP_PERM lets the process use the registers.
+    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   }();
   return has_tiles ? kTiles : kDot;
 #else
@@ -186,46 +199,60 @@ Instructions best(Type type) {
 }
 
 // Reads the pages, behind the writes of `slots` where there are any.
-ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
-               ffi::Buffer<ffi::F32>& v_scale, int64_t num_written, ffi::Buffer<ffi::S32>& block_table,
-               ffi::Buffer<ffi::S32>& context_len, ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
+ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages,
+               ffi::Buffer<ffi::F32>& k_scale, ffi::Buffer<ffi::F32>& v_scale, int64_t num_written,
+               ffi::Buffer<ffi::S32>& block_table, ffi::Buffer<ffi::S32>& context_len,
+               ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
                ffi::Buffer<ffi::F32>& sinks, ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
-  if (!type_of(q.element_type(), false, &a.query_type) || !type_of(k_pages.element_type(), true, &a.page_type))
+  if (!type_of(q.element_type(), false, &a.query_type) ||
+      !type_of(k_pages.element_type(), true, &a.page_type))
     return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
   const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
-  if (qd.size() != 3 || pd.size() != 4 || td.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
-  if (qd[2] % 16 || qd[2] > kMostHeadWidth) return ffi::Error::InvalidArgument("no kernel for this head width");
+  if (qd.size() != 3 || pd.size() != 4 || td.size() != 2)
+    return ffi::Error::InvalidArgument("wrong number of axes");
+  if (qd[2] % 16 || qd[2] > kMostHeadWidth)
+    return ffi::Error::InvalidArgument("no kernel for this head width");
   a.num_tokens = qd[0], a.num_heads = qd[1], a.head_dim = qd[2];
   const bool within_keys = a.value_width > 0;
   if (!within_keys) a.value_width = a.head_dim;
-  if (a.value_width % 16 || a.value_width > a.head_dim) return ffi::Error::InvalidArgument("no kernel for this width of values");
+  if (a.value_width % 16 || a.value_width > a.head_dim)
+    return ffi::Error::InvalidArgument("no kernel for this width of values");
   if (within_keys) a.v_pages = a.k_pages;
   a.num_rows = td[0], a.table_width = td[1];
   a.block_size = pd[1], a.num_kv_heads = pd[2], a.num_slots = pd[0] * pd[1];
   a.q = q.untyped_data(), a.out = out.untyped_data();
   const bool quantized = k_scale.element_count() > 0;
-  a.k_scale = quantized ? k_scale.typed_data() : nullptr, a.v_scale = !quantized ? nullptr : within_keys ? a.k_scale : v_scale.typed_data();
+  a.k_scale = quantized ? k_scale.typed_data() : nullptr;
+  a.v_scale = within_keys ? a.k_scale : v_scale.typed_data();
+  if (!quantized) a.v_scale = nullptr;
   a.block_table = block_table.typed_data();
   a.context_len = context_len.typed_data(), a.query_start = query_start.typed_data();
-  a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data()) : nullptr;
+  a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data())
+                                          : nullptr;
   a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
-  if (a.mask_width > kMostDrafts) return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
+  if (a.mask_width > kMostDrafts)
+    return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
-  const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 && a.head_dim % 32 == 0 && a.value_width % 32 == 0;
+  const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 &&
+                         a.head_dim % 32 == 0 && a.value_width % 32 == 0;
   a.with_tiles = is_paired && best(Type::kBF16) == kTiles;
   const Kernels& k = JAXPAGE_ISA::kKernels;
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
-  std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
-  // A row of few queries reads its pages once, all key/value heads that lie side by side: as many as leave work for every thread, and whose
-  // queries stay in the cache. The many queries of a prompt's chunk find those of one head there, some queries at once.
+  std::memset(static_cast<char*>(a.out) + num_queries * item, 0,
+              (a.num_tokens - num_queries) * item);  // padding
+  // A row of few queries reads its pages once, all key/value heads that lie side by side: as many
+  // as leave work for every thread, and whose queries stay in the cache. The many queries of a
+  // prompt's chunk find those of one head there, some queries at once.
   const int64_t group_size = a.num_heads / a.num_kv_heads;
-  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) * (a.head_dim + a.value_width + 64));
+  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) *
+                                                  (a.head_dim + a.value_width + 64));
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
-  const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
+  const int64_t side_by_side =
+      std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
   const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);
   // Tiles share already what two queries read.
   const int64_t few = a.with_tiles && !a.tree_mask ? 2 : kQueriesOfChunk;
@@ -236,56 +263,72 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   for (int64_t row = 0; row < a.num_rows; ++row) {
     first_query[row + 1] = std::min<int64_t>(a.query_start[row + 1], num_queries);
     const int64_t queries = first_query[row + 1] - first_query[row];
-    first_unit[row + 1] = first_unit[row] + up(queries, queries_of_unit(queries)) * up(a.num_kv_heads, heads_of_unit(queries));
+    first_unit[row + 1] = first_unit[row] + up(queries, queries_of_unit(queries)) *
+                                                up(a.num_kv_heads, heads_of_unit(queries));
   }
   in_parallel(pool, first_unit[a.num_rows], 1, [&](int64_t unit) {
-    const int64_t row = std::upper_bound(first_unit.begin(), first_unit.end(), unit) - first_unit.begin() - 1;
-    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries), at_once = queries_of_unit(queries);
-    const int64_t own = unit - first_unit[row], of_head = up(queries, at_once), kv_begin = own / of_head * heads;
+    const int64_t row =
+        std::upper_bound(first_unit.begin(), first_unit.end(), unit) - first_unit.begin() - 1;
+    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries),
+                  at_once = queries_of_unit(queries);
+    const int64_t own = unit - first_unit[row], of_head = up(queries, at_once),
+                  kv_begin = own / of_head * heads;
     const int64_t query = own % of_head * at_once, token = first_query[row] + query;
-    if (at_once > 1)
-      k.attend_chunk(a, row, token, std::min(at_once, queries - query), kv_begin);
-    else
-      k.attend(a, row, token, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
+    if (at_once > 1) k.attend_chunk(a, row, token, std::min(at_once, queries - query), kv_begin);
+    else k.attend(a, row, token, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
   });
   return ffi::Error::Success();
 }
 
-ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer k_in,
-                            ffi::AnyBuffer v_in, ffi::Buffer<ffi::F32> k_scale_in, ffi::Buffer<ffi::F32> v_scale_in,
-                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
-                            ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                            ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
-                            float scale, float softcap, int64_t window, int64_t chunk, int64_t value_width) {
+ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new,
+                            ffi::AnyBuffer v_new, ffi::AnyBuffer k_in, ffi::AnyBuffer v_in,
+                            ffi::Buffer<ffi::F32> k_scale_in, ffi::Buffer<ffi::F32> v_scale_in,
+                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table,
+                            ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
+                            ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                            ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
+                            Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
+                            float scale, float softcap, int64_t window, int64_t chunk,
+                            int64_t value_width) {
   if (k_pages->untyped_data() != k_in.untyped_data() ||
       (v_in.element_count() && v_pages->untyped_data() != v_in.untyped_data()) ||
-      (k_scale_in.element_count() && (k_scale->untyped_data() != k_scale_in.untyped_data() ||
-                                      (v_scale_in.element_count() && v_scale->untyped_data() != v_scale_in.untyped_data()))))
+      (k_scale_in.element_count() &&
+       (k_scale->untyped_data() != k_scale_in.untyped_data() ||
+        (v_scale_in.element_count() && v_scale->untyped_data() != v_scale_in.untyped_data()))))
     return ffi::Error::InvalidArgument("the pages must be given away: they are written in place");
   if (k_new.element_type() != q.element_type() || v_new.element_type() != q.element_type())
     return ffi::Error::InvalidArgument("queries, keys and values must have one type");
   Attention a{};
-  a.k_new = k_new.untyped_data(), a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr, a.slots = slots.typed_data();
+  a.k_new = k_new.untyped_data(),
+  a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr,
+  a.slots = slots.typed_data();
   a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk, a.value_width = value_width;
-  return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table, context_len, query_start, tree_mask, sinks,
-             slopes, *out);
+  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk,
+  a.value_width = value_width;
+  return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table,
+             context_len, query_start, tree_mask, sinks, slopes, *out);
 }
 
-ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
-                  ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
-                  ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t chunk, int64_t value_width) {
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
+                  ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
+                  ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table,
+                  ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
+                  ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                  ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, float scale,
+                  float softcap, int64_t window, int64_t chunk, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk, a.value_width = value_width;
-  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, slopes, *out);
+  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk,
+  a.value_width = value_width;
+  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start,
+             tree_mask, sinks, slopes, *out);
 }
 
-// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie one group after the other; rows of none become zero.
-// Without counts all rows are of one group.
-void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts, int64_t num_groups, int64_t bytes_of_group,
-                     int64_t bytes_of_scales, int64_t bytes_of_zeros) {
+// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie
+// one group after the other; rows of none become zero. Without counts all rows are of one group.
+void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts,
+                     int64_t num_groups, int64_t bytes_of_group, int64_t bytes_of_scales,
+                     int64_t bytes_of_zeros) {
   const int32_t* counts = row_counts.element_count() ? row_counts.typed_data() : nullptr;
   const PackedKernels& k = JAXPAGE_ISA::kPacked;
   const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
@@ -299,7 +342,8 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
   }
   if (const int64_t bytes = k.bytes_of_row(p)) {
     prepared.resize(p.num_rows * bytes + 64);
-    char* words = prepared.data();  // this thread's: in the function that others run, the vector would be their own
+    // This thread's: the function below runs on other threads, where `prepared` is their own.
+    char* words = prepared.data();
     in_parallel(pool, p.num_rows, 16, [&](int64_t row) { k.prepare(p, row, words + row * bytes); });
     p.words = words;
   }
@@ -311,12 +355,15 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t end = counts ? std::clamp(first + counts[group], first, p.num_rows) : p.num_rows;
     for (int64_t panel = 0; first < end && panel < num_panels; panel += k.panels_at_once)
-      for (int64_t row = first; row < end; row += kRowsAtOnce) units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
+      for (int64_t row = first; row < end; row += kRowsAtOnce)
+        units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
     first = end;
   }
   const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
-  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0, (p.num_rows - first) * bytes_of_result);
-  const int64_t count = units.size(), at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
+  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0,
+              (p.num_rows - first) * bytes_of_result);
+  const int64_t count = units.size(),
+                at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
   in_parallel(pool, count, at_once, [&](int64_t index) {
     const Unit& unit = units[index];
     const auto after = [&](const void* array, int64_t bytes) {
@@ -325,99 +372,126 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
     Packed own = p;
     own.panels = after(p.panels, bytes_of_group), own.scale = after(p.scale, bytes_of_scales);
     own.minimum = after(p.minimum, bytes_of_scales), own.zero = after(p.zero, bytes_of_zeros);
-    k.multiply(own, unit.row, unit.end_row, unit.panel, std::min(unit.panel + k.panels_at_once, num_panels));
+    k.multiply(own, unit.row, unit.end_row, unit.panel,
+               std::min(unit.panel + k.panels_at_once, num_panels));
   });
 }
 
-ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scale,
-                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out, int64_t instructions) {
+ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> counts,
+                               ffi::Result<ffi::AnyBuffer> out, int64_t instructions) {
   Packed p{};
   const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
   const auto type = panels.element_type();
   p.out_is_float = out->element_type() == ffi::DataType::F32;
   if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
       x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || instructions > best(p.type))
+      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) ||
+      instructions > best(p.type))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != numbers ||
-      (xd[1] + numbers - 1) / numbers != pd[2] || (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] ||
+      pd[3] != kOutputsOfPanel || pd[4] != numbers || (xd[1] + numbers - 1) / numbers != pd[2] ||
+      (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
       scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data();
+  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(),
+  p.panels = panels.untyped_data(), p.out = out->untyped_data();
   p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
   p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], 0);
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
+                  0);
   return ffi::Error::Success();
 }
 
-// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share, they are as they were.
-ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
-                          ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size, int64_t instructions) {
+// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share,
+// they are as they were.
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                          ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum,
+                          ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
+                          int64_t instructions) {
   Packed p{};
-  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(), od = out->dimensions();
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3) return ffi::Error::InvalidArgument("wrong number of axes");
+  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(),
+             od = out->dimensions();
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3)
+    return ffi::Error::InvalidArgument("wrong number of axes");
   p.is_coded = true, p.code = static_cast<Code>(code), p.group_size = group_size;
-  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1],
+  p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
   const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
   p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(scale.element_type(), false, &p.scale_type) || minimum.element_type() != scale.element_type() ||
-      (scale_row.element_count() && p.scale_type != Type::kF32) || instructions > best(Type::kBF16) ||
-      x.element_type() != (instructions ? ffi::DataType::BF16 : ffi::DataType::F32) || (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+  if (!type_of(scale.element_type(), false, &p.scale_type) ||
+      minimum.element_type() != scale.element_type() ||
+      (scale_row.element_count() && p.scale_type != Type::kF32) ||
+      instructions > best(Type::kBF16) ||
+      x.element_type() != (instructions ? ffi::DataType::BF16 : ffi::DataType::F32) ||
+      (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in || group_size % codes ||
-      (instructions && (p.num_in % 2 || group_size % 2)) ||
-      (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] || (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
-      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
+  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in ||
+      group_size % codes || (instructions && (p.num_in % 2 || group_size % 2)) ||
+      (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+      (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
+      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out)
+                                 : sd[1] != pd[1]) ||
       (zero.element_count() && zero.element_count() != scale.element_count()) ||
       (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   p.instructions = static_cast<int>(instructions), p.num_words = p.num_in / 2;
-  p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(), p.scale = scale.untyped_data();
+  p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(),
+  p.scale = scale.untyped_data();
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
   p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
   p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], zero.size_bytes() / pd[0]);
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
+                  zero.size_bytes() / pd[0]);
   return ffi::Error::Success();
 }
 
 constexpr int64_t kNumbersOfUnit = 8192;  // fewer are not worth another thread
 
-ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t), int64_t num_rows, ffi::AnyBuffer& x,
-                    ffi::Result<ffi::AnyBuffer>& out) {
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || out->element_type() != x.element_type())
+ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t),
+                    int64_t num_rows, ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
+  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 ||
+      out->element_type() != x.element_type())
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
   p.x = x.untyped_data(), p.out = out->untyped_data();
-  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)), [&](int64_t row) { function(p, row); });
+  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
+              [&](int64_t row) { function(p, row); });
   return ffi::Error::Success();
 }
 
-ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
+ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
+                int64_t activation) {
   Rows p{};
   const auto xd = x.dimensions(), od = out->dimensions();
-  if (xd.size() != 2 || od.size() != 2 || xd[0] != od[0] || xd[1] != 2 * od[1]) return ffi::Error::InvalidArgument("the shapes of gates do not fit");
+  if (xd.size() != 2 || od.size() != 2 || xd[0] != od[0] || xd[1] != 2 * od[1])
+    return ffi::Error::InvalidArgument("the shapes of gates do not fit");
   p.width = od[1], p.activation = static_cast<Activation>(activation);
   return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
 }
 
-ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::AnyBuffer& scale, ffi::Result<ffi::AnyBuffer>& out, float epsilon, float offset) {
+ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::AnyBuffer& scale,
+                     ffi::Result<ffi::AnyBuffer>& out, float epsilon, float offset) {
   const auto xd = x.dimensions();
-  if (xd.size() != 2 || out->element_count() != x.element_count() || scale.element_count() != static_cast<size_t>(xd[1]) ||
+  if (xd.size() != 2 || out->element_count() != x.element_count() ||
+      scale.element_count() != static_cast<size_t>(xd[1]) ||
       !type_of(scale.element_type(), false, &p.scale_type))
     return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
   p.width = xd[1], p.scale = scale.untyped_data(), p.epsilon = epsilon, p.offset = offset;
   return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
 }
 
-ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                    ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
   Rows p{};
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
 }
 
-ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> sum,
+ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added,
+                        ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> sum,
                         ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
   Rows p{};
   for (const auto* same : {&added, &*sum})
@@ -427,18 +501,22 @@ ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
 }
 
-ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x, ffi::Buffer<ffi::F32>& cos, ffi::Buffer<ffi::F32>& sin,
+ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x,
+                      ffi::Buffer<ffi::F32>& cos, ffi::Buffer<ffi::F32>& sin,
                       ffi::Result<ffi::AnyBuffer>& out) {
   const auto cd = cos.dimensions(), od = out->dimensions();
   const int64_t heads_of_token = p.num_heads + 2 * p.num_keys;
-  if (cd.size() != 2 || cd[0] != num_tokens || 2 * cd[1] > p.width || sin.element_count() != cos.element_count() || od.size() != 3 ||
-      od[0] != num_tokens || od[1] != p.num_heads || od[2] != p.width || x.element_count() != static_cast<size_t>(num_tokens * heads_of_token * p.width))
+  if (cd.size() != 2 || cd[0] != num_tokens || 2 * cd[1] > p.width ||
+      sin.element_count() != cos.element_count() || od.size() != 3 || od[0] != num_tokens ||
+      od[1] != p.num_heads || od[2] != p.width ||
+      x.element_count() != static_cast<size_t>(num_tokens * heads_of_token * p.width))
     return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
   p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
   return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, num_tokens * heads_of_token, x, out);
 }
 
-ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos,
+                  ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> out) {
   Rows p{};
   const auto xd = x.dimensions();
   if (xd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
@@ -446,29 +524,35 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> 
   return turn_heads(pool, p, xd[0], x, cos, sin, out);
 }
 
-ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                            ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values) {
+ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos,
+                            ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> queries,
+                            ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values) {
   Rows p{};
   const auto xd = x.dimensions(), qd = queries->dimensions(), kd = keys->dimensions();
-  if (xd.size() != 2 || qd.size() != 3 || kd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  if (xd.size() != 2 || qd.size() != 3 || kd.size() != 3)
+    return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
   for (const auto* each : {&*keys, &*values})
-    if (each->element_count() != static_cast<size_t>(xd[0] * kd[1] * qd[2]) || each->element_type() != x.element_type())
+    if (each->element_count() != static_cast<size_t>(xd[0] * kd[1] * qd[2]) ||
+        each->element_type() != x.element_type())
       return ffi::Error::InvalidArgument("the shapes of keys and values do not fit");
-  p.num_heads = qd[1], p.num_keys = kd[1], p.width = qd[2], p.keys = keys->untyped_data(), p.values = values->untyped_data();
+  p.num_heads = qd[1], p.num_keys = kd[1], p.width = qd[2], p.keys = keys->untyped_data(),
+  p.values = values->untyped_data();
   return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
 }  // namespace
 
-extern "C" int jaxpage_instructions(bool of_int8) { return best(of_int8 ? Type::kI8 : Type::kBF16); }
+extern "C" int jaxpage_instructions(bool of_int8) {
+  return best(of_int8 ? Type::kI8 : Type::kBF16);
+}
 
-#define JAXPAGE_READ(binding)                                                                                              \
-  binding.Arg<ffi::Buffer<ffi::S32>>()                                                                                     \
-      .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
-      .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
-      .Arg<ffi::Buffer<ffi::PRED>>()                                                                                       \
-      .Arg<ffi::Buffer<ffi::F32>>()                                                                                        \
-      .Arg<ffi::Buffer<ffi::F32>>()                                                                                        \
+#define JAXPAGE_READ(binding)          \
+  binding.Arg<ffi::Buffer<ffi::S32>>() \
+      .Arg<ffi::Buffer<ffi::S32>>()    \
+      .Arg<ffi::Buffer<ffi::S32>>()    \
+      .Arg<ffi::Buffer<ffi::PRED>>()   \
+      .Arg<ffi::Buffer<ffi::F32>>()    \
+      .Arg<ffi::Buffer<ffi::F32>>()    \
       .Ret<ffi::AnyBuffer>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_write_and_attend, write_and_attend,
@@ -532,7 +616,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Attr<int64_t>("instructions"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rms_norm, rms_norm,
                               ffi::Ffi::Bind()

@@ -1,7 +1,8 @@
-// x @ w.T for a weight in panels, and any number of rows of x.
+// Computes x @ w.T for a weight in panels, and any number of rows of x.
 //
-// A vector has one word of each of 16 outputs. Each output has one sum, to which its inputs are added in their order: the same operations in the same
-// order whichever tile a row is in. So a row has the same bits among any others. Sums of whole numbers of eight bits are exact in any order.
+// A vector has one word of each of 16 outputs. Each output has one sum, to which its inputs are
+// added in their order: the same operations in the same order whichever tile a row is in. So a row
+// has the same bits among any others. Sums of whole numbers of eight bits are exact in any order.
 #include "packed.h"
 
 #include <algorithm>
@@ -18,10 +19,11 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// Vectors as long as the processor has them: the sums of a tile stay in registers.
+// Vectors are as long as the processor has them: the sums of a tile stay in registers.
 #if defined(__AVX512F__)
 constexpr int kBytes = 64, kMostPanels = 4, kMostRows = 6;
-// Where the processor has it: the caller asks. What is called from such a function and inlined has to be one, too.
+// Marks a function that uses these instructions. The caller asks whether the processor has them.
+// What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 #elif defined(__AVX2__)
 constexpr int kBytes = 32, kMostPanels = 1, kMostRows = 6;
@@ -32,12 +34,16 @@ constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
-// Up to this many rows, the codes of a group are decoded into registers and multiplied at once. With more rows
-// each tile would decode them again, so they are decoded into a buffer first.
+// Up to this many rows, decode the codes of a group straight into registers and multiply at once.
+// With more rows each tile would decode them again, so they are written to a buffer first.
 constexpr int kMostRowsOfCodes = 2 * kMostRows;
-constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
-constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
-constexpr int64_t kTileWordsOfBlock = 256;  // with AMX, which reads faster than the second cache gives
+constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes,
+              kMostColumns = kMostPanels * kOutputsOfPanel;
+// All rows are multiplied by so many words of a panel before the next ones are read, so that those
+// of a tile stay in the second cache.
+constexpr int64_t kWordsOfBlock = 1024;
+// They are fewer with AMX, which reads faster than the second cache gives.
+constexpr int64_t kTileWordsOfBlock = 256;
 
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
@@ -56,7 +62,8 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 #endif
 }
 
-// How a word is read. It has kSteps parts, which are added one after the other: `part` gives one of a weight's word, `add` adds its product with x.
+// Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
+// gives one of them, `add` adds its product with x.
 struct FloatWord {
   typedef float X;
   typedef Floats Sum;
@@ -66,7 +73,8 @@ struct FloatWord {
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
 
-struct PairWord {  // two numbers of bfloat16, which are made float; x has been
+// Reads two numbers of bfloat16, which are made float; x has been.
+struct PairWord {
   typedef float X;
   typedef Floats Sum;
   static constexpr int kSteps = 2;
@@ -75,7 +83,7 @@ struct PairWord {  // two numbers of bfloat16, which are made float; x has been
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
 
-// Four of int8, as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
+// Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
 struct FourWord {
   typedef uint32_t X;
   typedef Ints Sum;
@@ -98,7 +106,9 @@ struct FourWord {
 };
 
 #if defined(__AVX512F__)
-// The instruction takes one factor without a sign: w + 128, which is w with its highest bit turned. So a sum has 128 times that of x too much.
+// Multiplies four numbers of int8 by one instruction. It takes one factor without a sign: w + 128,
+// which is w with its highest bit flipped. So a sum has 128 times that of x too much, which `store`
+// subtracts.
 struct FourDot {
   typedef uint32_t X;
   typedef Ints Sum;
@@ -110,6 +120,7 @@ struct FourDot {
   }
 };
 
+// Multiplies two numbers of bfloat16 by one instruction.
 struct PairDot {
   typedef uint32_t X;
   typedef Floats Sum;
@@ -123,26 +134,29 @@ struct PairDot {
 #endif
 
 #if defined(__AVX512F__)
-// Tiles of AMX: rows of x by words, words by outputs (a panel as it is), and their sums. Sums of a row depend on no other row, as elsewhere.
+// Tiles of AMX: rows of x by words, words by outputs (a panel as it is), and their sums. Sums of a
+// row depend on no other row, as elsewhere.
 #define JAXPAGE_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512bf16,avx512vnni")))
 constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
 
 // The numbers of tiles are written into the instructions.
-#define JAXPAGE_ADD_TILES(sum, rows, weight) \
+#define JAXPAGE_ADD_TILES(sum, rows, weight)          \
   if constexpr (std::is_same<Word, PairDot>::value) { \
-    _tile_dpbf16ps(sum, rows, weight); \
-  } else { \
-    _tile_dpbssd(sum, rows, weight); \
+    _tile_dpbf16ps(sum, rows, weight);                \
+  } else {                                            \
+    _tile_dpbssd(sum, rows, weight);                  \
   }
 
-// The rows of the tiles of this thread. They are set when they change, and let go at the end of a unit: other code uses the registers, too.
+// The rows of the tiles of this thread. They are set when they change, and let go at the end of a
+// unit: other code uses the registers, too.
 class TileRows {
  public:
   // For `amx_square`; for `amx_tile` next_count is 0.
   JAXPAGE_AMX void set(int count, int next_count) {
     if (count == count_ && next_count == next_count_) return;
     count_ = count, next_count_ = next_count;
-    const int square[8] = {count, count, next_count, next_count, count, next_count, kWordsOfTile, kWordsOfTile};
+    const int square[8] = {count, count,      next_count,   next_count,
+                           count, next_count, kWordsOfTile, kWordsOfTile};
     alignas(64) uint8_t config[64] = {1};
     for (int i = 0; i < 8; ++i) {
       config[16 + 2 * i] = 64;  // bytes of a row
@@ -188,17 +202,20 @@ JAXPAGE_AMX inline void store_sums(uint32_t* const (&sums)[4]) {
   }
 }
 
-// As `tile`, for whole tiles of words.
+// Does what `tile` does, for whole tiles of words.
 template <typename Word, int kPanels>
-JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
-                          int64_t end, uint32_t* total) {
+JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words,
+                          const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                          uint32_t* total) {
   tile_rows.set(count, 0);
-  uint32_t* const sums[4] = {total, total + kOutputsOfPanel, total + 2 * kOutputsOfPanel, total + 3 * kOutputsOfPanel};
+  uint32_t* const sums[4] = {total, total + kOutputsOfPanel, total + 2 * kOutputsOfPanel,
+                             total + 3 * kOutputsOfPanel};
   load_sums<kPanels>(begin, sums);
   for (int64_t k = begin; k < end; k += kWordsOfTile) {
     const uint32_t* from = w + k * kOutputsOfPanel;
     for (int p = 0; p < kPanels; ++p)
-      for (int line = 0; line < kWordsOfTile; ++line) __builtin_prefetch(from + p * panel + (kWordsOfTile * 2 + line) * kOutputsOfPanel);
+      for (int line = 0; line < kWordsOfTile; ++line)
+        __builtin_prefetch(from + p * panel + (kWordsOfTile * 2 + line) * kOutputsOfPanel);
     _tile_loadd(4, x + k, num_words * 4);
     _tile_loadd(5, from, 64);
     JAXPAGE_ADD_TILES(0, 4, 5)
@@ -214,10 +231,12 @@ JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int
   store_sums<kPanels>(sums);
 }
 
-// The same for two tiles of rows and two panels: with four tiles of sums, each tile that is loaded is used twice.
+// Does the same for two tiles of rows and two panels: with four tiles of sums, each tile that is
+// loaded is used twice.
 template <typename Word>
-JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x, int64_t num_words, const uint32_t* w,
-                            int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x,
+                            int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
+                            int64_t end, uint32_t* total) {
   tile_rows.set(count, next_count);
   const uint32_t* next_x = x + count * num_words;
   uint32_t* next = total + count * kMostColumns;
@@ -241,12 +260,13 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
 class TileRows {};
 #endif
 
-// The words of some panels, of which one is `panel` words behind the other.
+// Reads the words of some panels, each of which begins `panel` words after the one before it.
 struct Stored {
   const uint32_t* first;
   int64_t panel;
   Words at(int v, int64_t k) const {
-    const uint32_t* from = first + v / kVectorsOfPanel * panel + k * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
+    const uint32_t* from = first + v / kVectorsOfPanel * panel + k * kOutputsOfPanel +
+                           v % kVectorsOfPanel * kWordsOfVector;
     if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
     return raw_at<Words>(from);
   }
@@ -254,12 +274,14 @@ struct Stored {
 
 // Adds products with some words of some panels to sums, which are in `total`.
 template <typename Word, int kRows, int kPanels, typename Source>
-JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const Source& w,
+                             int64_t begin, int64_t end, uint32_t* total) {
   constexpr int kVectors = kPanels * kVectorsOfPanel;
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
     for (int v = 0; v < kVectors; ++v)
-      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector) : typename Word::Sum{};
+      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector)
+                        : typename Word::Sum{};
   for (int64_t k = begin; k < end; ++k) {
     Words word[kVectors];
     for (int v = 0; v < kVectors; ++v) word[v] = w.at(v, k);
@@ -273,11 +295,14 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
     }
   }
   for (int t = 0; t < kRows; ++t)
-    for (int v = 0; v < kVectors; ++v) std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
+    for (int v = 0; v < kVectors; ++v)
+      std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
 }
 
+// Calls `tile` with the number of rows as a constant, so that its sums are registers.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const Source& w,
+                      int64_t begin, int64_t end, uint32_t* total) {
   switch (count) {
     case 1: return tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
     case 2: return tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
@@ -288,15 +313,20 @@ JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, c
   }
 }
 
+// Stores the sums of a row and a panel in the type of the result.
 void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) {
-  const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output), at = row * p.num_out + output;
+  const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output),
+                at = row * p.num_out + output;
   const int64_t bytes = p.out_is_float ? 4 : 2;
   Vec value = raw_at<Vec>(total);
   if (p.type == Type::kI8 && !p.is_coded) {
     Vec scale = {};
     std::memcpy(&scale, static_cast<const float*>(p.scale) + output, count * 4);
-    value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
+    value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) *
+            splat(p.row_scale[row]) * scale;
   }
+  // The last panel may have fewer outputs: its vector is stored here first, and a part of it
+  // copied.
   alignas(64) char own[64];
   char* to = static_cast<char*>(p.out) + at * bytes;
   char* first = count == kOutputsOfPanel ? to : own;
@@ -305,31 +335,38 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
   if (first == own) std::memcpy(to, own, count * bytes);
 }
 
-// The same for all rows of a unit, in tiles of nearly equal numbers of rows. x begins with the first of them.
+// Does the same for all rows of a unit, in tiles of nearly equal numbers of rows: 7 rows are 3 and
+// 4, not 6 and 1. x begins with the first of them.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words, const Source& w, int64_t begin, int64_t end,
-                          uint32_t* total) {
+JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words,
+                          const Source& w, int64_t begin, int64_t end, uint32_t* total) {
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
-    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin, end, total + first * kMostColumns);
+    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin, end,
+                        total + first * kMostColumns);
   }
 }
 
 template <int kPanels>
 void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const uint32_t* total) {
   for (int64_t t = 0; t < end_row - row; ++t)
-    for (int i = 0; i < kPanels; ++i) store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
+    for (int i = 0; i < kPanels; ++i)
+      store(p, row + t, (panel + i) * kOutputsOfPanel,
+            total + t * kMostColumns + i * kOutputsOfPanel);
 }
 
-// Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words that fill none are multiplied as others are.
+// Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words
+// that fill none are multiplied as others are.
 template <typename Word, int kPanels>
-JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel,
-                       int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
+                       const typename Word::X* x, int64_t num_words, const uint32_t* w,
+                       int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
 #if defined(__AVX512F__)
   if constexpr (Word::kHasTiles)
     if (instructions == kTiles) {
-      const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
+      const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile,
+                    count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
       for (int64_t i = 0; i < count && begin < whole; ++i) {
         const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
         const uint32_t* own = x + first * num_words;
@@ -337,9 +374,11 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows, 
         if (kPanels == kMostPanels && i + 1 < count) {
           const int64_t next = (++i + 1) * num_rows / count;
           for (int p = 0; p < kPanels; p += 2)
-            amx_square<Word>(tile_rows, last - first, next - last, own, num_words, w + p * panel, panel, begin, whole, sums + p * kOutputsOfPanel);
+            amx_square<Word>(tile_rows, last - first, next - last, own, num_words, w + p * panel,
+                             panel, begin, whole, sums + p * kOutputsOfPanel);
         } else {
-          amx_tile<Word, kPanels>(tile_rows, last - first, own, num_words, w, panel, begin, whole, sums);
+          amx_tile<Word, kPanels>(tile_rows, last - first, own, num_words, w, panel, begin, whole,
+                                  sums);
         }
       }
       if (whole == end) return;
@@ -358,8 +397,10 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   TileRows tile_rows;
   int64_t begin = 0;
   do {
-    const int64_t end = std::min(begin + (p.instructions == kTiles ? kTileWordsOfBlock : kWordsOfBlock), p.num_words);
-    words<Word, kPanels>(tile_rows, p.instructions, end_row - row, x, p.num_words, w, panel, begin, end, total);
+    const int64_t end = std::min(
+        begin + (p.instructions == kTiles ? kTileWordsOfBlock : kWordsOfBlock), p.num_words);
+    words<Word, kPanels>(tile_rows, p.instructions, end_row - row, x, p.num_words, w, panel, begin,
+                         end, total);
     begin = end;
   } while (begin < p.num_words);
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -369,14 +410,16 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
 inline Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
   if (!p.scale_row) {
     const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
-    __builtin_prefetch(static_cast<const char*>(values) + (at + 8 * kOutputsOfPanel) * (type == Type::kF32 ? 4 : 2));
+    __builtin_prefetch(static_cast<const char*>(values) +
+                       (at + 8 * kOutputsOfPanel) * (type == Type::kF32 ? 4 : 2));
     if (type == Type::kF32) return Load<F32>::at(static_cast<const float*>(values) + at);
     if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
     return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
   }
   Vec found = {};
   for (int lane = 0; lane < kLanes && panel * kOutputsOfPanel + lane < p.num_out; ++lane)
-    found[lane] = static_cast<const float*>(values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
+    found[lane] = static_cast<const float*>(
+        values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
   return found;
 }
 
@@ -397,7 +440,8 @@ inline Vec number(Int bits) {
 template <Code code>
 void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
   constexpr int kCodes = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;  // of a byte
-  const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (p.num_in / kCodes) * kOutputsOfPanel;
+  const auto* from =
+      static_cast<const uint8_t*>(p.panels) + panel * (p.num_in / kCodes) * kOutputsOfPanel;
   for (int64_t i = begin; i < end;) {
     const int64_t group = i / p.group_size, stop = std::min(end, (group + 1) * p.group_size);
     const Vec scale = of_group(p, p.scale_type, p.scale, panel, group);
@@ -405,7 +449,8 @@ void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* t
                        : p.zero  ? of_group(p, Type::kF32, p.zero, panel, group)
                                  : splat(code == Code::kInt4 ? 8.0f : 0.0f);
     const auto put = [&](Vec numbers) {
-      Store<F32>::at(to, p.minimum ? multiply_add(numbers, scale, offset) : (numbers - offset) * scale);
+      Store<F32>::at(to,
+                     p.minimum ? multiply_add(numbers, scale, offset) : (numbers - offset) * scale);
       to += kOutputsOfPanel;
     };
     for (; i < stop; i += kCodes) {
@@ -434,7 +479,8 @@ void for_code(Code code, const Run& run) {
   }
 }
 
-// Weights in few bits: some words of float32 are made at a time, so that they stay in the first cache, and multiplied by all rows.
+// Multiplies weights of few bits: some words of float32 are made at a time, so that they stay in
+// the first cache, and multiplied by all rows.
 template <int kPanels>
 JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   constexpr int64_t kInputs = 64, kPanel = kInputs * kOutputsOfPanel;
@@ -445,29 +491,35 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
   do {
     const int64_t end = std::min(begin + kInputs, p.num_in);
     for_code(p.code, [&](auto code) {
-      for (int i = 0; i < kPanels; ++i) decode<decltype(code)::value>(p, first_panel + i, begin, end, words + i * kPanel);
+      for (int i = 0; i < kPanels; ++i)
+        decode<decltype(code)::value>(p, first_panel + i, begin, end, words + i * kPanel);
     });
-    const auto* from = reinterpret_cast<const uint32_t*>(words) - begin * kOutputsOfPanel;  // where word 0 would be
-    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, Stored{from, kPanel}, begin, end, total);
+    const auto* from = reinterpret_cast<const uint32_t*>(words) -
+                       begin * kOutputsOfPanel;  // where word 0 would be
+    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, Stored{from, kPanel}, begin, end,
+                                 total);
     begin = end;
   } while (begin < p.num_in);
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
 #if defined(__AVX512F__)
-// The numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the fifth bit of an index belongs to another code.
+// Returns the numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the
+// fifth bit of an index belongs to another code.
 __m512i numbers_of(const Packed& p) {
   if (p.code != Code::kInt4 && p.code != Code::kFloat4) return __m512i{};
   Int bits = {};
   for (int i = 0; i < kLanes; ++i) bits[i] = i;
-  const Vec numbers = p.code == Code::kFloat4 ? number<Code::kFloat4>(bits)
-                                              : number<Code::kInt4>(bits) - splat(p.zero || p.minimum ? 0.0f : 8.0f);
+  const Vec numbers = p.code == Code::kFloat4
+                          ? number<Code::kFloat4>(bits)
+                          : number<Code::kInt4>(bits) - splat(p.zero || p.minimum ? 0.0f : 8.0f);
   uint16_t table[32];
   for (int i = 0; i < 32; ++i) table[i] = static_cast<uint16_t>(as_bits(numbers)[i % kLanes] >> 16);
   return raw_at<__m512i>(table);
 }
 
-// Words of two numbers of bfloat16, made of the codes of some panels. They are exact: no code has more than eight bits.
+// Makes words of two numbers of bfloat16 of the codes of some panels. They are exact: no code has
+// more than eight bits.
 template <Code code>
 struct Coded {
   static constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
@@ -477,7 +529,9 @@ struct Coded {
   __m512i numbers;
 
   Coded(const Packed& p, __m512i numbers, int64_t panel)
-      : first(static_cast<const uint8_t*>(p.panels) + panel * p.num_words * kBytesOfWord), num_words(p.num_words), numbers(numbers) {}
+      : first(static_cast<const uint8_t*>(p.panels) + panel * p.num_words * kBytesOfWord),
+        num_words(p.num_words),
+        numbers(numbers) {}
 
   Coded from(int64_t word) const {
     Coded source = *this;
@@ -494,14 +548,17 @@ struct Coded {
     } else {
       typedef typename std::conditional<code == Code::kInt8, I8, F8>::type Number;
       const auto* codes = reinterpret_cast<const typename Number::type*>(from);
-      return (Words)(as_bits(Load<Number>::at(codes)) >> 16 | (as_bits(Load<Number>::at(codes + kOutputsOfPanel)) & 0xffff0000u));
+      return (Words)(as_bits(Load<Number>::at(codes)) >> 16 |
+                     (as_bits(Load<Number>::at(codes + kOutputsOfPanel)) & 0xffff0000u));
     }
   }
 };
 
-// Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its zeros or minima give.
+// Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its
+// zeros or minima give.
 template <int kPanels>
-void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_panel, int64_t group, const uint32_t* part, uint32_t* total) {
+void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_panel, int64_t group,
+               const uint32_t* part, uint32_t* total) {
   const float* x_sum = static_cast<const float*>(p.words) + row * p.num_groups + group;
   for (int i = 0; i < kPanels; ++i) {
     const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
@@ -517,15 +574,18 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
   }
 }
 
-// The same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum by the scale. With AMX and few rows, some small
-// groups take each step one after the other, so that no step waits for the one before it.
+// Does the same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum
+// by the scale. With AMX and few rows, some small groups take each step one after the other, so
+// that no step waits for the one before it.
 template <int kPanels>
 JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
-  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel, kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
+  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel,
+                    kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
   alignas(64) static thread_local uint32_t total[kSums], parts[kMostGroups * kSums];
   alignas(64) uint32_t made[kPanels * kPanel];
   const int64_t num_rows = end_row - row, size = p.group_size / 2;
-  const int64_t at_once = num_rows > kMostRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMostGroups);
+  const int64_t at_once =
+      num_rows > kMostRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMostGroups);
   const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
   const __m512i numbers = numbers_of(p);
   TileRows tile_rows;
@@ -544,9 +604,11 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
       });
       // One group, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
-        const uint32_t* from = made - begin * kOutputsOfPanel + i * size * kOutputsOfPanel;  // where the group's word 0 would be
+        const uint32_t* from = made - begin * kOutputsOfPanel +
+                               i * size * kOutputsOfPanel;  // where the group's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
-        words<PairDot, kPanels>(tile_rows, p.instructions, num_rows, x + first + i * size, p.num_words, from, kPanel, begin, stop, parts + i * kSums);
+        words<PairDot, kPanels>(tile_rows, p.instructions, num_rows, x + first + i * size,
+                                p.num_words, from, kPanel, begin, stop, parts + i * kSums);
       }
     }
     for (int64_t i = 0; i < at_once && group + i < p.num_groups; ++i)
@@ -555,9 +617,10 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
-// The same for few rows: the words of a group are multiplied as they are made.
+// Does the same for few rows: the words of a group are multiplied as they are made.
 template <int kPanels, Code code>
-JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
+                                   int64_t first_panel) {
   constexpr int64_t kSums = kMostRowsOfCodes * kMostColumns;
   alignas(64) uint32_t total[kSums] = {}, part[kSums];
   const int64_t num_rows = end_row - row, size = p.group_size / 2;
@@ -565,7 +628,8 @@ JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row
   const Coded<code> source(p, numbers_of(p), first_panel);
   for (int64_t group = 0; group < p.num_groups; ++group) {
     const int64_t first = group * size, count = std::min(size, p.num_words - first);
-    all_rows<PairDot, kPanels>(num_rows, x + first, p.num_words, source.from(first), 0, count, part);
+    all_rows<PairDot, kPanels>(num_rows, x + first, p.num_words, source.from(first), 0, count,
+                               part);
     add_group<kPanels>(p, row, num_rows, first_panel, group, part, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -576,7 +640,9 @@ template <int kPanels>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
 #if defined(__AVX512F__)
   if (p.instructions == kDot && end_row - row <= kMostRowsOfCodes)
-    return for_code(p.code, [&](auto code) { few_rows_of_codes<kPanels, decltype(code)::value>(p, row, end_row, panel); });
+    return for_code(p.code, [&](auto code) {
+      few_rows_of_codes<kPanels, decltype(code)::value>(p, row, end_row, panel);
+    });
   if (p.instructions) return paired_panels<kPanels>(p, row, end_row, panel);
 #endif
   coded_panels<kPanels>(p, row, end_row, panel);
@@ -607,13 +673,16 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
   multiply<PairWord>(p, row, end_row, panel, end_panel);
 }
 
+// Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
 int64_t bytes_of_row(const Packed& p) {
   if (p.is_coded) return p.instructions && (p.zero || p.minimum) ? p.num_groups * 4 : 0;
-  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
+  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
+    return 0;
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
-// Rounds to eight bits, as `round_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
+// Rounds a row to eight bits as `round_inputs` of jaxpage/layers/product.py does, with the same
+// operations. A NaN makes the scale NaN.
 void round_row(const Packed& p, int64_t row, void* words) {
   const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
   const auto at = [&](int64_t i) {
@@ -633,15 +702,19 @@ void round_row(const Packed& p, int64_t row, void* words) {
   float scale = largest * (1.0f / 127);
   if (scale < 0x1p-100f) scale = 0x1p-100f;
   p.row_scale[row] = scale;
-  const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
+  // The sum with 1.5 * 2^23 rounds to an integer: float32 has no bits for what is below one there.
+  const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);
   auto* to = static_cast<uint32_t*>(words);
   int32_t sum = 0;
-  const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;  // words before it are in tiles, which have nothing too much
+  // The words before it are multiplied in tiles of AMX, whose sums have nothing too much.
+  const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec whole = at(i) * inverse;
-    const Int rounded = __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
+    const Int rounded =
+        __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
     for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
-      const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1], (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
+      const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1],
+                             (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
       const int64_t k = (i + lane) / 4;
       if (k >= first_dot) sum += n[0] + n[1] + n[2] + n[3];
       if (p.instructions) {
@@ -655,12 +728,13 @@ void round_row(const Packed& p, int64_t row, void* words) {
   p.row_sum[row] = sum;
 }
 
-// The sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
+// Computes the sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
 void sum_groups(const Packed& p, int64_t row, float* sums) {
   const auto* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   for (int64_t group = 0; group < p.num_groups; ++group) {
     float sum = 0;
-    for (int64_t i = group * p.group_size; i < std::min(p.num_in, (group + 1) * p.group_size); ++i) {
+    for (int64_t i = group * p.group_size; i < std::min(p.num_in, (group + 1) * p.group_size);
+         ++i) {
       const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
       float number;
       std::memcpy(&number, &bits, 4);

@@ -8,7 +8,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// Sixteen numbers, or fewer at the end of a row, with zeros behind them.
+// Loads sixteen numbers, or fewer at the end of a row, with zeros after them.
 template <typename Stored>
 inline Vec load(const void* x, int64_t at, int64_t end) {
   typedef typename Stored::type Number;
@@ -36,6 +36,7 @@ inline void store(void* out, int64_t at, int64_t end, Vec value) {
 }
 
 inline Vec activated(Activation activation, Vec x) {
+  // `exp` takes numbers up to 88.
   if (activation == Activation::kSilu) return x / (splat(1.0f) + exp(-max(x, splat(-87.0f))));
   const Vec inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
   return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
@@ -47,7 +48,9 @@ void gate(const Rows& p, int64_t row) {
   const Number* gates = static_cast<const Number*>(p.x) + row * 2 * p.width;
   Number* out = static_cast<Number*>(p.out) + row * p.width;
   for (int64_t i = 0; i < p.width; i += kLanes)
-    store<Stored>(out, i, p.width, activated(p.activation, load<Stored>(gates, i, p.width)) * load<Stored>(gates + p.width, i, p.width));
+    store<Stored>(out, i, p.width,
+                  activated(p.activation, load<Stored>(gates, i, p.width)) *
+                      load<Stored>(gates + p.width, i, p.width));
 }
 
 template <typename Stored>
@@ -58,9 +61,12 @@ void rms_norm(const Rows& p, int64_t row) {
   if (p.added) {
     const Number* added = static_cast<const Number*>(p.added) + row * p.width;
     Number* both = static_cast<Number*>(p.sum) + row * p.width;
-    for (int64_t i = 0; i < p.width; i += kLanes) store<Stored>(both, i, p.width, load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
+    for (int64_t i = 0; i < p.width; i += kLanes)
+      store<Stored>(both, i, p.width,
+                    load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
     x = both;
   }
+  // Four sums, because one alone would wait for each addition before it.
   Vec squares[4] = {};
   for (int64_t i = 0, place = 0; i < p.width; i += kLanes, place = (place + 1) % 4) {
     const Vec numbers = load<Stored>(x, i, p.width);
@@ -69,24 +75,29 @@ void rms_norm(const Rows& p, int64_t row) {
   const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / p.width;
   const Vec factor = splat(1.0f / std::sqrt(mean + p.epsilon)), offset = splat(p.offset);
   for (int64_t i = 0; i < p.width; i += kLanes)
-    store<Stored>(out, i, p.width, load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
+    store<Stored>(
+        out, i, p.width,
+        load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
 }
 
 template <typename Stored>
 void rotate(const Rows& p, int64_t row) {
   typedef typename Stored::type Number;
   const Number* x = static_cast<const Number*>(p.x) + row * p.width;
-  const int64_t heads_of_token = p.num_heads + 2 * p.num_keys, token = row / heads_of_token, head = row % heads_of_token;
+  const int64_t heads_of_token = p.num_heads + 2 * p.num_keys, token = row / heads_of_token,
+                head = row % heads_of_token;
   const int64_t key = head - p.num_heads, value = key - p.num_keys;
   if (value >= 0) {
-    std::memcpy(static_cast<Number*>(p.values) + (token * p.num_keys + value) * p.width, x, p.width * sizeof(Number));
+    std::memcpy(static_cast<Number*>(p.values) + (token * p.num_keys + value) * p.width, x,
+                p.width * sizeof(Number));
     return;
   }
   Number* out = key >= 0 ? static_cast<Number*>(p.keys) + (token * p.num_keys + key) * p.width
                          : static_cast<Number*>(p.out) + (token * p.num_heads + head) * p.width;
   const int64_t pairs = p.num_pairs;
   for (int64_t i = 0; i < pairs; i += kLanes) {
-    const Vec cos = load<F32>(p.cos + token * pairs, i, pairs), sin = load<F32>(p.sin + token * pairs, i, pairs);
+    const Vec cos = load<F32>(p.cos + token * pairs, i, pairs),
+              sin = load<F32>(p.sin + token * pairs, i, pairs);
     const Vec first = load<Stored>(x, i, pairs), second = load<Stored>(x + pairs, i, pairs);
     store<Stored>(out, i, pairs, first * cos - second * sin);
     store<Stored>(out + pairs, i, pairs, second * cos + first * sin);
@@ -94,11 +105,13 @@ void rotate(const Rows& p, int64_t row) {
   std::memcpy(out + 2 * pairs, x + 2 * pairs, (p.width - 2 * pairs) * sizeof(Number));
 }
 
-#define JAXPAGE_OF_TYPE(name) [](const Rows& p, int64_t row) { p.type == Type::kF32 ? name<F32>(p, row) : name<BF16>(p, row); }
+#define JAXPAGE_OF_TYPE(name) \
+  [](const Rows& p, int64_t row) { p.type == Type::kF32 ? name<F32>(p, row) : name<BF16>(p, row); }
 
 }  // namespace
 
-extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(rms_norm), JAXPAGE_OF_TYPE(rotate)};
+extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(rms_norm),
+                                 JAXPAGE_OF_TYPE(rotate)};
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

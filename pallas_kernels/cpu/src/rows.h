@@ -1,4 +1,4 @@
-// What a layer computes between two products, row by row: no row's bits depend on another.
+// Computes what a layer does between two products, row by row: no row's bits depend on another.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@ namespace jaxpage {
 
 enum class Activation : int64_t { kSilu, kGeluTanh };
 
-// Letters as in pallas_kernels: T rows, F columns, N heads of H numbers, E pairs of a head. Numbers are float or bfloat16; all is computed in float.
+// Letters as in pallas_kernels: T rows, F columns, N heads of H numbers, E pairs of a head. Numbers
+// are float or bfloat16; all is computed in float.
 struct Rows {
   Type type;
   const void* x;
@@ -27,15 +28,17 @@ struct Rows {
 
   const float *cos, *sin;  // [T, E], of rotations
   int64_t num_heads, num_pairs;
-  int64_t num_keys;     // of heads of keys, and of values, which are behind those of queries in x; or 0
+  // The heads of keys, and of values, which follow those of queries in x; or 0.
+  int64_t num_keys;
   void *keys, *values;  // [T, num_keys, width]
 };
 
 struct RowKernels {
-  // x [T, 2 F] has gates, then what they multiply.
+  // The inputs x [T, 2 F] are gates, then what they multiply.
   void (*gate)(const Rows&, int64_t row);
   void (*rms_norm)(const Rows&, int64_t row);
-  // A head of x, of which the numbers i and E + i are a pair. What is behind the pairs stays, and so do values.
+  // Rotates a head of x, of which the numbers i and E + i are a pair. What follows the pairs stays,
+  // and so do values.
   void (*rotate)(const Rows&, int64_t row);
 };
 

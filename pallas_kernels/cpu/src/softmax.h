@@ -1,4 +1,5 @@
-// What attention keeps of a query while it goes over the pages: the positions that it sees, and its softmax so far.
+// Keeps of a query, while attention goes over the pages, the positions that it sees and its softmax
+// so far.
 #pragma once
 
 #include <cmath>
@@ -10,20 +11,23 @@
 namespace jaxpage {
 namespace JAXPAGE_ISA {
 
-constexpr int kTile = 64;       // positions
+constexpr int kTile = 64;  // positions
 constexpr int kMostVecs = kMostHeadWidth / kLanes;
 constexpr int kVecsOfTile = kTile / kLanes;
 
-// Where the pages hold a position of a row, as a slot.
+// Returns the slot in which the pages hold a position of a row.
 inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
   int64_t block = a.block_table[row * a.table_width + position / a.block_size];
   return block * a.block_size + position % a.block_size;
 }
 
-// What the pages hold of one key/value head of a position.
-inline int64_t bytes_of_head(const Attention& a) { return a.head_dim * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2); }
+// Returns the bytes that the pages hold of one key/value head of a position.
+inline int64_t bytes_of_head(const Attention& a) {
+  return a.head_dim * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2);
+}
 
-// A vector of an array of this type, from or to its `index`-th number on. Pages of eight bits are written by `write_quantized`.
+// Loads or stores a vector of an array of this type, from its `index`-th number on. Pages of eight
+// bits are written by `write_quantized`.
 inline Vec load(Type type, const void* array, int64_t index) {
   switch (type) {
     case Type::kF32: return Load<F32>::at(static_cast<const float*>(array) + index);
@@ -40,8 +44,9 @@ inline void store(Type type, void* array, int64_t index, Vec value) {
   }
 }
 
-// A query token, what it sees (positions `first` to `last` of its row), and key/value heads. In a tree of drafts the positions from `num_before`
-// on are the tokens of its branch, one behind the other, as they will stand when they are accepted.
+// A query token, what it sees (positions `first` to `last` of its row), and key/value heads. In a
+// tree of drafts the positions from `num_before` on are the tokens of its branch, one after the
+// other, as they will stand when they are accepted.
 struct Unit {
   int64_t row, token, kv_begin, kv_end, first, last, num_before;
   const int32_t* branch;  // places in the row, or null: every position is where it says
@@ -52,7 +57,8 @@ struct Unit {
   }
 };
 
-// Of 64 positions those that a unit sees: `begin` to `end`. from: where the vector of the first one begins.
+// Holds 64 positions and says which of them a unit sees: `begin` to `end`. The vector of the first
+// of these begins at `from`.
 struct Tile {
   int64_t slots[kTile];
   int begin, end, from;
@@ -70,16 +76,18 @@ struct Tile {
     see(unit);
     for (int j = begin; j < end;) {  // none where the unit sees nothing here
       slots[j] = unit.slot(a, position + j);
-      // Without a division for each: those behind it, as far as its block goes.
+      // The positions after it, as far as its block goes, need no division.
       int64_t left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
       for (++j; left > 0 && j < end; --left, ++j) slots[j] = slots[j - 1] + 1;
     }
   }
 
-  // Has memory bring what the positions of a vector hold: `width` bytes each, of `stride` bytes in all.
+  // Has memory bring what the positions of a vector hold: `width` bytes each, of `stride` bytes in
+  // all.
   void fetch(const char* pages, int64_t stride, int64_t width, int group) const {
     for (int j = group > begin ? group : begin; j < group + kLanes && j < end; ++j)
-      for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(pages + slots[j] * stride + i, 0, 2);
+      for (int64_t i = 0; i < width; i += 64)
+        __builtin_prefetch(pages + slots[j] * stride + i, 0, 2);
   }
 };
 
@@ -92,6 +100,7 @@ struct Head {
 
   void start(const Attention& a, const Unit& unit, int64_t head) {
     for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] = splat(0.0f);
+    // A sink is a score without a value, which every query sees.
     most = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
     total = a.sinks ? 1.0f : 0.0f;
     slope = a.slopes ? a.slopes[head] : 0.0f;
@@ -101,7 +110,8 @@ struct Head {
   // Takes the query's numbers, scaled: scores need no factor then.
   void take(const Attention& a, const Unit& unit, int64_t head) {
     for (int64_t i = 0; i < a.head_dim; i += kLanes)
-      q[i / kLanes] = load(a.query_type, a.q, (unit.token * a.num_heads + head) * a.head_dim + i) * splat(a.scale);
+      q[i / kLanes] = load(a.query_type, a.q, (unit.token * a.num_heads + head) * a.head_dim + i) *
+                      splat(a.scale);
   }
 
   // Makes weights of the scores of a tile.
@@ -110,12 +120,14 @@ struct Head {
     weigh<false>(a, tile, kv_head);
   }
 
-  // kWhole: all positions are seen, which the compiler can unroll.
+  // With kWhole all positions are seen, and the compiler can unroll the loops.
   template <bool kWhole>
   void weigh(const Attention& a, const Tile& tile, int64_t kv_head) {
-    const int begin = kWhole ? 0 : tile.begin, end = kWhole ? kTile : tile.end, from = kWhole ? 0 : tile.from;
+    const int begin = kWhole ? 0 : tile.begin, end = kWhole ? kTile : tile.end,
+              from = kWhole ? 0 : tile.from;
     if (a.k_scale)
-      for (int j = begin; j < end; ++j) scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
+      for (int j = begin; j < end; ++j)
+        scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
     if (a.softcap > 0.0f)
       for (int group = from; group < end; group += kLanes) {
         Vec score;
@@ -127,7 +139,9 @@ struct Head {
       for (int group = from; group < end; group += kLanes) {
         Vec score;
         std::memcpy(&score, scores + group, sizeof(score));
-        score = multiply_add(splat(slope), splat(static_cast<float>(tile.position + group - own)) + ascending(), score);
+        score = multiply_add(splat(slope),
+                             splat(static_cast<float>(tile.position + group - own)) + ascending(),
+                             score);
         std::memcpy(scores + group, &score, sizeof(score));
       }
     for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
@@ -152,19 +166,22 @@ struct Head {
     }
     most = largest;
     total = total * correction + sum(added);
-    for (int64_t i = 0; i < a.value_width && !is_same; i += kLanes) acc[i / kLanes] *= splat(correction);
+    for (int64_t i = 0; i < a.value_width && !is_same; i += kLanes)
+      acc[i / kLanes] *= splat(correction);
     if (a.v_scale)
-      for (int j = begin; j < end; ++j) scores[j] *= a.v_scale[tile.slots[j] * a.num_kv_heads + kv_head];
+      for (int j = begin; j < end; ++j)
+        scores[j] *= a.v_scale[tile.slots[j] * a.num_kv_heads + kv_head];
   }
 
   void finish(const Attention& a, int64_t token, int64_t head) const {
     for (int64_t i = 0; i < a.value_width; i += kLanes)
-      store(a.query_type, a.out, (token * a.num_heads + head) * a.value_width + i, acc[i / kLanes] / splat(total));
+      store(a.query_type, a.out, (token * a.num_heads + head) * a.value_width + i,
+            acc[i / kLanes] / splat(total));
   }
 };
 
-// With AMX: query tokens of a row, one after the other, with the key/value heads of the units. With several tokens it is one key/value head, which has
-// at most kHeadsOfChunk query heads in all.
+// With AMX: query tokens of a row, one after the other, with the key/value heads of the units. With
+// several tokens it is one key/value head, which has at most kHeadsOfChunk query heads in all.
 void attend_tiles(const Attention& a, const Unit* units, int num_tokens);
 
 }  // namespace JAXPAGE_ISA

@@ -1,6 +1,8 @@
-// Vectors of 16 floats in GCC's and Clang's vector extension: the same operations in the same order on every instruction set.
+// Vectors of 16 floats in GCC's and Clang's vector extension: the same operations in the same order
+// on every instruction set.
 //
-// A library is compiled for one instruction set (JAXPAGE_ISA). GCC makes two or four operations of one where vectors are shorter.
+// A library is compiled for one instruction set (JAXPAGE_ISA). GCC makes two or four operations of
+// one where vectors are shorter.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +32,7 @@ static inline Bits as_bits(Vec x) { return (Bits)x; }
 static inline Vec select(Int mask, Vec a, Vec b) { return mask ? a : b; }
 static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 static inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -38,7 +40,8 @@ static inline Vec multiply_add(Vec a, Vec b, Vec c) {
   typedef float Half8 __attribute__((vector_size(32)));
   Half8 x[2], y[2], z[2];
   std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-  for (int i = 0; i < 2; ++i) z[i] = (Half8)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+  for (int i = 0; i < 2; ++i)
+    z[i] = (Half8)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
   std::memcpy(&c, z, 64);
   return c;
 #else
@@ -54,7 +57,8 @@ static inline Raw raw_at(const void* at) {
   return raw;
 }
 
-// Integers of 8 and 16 bits as those of 32. GCC 12 makes sixteen scalar conversions of __builtin_convertvector for some of them.
+// Makes integers of 32 bits of those of 8 and 16. GCC 12 makes sixteen scalar conversions of
+// __builtin_convertvector for some of them.
 #if defined(__AVX512F__)
 static inline Int widened(Byte x) { return (Int)_mm512_cvtepi8_epi32((__m128i)x); }
 static inline Bits widened(UByte x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
@@ -65,10 +69,12 @@ static inline Bits joined(__m256i low, __m256i high) {
   return raw_at<Bits>(both);
 }
 static inline Int widened(Byte x) {
-  return (Int)joined(_mm256_cvtepi8_epi32((__m128i)x), _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8)));
+  return (Int)joined(_mm256_cvtepi8_epi32((__m128i)x),
+                     _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8)));
 }
 static inline Bits widened(UByte x) {
-  return joined(_mm256_cvtepu8_epi32((__m128i)x), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8)));
+  return joined(_mm256_cvtepu8_epi32((__m128i)x),
+                _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8)));
 }
 static inline Bits widened(Half x) {
   __m128i part[2];
@@ -76,12 +82,16 @@ static inline Bits widened(Half x) {
   return joined(_mm256_cvtepu16_epi32(part[0]), _mm256_cvtepu16_epi32(part[1]));
 }
 #else
-static inline Int widened(Byte x) { return __builtin_convertvector(__builtin_convertvector(x, Short), Int); }
-static inline Bits widened(UByte x) { return __builtin_convertvector(__builtin_convertvector(x, Half), Bits); }
+static inline Int widened(Byte x) {
+  return __builtin_convertvector(__builtin_convertvector(x, Short), Int);
+}
+static inline Bits widened(UByte x) {
+  return __builtin_convertvector(__builtin_convertvector(x, Half), Bits);
+}
 static inline Bits widened(Half x) { return __builtin_convertvector(x, Bits); }
 #endif
 
-// A vector of numbers as they are stored.
+// Loads a vector of numbers as they are stored.
 template <typename Stored>
 struct Load;
 
@@ -108,9 +118,7 @@ struct Load<F32> {
 
 template <>
 struct Load<BF16> {
-  static Vec at(const uint16_t* x) {
-    return as_float(widened(raw_at<Half>(x)) << 16);
-  }
+  static Vec at(const uint16_t* x) { return as_float(widened(raw_at<Half>(x)) << 16); }
 };
 
 // Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
@@ -128,7 +136,7 @@ struct Load<F16> {
   }
 };
 
-// As `Load<F16>`, of one number.
+// Returns what `Load<F16>` returns, for one number.
 static inline float float_of(uint16_t half) {
 #if defined(__F16C__)
   return _cvtsh_ss(half);
@@ -140,9 +148,7 @@ static inline float float_of(uint16_t half) {
 
 template <>
 struct Load<I8> {
-  static Vec at(const int8_t* x) {
-    return __builtin_convertvector(widened(raw_at<Byte>(x)), Vec);
-  }
+  static Vec at(const int8_t* x) { return __builtin_convertvector(widened(raw_at<Byte>(x)), Vec); }
 };
 
 template <>
@@ -204,13 +210,13 @@ struct Store<F16> {
   }
 };
 
-// To float8_e4m3fn, of a number up to 448, to the nearest, ties to even.
+// Rounds a number up to 448 to float8_e4m3fn: to the nearest, ties to even.
 static inline uint8_t float8_of(float number) {
   uint32_t bits;
   std::memcpy(&bits, &number, 4);
   uint32_t sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x43e80000u) return sign | 0x7fu;  // above 464, or no number
-  if (magnitude < 0x3c800000u) {                     // subnormal: the sum rounds where the last bit stands
+  if (magnitude < 0x3c800000u) {  // subnormal: the sum rounds where the last bit stands
     float shifted;
     std::memcpy(&shifted, &magnitude, 4);
     shifted += 16384.0f;
@@ -222,7 +228,7 @@ static inline uint8_t float8_of(float number) {
   return sign | (magnitude >> 20);
 }
 
-// Lanes of both vectors; those of b have the numbers from 16.
+// Returns lanes of both vectors; those of b have the numbers from 16.
 template <int... lanes>
 static inline Vec shuffled(Vec a, Vec b) {
 #if defined(__clang__)
@@ -232,7 +238,8 @@ static inline Vec shuffled(Vec a, Vec b) {
 #endif
 }
 
-// The sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever the others hold.
+// Returns the sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever
+// the others hold.
 static inline Vec sums(Vec* v) {
   for (int i = 0; i < 8; ++i)
     v[i] = shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[i], v[i + 8]) +
@@ -284,7 +291,8 @@ static inline float largest(Vec v) {
   return half[0] > half[1] ? half[0] : half[1];
 }
 
-// e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is reduced, within 1.1 ulp.
+// Returns e^x for x up to 88, and 0 below -87.3 (and for -inf): a polynomial after the range is
+// reduced, within 1.1 ulp.
 static inline Vec exp(Vec x) {
   const Int is_zero = x < splat(-87.3f);
   x = select(is_zero, splat(-87.3f), x);

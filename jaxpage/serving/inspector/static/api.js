@@ -1,13 +1,14 @@
-// Talks to the server that the page came from. The API key is asked for once and kept in this module alone: it is gone with the page.
+// Talks to the server that the page came from. The API key is asked for once and kept in this
+// module alone: it is gone with the page.
 
 const BROKE_OFF = "The connection to the server broke off.";
 let apiKey = "";
 let askForKey = async () => "";
 
-/** ask: shows a dialog and resolves to the key that was typed, or "" where none was. */
+/** Sets the dialog that asks for the API key. It resolves to the key that was typed, or to "". */
 export const setKeyDialog = (ask) => (askForKey = ask);
 
-/** What the server answered in place of what was asked for; `status` is 0 where it did not answer. */
+/** The server's answer in place of what was asked for. `status` is 0 where it did not answer. */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -15,7 +16,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A response that is fine. Raises ApiError with the server's own message. */
+/** Returns a response that is fine. Raises ApiError with the server's own message. */
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const response = await send(path, body, signal);
@@ -50,7 +51,10 @@ async function messageOf(response) {
   }
 }
 
-/** The JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an error frame, and where the stream breaks off. */
+/**
+ * Yields the JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an
+ * error frame, and where the stream breaks off.
+ */
 export async function* messages(response) {
   const decoder = new TextDecoder();
   let rest = "";
@@ -82,7 +86,7 @@ async function next(reader) {
   }
 }
 
-/** The JSON of an answer that comes at once. Raises ApiError where it breaks off. */
+/** Returns the JSON of an answer that comes at once. Raises ApiError where it breaks off. */
 export async function whole(response) {
   try {
     return await response.json();

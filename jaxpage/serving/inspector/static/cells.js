@@ -2,7 +2,7 @@
 
 import { requestColor, themed } from "./colors.js";
 
-/** A cell as the legend shows it. */
+/** Draws a cell as the legend shows it. */
 export function drawWhole(context, block, size) {
   drawCell(context, block, 1, 1, size, block.isWritten);
   drawCount(context, block, 1, 1, size);
@@ -13,16 +13,20 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.save();
   context.beginPath();
   context.roundRect(x, y, size, size, radius);
-  context.fillStyle = themed(block.kind === "used" ? "cell-used" : block.kind === "cached" ? "cell-cached" : "cell-free");
+  context.fillStyle = themed(
+    block.kind === "used" ? "cell-used" : block.kind === "cached" ? "cell-cached" : "cell-free",
+  );
   context.fill();
   context.save();
   context.clip();
   if (block.kind === "used") drawOwners(context, block, x, y, size);
-  if (block.kind === "cached" || block.kind === "null") drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
+  if (block.kind === "cached" || block.kind === "null")
+    drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
   if (block.kept && size >= 8) drawFold(context, x, y, size);
   context.restore();
   if (block.pinned) outline(context, x + 1, y + 1, size - 2, themed("ink"), 2);
-  else if (size >= 8) outline(context, x, y, size, themed(block.kind === "used" ? "cell-edge" : "line"), 1);
+  else if (size >= 8)
+    outline(context, x, y, size, themed(block.kind === "used" ? "cell-edge" : "line"), 1);
   if (isWritten && size >= 8) {
     context.fillStyle = themed("ink");
     context.fillRect(x + size * 0.2, y + size - 3, size * 0.6, 2);
@@ -30,9 +34,15 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.restore();
 }
 
-/** The colours of the requests that refer to the block, filled from the left as far as its slots are; the known tokens paler. */
+/**
+ * Draws the colours of the requests that refer to the block, filled from the left as far as its
+ * slots are; the known tokens are paler.
+ */
 function drawOwners(context, block, x, y, size) {
-  const numbers = [...new Set(block.references.map(({ request }) => request?.number ?? 0))].slice(0, 4);
+  const numbers = [...new Set(block.references.map(({ request }) => request?.number ?? 0))].slice(
+    0,
+    4,
+  );
   const slots = block.slots;
   numbers.forEach((number, index) => {
     const top = y + (index * size) / numbers.length;
@@ -59,7 +69,7 @@ function drawHatch(context, x, y, size, color) {
   context.stroke();
 }
 
-/** A folded corner: the prefix cache knows what is in the block. */
+/** Draws a folded corner: the prefix cache knows what is in the block. */
 function drawFold(context, x, y, size) {
   const fold = Math.max(4, size * 0.3);
   context.fillStyle = themed("ink");
@@ -71,7 +81,7 @@ function drawFold(context, x, y, size) {
   context.fill();
 }
 
-/** The reference count, where there is more than one reference. */
+/** Draws the reference count, where there is more than one reference. */
 export function drawCount(context, { refCount }, x, y, size) {
   if (refCount < 2 || size < 14) return;
   context.font = `700 ${Math.round(size * 0.5)}px ${themed("font")}`;

@@ -7,25 +7,47 @@ import { nameOf } from "./snapshot.js";
 const MOST_ENTRIES = 64; // of a block table
 const MOST_IDS = 64; // of a prompt
 
-/** Elements that describe a block, a request, or what can be pointed at. */
+/** Returns elements that describe a block, a request, or what can be pointed at. */
 export function describe(block, request, snapshot) {
   if (block) return describeBlock(block, snapshot.pool.block_size);
   if (request) return describeRequest(request);
   return [
-    el("p", {}, "The KV cache is divided into blocks of equal size. A block table lists the blocks of a sequence, which can be anywhere in the pool. Sequences with a common prefix share blocks; a shared block is copied before one of them writes to it (copy-on-write)."),
-    el("p", { class: "muted" }, "Point at a block or a request, or tap it, to see its block tables; a click selects it. Keyboard: Tab to the grid, then arrow keys, Enter and Escape."),
+    el(
+      "p",
+      {},
+      "The KV cache is divided into blocks of equal size. A block table lists the blocks of a " +
+        "sequence, which can be anywhere in the pool. Sequences with a common prefix share " +
+        "blocks; a shared block is copied before one of them writes to it (copy-on-write).",
+    ),
+    el(
+      "p",
+      { class: "muted" },
+      "Point at a block or a request, or tap it, to see its block tables; a click selects it. " +
+        "Keyboard: Tab to the grid, then arrow keys, Enter and Escape.",
+    ),
   ];
 }
 
 function describeBlock(block, size) {
+  const rest = block.known - block.filled;
+  const reserved = rest > 0 ? `, ${rest} more are reserved for known tokens` : "";
   const facts = {
     null: "is the null block: padding tokens write to it, and it is never allocated.",
     free: "is free.",
-    cached: "is free, and its content is still in the prefix cache: a prompt with the same tokens reuses it. It is allocated again last (LRU).",
-    used: `has ${count(block.refCount, "reference")}; ${block.filled} of its ${size} slots are computed${block.known > block.filled ? `, ${block.known - block.filled} more are reserved for known tokens` : ""}.`,
+    cached:
+      "is free, and its content is still in the prefix cache: a prompt with the same tokens " +
+      "reuses it. It is allocated again last (LRU).",
+    used:
+      `has ${count(block.refCount, "reference")}; ${block.filled} of its ${size} slots are ` +
+      `computed${reserved}.`,
   };
   const forks = new Set(block.references.map(({ request }) => request?.number ?? 0));
-  const shared = block.refCount < 2 ? "" : forks.size > 1 ? " Requests with a common prefix share it." : " Sequences of one request share it; it is copied before one of them writes to it.";
+  const shared =
+    block.refCount < 2
+      ? ""
+      : forks.size > 1
+        ? " Requests with a common prefix share it."
+        : " Sequences of one request share it; it is copied before one of them writes to it.";
   const kept = block.kept && block.kind === "used" ? " It is full and in the prefix cache." : "";
   const name = block.isHost ? "Host block" : "Block";
   return [el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`)];
@@ -33,7 +55,9 @@ function describeBlock(block, size) {
 
 function describeRequest(request) {
   const { prompt } = request;
-  const text = Array.isArray(prompt) ? `token ids ${prompt.slice(0, MOST_IDS).join(" ")}${prompt.length > MOST_IDS ? " …" : ""}` : prompt;
+  const text = Array.isArray(prompt)
+    ? `token ids ${prompt.slice(0, MOST_IDS).join(" ")}${prompt.length > MOST_IDS ? " …" : ""}`
+    : prompt;
   return [
     el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`),
     text ? el("p", { class: "muted prompt" }, `Prompt: ${text}`) : null,
@@ -52,14 +76,24 @@ function dotOf({ request }) {
 }
 
 function storyOf(request) {
-  const found = request.cached_tokens ? `, ${request.cached_tokens} of them from the prefix cache` : "";
-  const kind = request.beam_width ? `; beam search, width ${request.beam_width}` : request.num_sequences > 1 ? `; ${request.num_sequences} samples` : "";
-  const gave = request.num_preemptions ? `; preempted ${count(request.num_preemptions, "time")}` : "";
+  const found = request.cached_tokens
+    ? `, ${request.cached_tokens} of them from the prefix cache`
+    : "";
+  const kind = request.beam_width
+    ? `; beam search, width ${request.beam_width}`
+    : request.num_sequences > 1
+      ? `; ${request.num_sequences} samples`
+      : "";
+  const gave = request.num_preemptions
+    ? `; preempted ${count(request.num_preemptions, "time")}`
+    : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
-  return `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ${request.max_total_tokens} in total${kind}${gave}${ended}.`;
+  return;
+  `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ` +
+    `${request.max_total_tokens} in total${kind}${gave}${ended}.`;
 }
 
-/** The block table of a sequence: the physical block of each logical one. */
+/** Returns the block table of a sequence: the physical block of each logical one. */
 export function tableStrip(reference, here, snapshot) {
   const { sequence, pin } = reference;
   const isOnHost = Boolean(sequence?.host_blocks.length);
@@ -68,14 +102,19 @@ export function tableStrip(reference, here, snapshot) {
   const first = Math.max(0, Math.min(place - MOST_ENTRIES / 2, table.length - MOST_ENTRIES));
   const entries = table.slice(first, first + MOST_ENTRIES).map((id, index) => {
     const position = (first + index) * snapshot.pool.block_size;
-    return el("li", { class: first + index === place ? "here" : "", title: `from position ${position}` }, id ? String(id) : "–");
+    return el(
+      "li",
+      { class: first + index === place ? "here" : "", title: `from position ${position}` },
+      id ? String(id) : "–",
+    );
   });
   const before = first > 0 ? [el("li", { class: "muted" }, "…")] : [];
   const behind = first + MOST_ENTRIES < table.length ? [el("li", { class: "muted" }, "…")] : [];
   const label = `Block table of ${nameOf(reference)}${isOnHost ? " in host memory" : ""}`;
   const nothing = table.length ? [] : [el("li", { class: "muted" }, "no blocks")];
   return el(
-    "div", { class: "table" },
+    "div",
+    { class: "table" },
     el("span", {}, dotOf(reference), nameOf(reference)),
     el("ol", { "aria-label": label }, ...before, ...entries, ...behind, ...nothing),
     here ? el("span", { class: "muted" }, positions(reference, snapshot.pool.block_size)) : null,

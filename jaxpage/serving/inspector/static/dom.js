@@ -2,7 +2,10 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element with attributes (functions are listeners, false leaves one out) and children (strings become text). */
+/**
+ * Makes an element with attributes (functions are listeners, false leaves one out) and children
+ * (strings become text).
+ */
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -14,9 +17,10 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-export const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+export const count = (number, noun) =>
+  `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
-/** A canvas as wide as its box, sharp on every screen. Returns its context, in CSS pixels. */
+/** Fits a canvas to its box, sharp on every screen. Returns its context, in CSS pixels. */
 export function fitted(canvas, height) {
   const width = canvas.clientWidth;
   const scale = window.devicePixelRatio || 1;

@@ -1,4 +1,5 @@
-// One request and its answer in the conversation: the prompt, samples or beams side by side, and how fast they came.
+// One request and its answer in the conversation: the prompt, samples or beams side by side, and
+// how fast they came.
 
 import { $, count, el } from "./dom.js";
 import { markdown } from "./markdown.js";
@@ -9,30 +10,57 @@ const REASONS = { length: "stopped at max tokens", stop: "", abort: "aborted" };
 
 export class Exchange {
   /**
-   * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role "prompt".
+   * Shows the prompt, and an empty column for each answer.
+   *
+   * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role
+   *   "prompt".
    * names: of the answers, if there are several.
-   * showsTokens: texts appear as coloured tokens, as far as there are probabilities. Otherwise a chat's are Markdown.
+   * showsTokens: texts appear as coloured tokens, as far as there are probabilities. Otherwise a
+   *   chat's are Markdown.
    * answerer: the name of the model, if it is to be shown.
    */
-  constructor(prompt, { names = [""], isBeam = false, isChat = false, showsTokens = false, title = "", answerer = "" }) {
+  constructor(
+    prompt,
+    {
+      names = [""],
+      isBeam = false,
+      isChat = false,
+      showsTokens = false,
+      title = "",
+      answerer = "",
+    },
+  ) {
     this.made = [prompt, { names, isBeam, isChat, showsTokens, title, answerer }];
     Object.assign(this, { isBeam, isChat, showsTokens, answerer, numTokens: 0, frame: 0 });
     this.began = this.last = performance.now();
     this.first = null; // when the first token came
     this.columns = names.map(newColumn);
     this.note = el("p", { class: "note mono", role: "status" }, "waiting…");
-    const said = prompt.map(({ role, content }) => el("div", { class: `said ${role}` }, el("span", { class: "role" }, title || role), content));
+    const said = prompt.map(({ role, content }) =>
+      el("div", { class: `said ${role}` }, el("span", { class: "role" }, title || role), content),
+    );
     const columns = el("div", { class: "columns" }, ...this.columns.map(({ box }) => box));
-    this.element = el("article", { class: `exchange ${isChat ? "of-chat" : ""}`, "aria-busy": "true" }, ...said, columns, this.note);
+    this.element = el(
+      "article",
+      { class: `exchange ${isChat ? "of-chat" : ""}`, "aria-busy": "true" },
+      ...said,
+      columns,
+      this.note,
+    );
     $("conversation").append(this.element);
     if ($("conversation").checkVisibility()) toEnd();
   }
 
-  /** What `of` makes the same exchange of, as JSON. */
+  /** Returns, as JSON, what `of` makes the same exchange of. */
   record() {
     const isCutOff = this.element.getAttribute("aria-busy") === "true";
-    const columns = this.columns.map(({ pieces, reason }) => ({ pieces, reason: reason.textContent }));
-    const note = isCutOff ? `${this.note.textContent} · cut off when the page was left` : this.note.textContent;
+    const columns = this.columns.map(({ pieces, reason }) => ({
+      pieces,
+      reason: reason.textContent,
+    }));
+    const note = isCutOff
+      ? `${this.note.textContent} · cut off when the page was left`
+      : this.note.textContent;
     return { made: this.made, columns, note, isProblem: this.note.classList.contains("problem") };
   }
 
@@ -57,7 +85,8 @@ export class Exchange {
       const tokens = tokensOf(choice.logprobs);
       const column = this.columns[choice.index];
       if (text || tokens.length) this.grow(column, text, tokens);
-      if (choice.finish_reason) column.reason.textContent = REASONS[choice.finish_reason] ?? choice.finish_reason;
+      if (choice.finish_reason)
+        column.reason.textContent = REASONS[choice.finish_reason] ?? choice.finish_reason;
     }
     if (usage) this.numTokens = usage.completion_tokens;
     this.tell();
@@ -71,18 +100,28 @@ export class Exchange {
     this.frame ||= requestAnimationFrame(() => this.draw());
   }
 
-  /** What is new as spans; Markdown as a whole, because an end can change what came before. */
+  /**
+   * Shows new text: as spans, or Markdown as a whole, because an end can change what came before.
+   */
   draw(isAnew = false) {
     this.frame = 0;
     const goesOn = isAtEnd();
-    const asMarkdown = this.isChat && !(this.showsTokens && this.columns.some(({ pieces }) => pieces.some(([, tokens]) => tokens.length)));
+    const asMarkdown =
+      this.isChat &&
+      !(
+        this.showsTokens &&
+        this.columns.some(({ pieces }) => pieces.some(([, tokens]) => tokens.length))
+      );
     for (const column of this.columns) {
       column.text.classList.toggle("markdown", asMarkdown);
-      if (asMarkdown) column.text.replaceChildren(...markdown(column.pieces.map(([text]) => text).join("")));
+      if (asMarkdown)
+        column.text.replaceChildren(...markdown(column.pieces.map(([text]) => text).join("")));
       else {
         if (isAnew) column.text.replaceChildren();
         const spans = column.pieces.slice(isAnew ? 0 : column.numDrawn);
-        column.text.append(...spans.flatMap(([text, tokens]) => spansOf(text, this.showsTokens ? tokens : [])));
+        column.text.append(
+          ...spans.flatMap(([text, tokens]) => spansOf(text, this.showsTokens ? tokens : [])),
+        );
         trimStart(column.text);
       }
       column.numDrawn = column.pieces.length;
@@ -100,7 +139,13 @@ export class Exchange {
     const wait = `first after ${Math.round(this.first - this.began)} ms`;
     const seconds = (this.last - (this.isBeam ? this.began : this.first)) / 1000;
     const rate = seconds > 0.01 ? `${(this.numTokens / seconds).toFixed(1)} tokens/s` : "";
-    const parts = [this.answerer, count(this.numTokens, "token"), rate, this.isBeam ? "" : wait, ending];
+    const parts = [
+      this.answerer,
+      count(this.numTokens, "token"),
+      rate,
+      this.isBeam ? "" : wait,
+      ending,
+    ];
     this.note.textContent = parts.filter(Boolean).join(" · ");
   }
 
@@ -121,7 +166,10 @@ export class Exchange {
   }
 }
 
-/** Takes away the spaces with which a continuation begins: it is shown below its prompt, not after it. */
+/**
+ * Takes away the spaces with which a continuation begins: it is shown below its prompt, not after
+ * it.
+ */
 function trimStart(text) {
   for (const span of text.children) {
     const trimmed = span.textContent.replace(/^ +/, "");
@@ -131,12 +179,26 @@ function trimStart(text) {
 }
 
 function newColumn(name) {
-  const text = el("div", { class: "text", tabindex: "0", role: "group", "aria-label": name || "Output", keydown: walkTokens });
+  const text = el("div", {
+    class: "text",
+    tabindex: "0",
+    role: "group",
+    "aria-label": name || "Output",
+    keydown: walkTokens,
+  });
   const reason = el("p", { class: "muted small" });
-  return { box: el("div", { class: "column" }, name && el("h3", {}, name), text, reason), text, reason, pieces: [], numDrawn: 0 };
+  return {
+    box: el("div", { class: "column" }, name && el("h3", {}, name), text, reason),
+    text,
+    reason,
+    pieces: [],
+    numDrawn: 0,
+  };
 }
 
-/** What scrolls the conversation: its own box, or on a small screen the page. */
+/**
+ * Returns the element that scrolls the conversation: its own box, or on a small screen the page.
+ */
 function scroller() {
   const box = $("conversation");
   return box.scrollHeight > box.clientHeight + 1 ? box : document.scrollingElement;

@@ -1,18 +1,23 @@
-// The block grid: a cell for each KV block, on a canvas in a box that scrolls. Only the cells in sight are drawn, so that a pool of any size
-// costs the same. Which block is meant is told by pointer, touch or keyboard.
+// The block grid: a cell for each KV block, on a canvas in a box that scrolls. Only the cells in
+// sight are drawn, so that a pool of any size costs the same. Which block is meant is told by
+// pointer, touch or keyboard.
 
 import { drawArrow, drawCell, drawCount, outline } from "./cells.js";
 import { fitted } from "./dom.js";
 import { themed } from "./colors.js";
 
-const SIZES = [34, 30, 26, 22, 19, 16, 13, 11, 9, 7, 5, 4]; // of a cell and the gap behind it: the steps of the zoom
+// The steps of the zoom: the size of a cell and the gap after it.
+const SIZES = [34, 30, 26, 22, 19, 16, 13, 11, 9, 7, 5, 4];
 const READABLE = 16; // cells are made no smaller than this to fit the box
 const FADE_MS = 1200;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class BlockGrid {
-  /** canvas: in an .extent in a .scroll box. onPoint(block or null): the pointer or the cursor is on a block. onChoose(block): it was clicked,
-   *  or Enter was pressed. onView(): other cells are in sight. */
+  /**
+   * Takes a canvas in an .extent in a .scroll box. onPoint(block or null): the pointer or the
+   * cursor is on a block. onChoose(block): it was clicked, or Enter was pressed. onView(): other
+   * cells are in sight.
+   */
   constructor(canvas, { maxHeight, onPoint, onChoose, onView = () => {} }) {
     Object.assign(this, { canvas, maxHeight, onPoint, onChoose, onView });
     this.extent = canvas.parentElement;
@@ -28,9 +33,13 @@ export class BlockGrid {
     this.cursor = null;
     this.laidOut = [0, 0]; // the places that were in the box when it was drawn last, from and up to
     this.frame = 0;
-    canvas.addEventListener("pointermove", (event) => onPoint(this.blockAt(event.offsetX, event.offsetY)));
+    canvas.addEventListener("pointermove", (event) =>
+      onPoint(this.blockAt(event.offsetX, event.offsetY)),
+    );
     canvas.addEventListener("pointerleave", () => onPoint(null));
-    canvas.addEventListener("click", (event) => onChoose(this.blockAt(event.offsetX, event.offsetY)));
+    canvas.addEventListener("click", (event) =>
+      onChoose(this.blockAt(event.offsetX, event.offsetY)),
+    );
     canvas.addEventListener("keydown", (event) => this.onKey(event));
     canvas.addEventListener("blur", () => this.moveTo(null));
     this.box.addEventListener("scroll", () => this.redraw(), { passive: true });
@@ -38,14 +47,21 @@ export class BlockGrid {
     new ResizeObserver(() => this.redraw()).observe(this.box);
   }
 
-  /** blocks: those to show, in order of their ids. */
+  /** Shows blocks, in order of their ids. */
   show(blocks, { written = new Set(), copies = [], keep = false } = {}) {
-    if (blocks.length !== this.blocks.length || blocks.some(({ id }, index) => id !== this.blocks[index].id)) this.places = new Map(blocks.map(({ id }, index) => [id, index]));
+    if (
+      blocks.length !== this.blocks.length ||
+      blocks.some(({ id }, index) => id !== this.blocks[index].id)
+    )
+      this.places = new Map(blocks.map(({ id }, index) => [id, index]));
     this.blocks = blocks;
     this.written = written;
     const now = performance.now();
     const old = keep ? this.copies.filter(({ since }) => now - since < FADE_MS) : [];
-    this.copies = [...old, ...copies.map(([from, to]) => ({ from, to, since: keep ? now : Infinity }))].slice(-24);
+    this.copies = [
+      ...old,
+      ...copies.map(([from, to]) => ({ from, to, since: keep ? now : Infinity })),
+    ].slice(-24);
     this.redraw();
   }
 
@@ -62,7 +78,10 @@ export class BlockGrid {
     });
   }
 
-  /** One step nearer (1) or further away (-1), with what is in the middle where it was; 0: to what fits. */
+  /**
+   * Zooms one step nearer (1) or further away (-1), with what is in the middle where it was; 0: to
+   * what fits.
+   */
   zoom(direction) {
     const middle = Math.floor((this.box.scrollTop + this.height / 2) / this.pitch) * this.columns;
     const at = SIZES.indexOf(this.least);
@@ -80,15 +99,24 @@ export class BlockGrid {
 
   onKey(event) {
     const page = Math.max(1, Math.floor(this.height / this.pitch)) * this.columns;
-    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns, PageUp: -page, PageDown: page };
+    const steps = {
+      ArrowLeft: -1,
+      ArrowRight: 1,
+      ArrowUp: -this.columns,
+      ArrowDown: this.columns,
+      PageUp: -page,
+      PageDown: page,
+    };
     const zooms = { "+": 1, "=": 1, "-": -1, 0: 0 };
     const last = this.blocks.length - 1;
     const from = this.cursor ?? -1;
-    if (event.key in steps) this.moveTo(from < 0 ? 0 : Math.min(Math.max(from + steps[event.key], 0), last));
+    if (event.key in steps)
+      this.moveTo(from < 0 ? 0 : Math.min(Math.max(from + steps[event.key], 0), last));
     else if (event.key in zooms) this.zoom(zooms[event.key]);
     else if (event.key === "Home") this.moveTo(0);
     else if (event.key === "End") this.moveTo(last);
-    else if (event.key === "Enter" || event.key === " ") this.onChoose(this.blocks[this.cursor] ?? null);
+    else if (event.key === "Enter" || event.key === " ")
+      this.onChoose(this.blocks[this.cursor] ?? null);
     else return;
     event.preventDefault();
   }
@@ -102,7 +130,10 @@ export class BlockGrid {
 
   bringIntoSight(index) {
     const top = Math.floor(index / this.columns) * this.pitch;
-    this.box.scrollTop = Math.min(Math.max(this.box.scrollTop, top + this.pitch + 2 - this.height), top);
+    this.box.scrollTop = Math.min(
+      Math.max(this.box.scrollTop, top + this.pitch + 2 - this.height),
+      top,
+    );
   }
 
   /** Scrolls to a block, or to the next one that is shown. */
@@ -114,10 +145,13 @@ export class BlockGrid {
 
   layout() {
     const width = this.canvas.clientWidth;
-    const fits = (size) => Math.ceil(this.blocks.length / Math.max(1, Math.floor(width / size))) * size <= this.maxHeight;
+    const fits = (size) =>
+      Math.ceil(this.blocks.length / Math.max(1, Math.floor(width / size))) * size <=
+      this.maxHeight;
     this.least = this.size ?? SIZES.find((size) => size === READABLE || fits(size));
     this.columns = Math.max(1, Math.floor(width / this.least));
-    this.pitch = this.blocks.length < this.columns ? this.least : (width - 1) / this.columns; // rows are as wide as the box
+    // Rows are as wide as the box, unless there is less than one.
+    this.pitch = this.blocks.length < this.columns ? this.least : (width - 1) / this.columns;
     this.cell = Math.floor(this.pitch) - (this.least > 15 ? 4 : this.least > 8 ? 2 : 1);
     const whole = Math.max(1, Math.ceil(this.blocks.length / this.columns)) * this.pitch + 2;
     this.height = Math.min(whole, this.maxHeight);
@@ -127,7 +161,10 @@ export class BlockGrid {
     this.laidOut = [Math.max(0, first), behind];
   }
 
-  /** The places in the box, from and up to: of the blocks that there are, which may be fewer than were drawn. */
+  /**
+   * Returns the places in the box, from and up to: of the blocks that there are, which may be fewer
+   * than were drawn.
+   */
   get sight() {
     return this.laidOut.map((place) => Math.min(place, this.blocks.length));
   }
@@ -139,10 +176,13 @@ export class BlockGrid {
   }
 
   corner(index) {
-    return [1 + (index % this.columns) * this.pitch, 1 + Math.floor(index / this.columns) * this.pitch - this.box.scrollTop];
+    return [
+      1 + (index % this.columns) * this.pitch,
+      1 + Math.floor(index / this.columns) * this.pitch - this.box.scrollTop,
+    ];
   }
 
-  /** Of a block; null where it is not shown. */
+  /** Returns the middle of a block's cell; null where it is not shown. */
   center(id) {
     const index = this.places.get(id);
     if (index === undefined) return null;
@@ -154,7 +194,9 @@ export class BlockGrid {
     if (!this.canvas.clientWidth) return;
     this.layout();
     const context = fitted(this.canvas, this.height);
-    const inSight = this.blocks.slice(...this.sight).map((block, index) => [block, this.sight[0] + index]);
+    const inSight = this.blocks
+      .slice(...this.sight)
+      .map((block, index) => [block, this.sight[0] + index]);
     const isPale = ({ id }) => this.marked && !this.marked.has(id);
     for (const [block, index] of inSight) {
       context.globalAlpha = isPale(block) ? 0.22 : 1;
@@ -162,9 +204,11 @@ export class BlockGrid {
     }
     context.globalAlpha = 1;
     this.paths.forEach(({ ids, color }) => this.drawPath(context, ids, color));
-    for (const [block, index] of inSight) if (!isPale(block)) drawCount(context, block, ...this.corner(index), this.cell);
+    for (const [block, index] of inSight)
+      if (!isPale(block)) drawCount(context, block, ...this.corner(index), this.cell);
     this.drawCopies(context);
-    if (this.cursor !== null && this.cursor < this.blocks.length) this.frameCell(context, this.cursor, "accent");
+    if (this.cursor !== null && this.cursor < this.blocks.length)
+      this.frameCell(context, this.cursor, "accent");
     Object.assign(this.canvas.dataset, { cells: inSight.length, size: this.cell });
     this.onView();
   }
@@ -174,7 +218,10 @@ export class BlockGrid {
     outline(context, x - 1, y - 1, this.cell + 2, themed(color), 2);
   }
 
-  /** Through a block table in the order of positions: neighbours in a text are scattered in memory. */
+  /**
+   * Draws a line through a block table in the order of positions: neighbours in a text are
+   * scattered in memory.
+   */
   drawPath(context, ids, color) {
     const points = ids.map((id) => this.center(id)).filter(Boolean);
     context.strokeStyle = color;

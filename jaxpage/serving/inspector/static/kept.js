@@ -1,9 +1,10 @@
-// The conversation outlives a reload: it is in this tab's session storage, which ends with the tab. The API key never is.
+// The conversation outlives a reload: it is in this tab's session storage, which ends with the tab.
+// The API key never is.
 
 const NAME = "jaxpage.conversation";
 const MOST_CHARACTERS = 1_000_000;
 
-/** exchanges: the oldest go where there is no room for all. */
+/** Saves a conversation. The oldest exchanges go where there is no room for all. */
 export function keep({ exchanges, ...rest }) {
   try {
     if (!exchanges.length) return sessionStorage.removeItem(NAME);
@@ -16,7 +17,7 @@ export function keep({ exchanges, ...rest }) {
   }
 }
 
-/** What was kept, or null. */
+/** Returns what was saved, or null. */
 export function kept() {
   try {
     return JSON.parse(sessionStorage.getItem(NAME));

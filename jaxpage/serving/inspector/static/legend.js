@@ -5,14 +5,32 @@ import { drawWhole } from "./cells.js";
 import { drawTimeline } from "./timeline.js";
 
 const SIZE = 20;
-const USED = { kind: "used", refCount: 1, slots: 16, filled: 16, known: 16, references: [{ request: { number: 1 } }] };
+const USED = {
+  kind: "used",
+  refCount: 1,
+  slots: 16,
+  filled: 16,
+  known: 16,
+  references: [{ request: { number: 1 } }],
+};
 const BLOCKS = [
   [USED, "in use; one colour per request"],
   [{ ...USED, filled: 6, known: 10 }, "computed tokens, known tokens, empty slots"],
   [{ ...USED, refCount: 2 }, "reference count 2: shared by sequences of one request"],
-  [{ ...USED, refCount: 3, kept: true, references: [{ request: { number: 1 } }, { request: { number: 2 } }] }, "shared by requests"],
+  [
+    {
+      ...USED,
+      refCount: 3,
+      kept: true,
+      references: [{ request: { number: 1 } }, { request: { number: 2 } }],
+    },
+    "shared by requests",
+  ],
   [{ ...USED, kept: true }, "folded corner: in the prefix cache"],
-  [{ ...USED, kind: "cached", refCount: 0, kept: true, references: [] }, "free, still in the prefix cache"],
+  [
+    { ...USED, kind: "cached", refCount: 0, kept: true, references: [] },
+    "free, still in the prefix cache",
+  ],
   [{ ...USED, kind: "free", refCount: 0, references: [] }, "free"],
   [{ ...USED, pinned: true }, "pinned"],
   [{ ...USED, kind: "null", refCount: 0, references: [] }, "null block"],
@@ -27,16 +45,22 @@ const LINES = [
 ];
 
 export function drawLegends() {
-  const cells = BLOCKS.map(([block, text]) => [drawn("swatch", (canvas) => drawWhole(fitted(canvas, SIZE + 2), block, SIZE)), text]);
+  const cells = BLOCKS.map(([block, text]) => [
+    drawn("swatch", (canvas) => drawWhole(fitted(canvas, SIZE + 2), block, SIZE)),
+    text,
+  ]);
   const arrow = [el("span", { class: "arrow", "aria-hidden": "true" }, "↷"), "copy-on-write"];
   $("legend").replaceChildren(...[...cells, arrow].map(item));
-  const line = (kind) => (canvas) => drawTimeline(canvas, { number: 1, timeline: [[kind, 0, 1, 0]] }, { from: 0, to: 1, now: 1 });
-  $("timeline-legend").replaceChildren(...LINES.map(([kind, text]) => item([drawn("swatch-line", line(kind)), text])));
+  const line = (kind) => (canvas) =>
+    drawTimeline(canvas, { number: 1, timeline: [[kind, 0, 1, 0]] }, { from: 0, to: 1, now: 1 });
+  $("timeline-legend").replaceChildren(
+    ...LINES.map(([kind, text]) => item([drawn("swatch-line", line(kind)), text])),
+  );
 }
 
 const item = ([swatch, text]) => el("li", {}, swatch, text);
 
-/** A canvas that is drawn once it has a size. */
+/** Makes a canvas that is drawn once it has a size. */
 function drawn(style, draw) {
   const canvas = el("canvas", { class: style, "aria-hidden": "true" });
   new ResizeObserver(() => canvas.clientWidth && draw(canvas)).observe(canvas);

@@ -1,4 +1,5 @@
-// Follows the running engine of the chosen model: which models there are, its snapshots, and what there is to say where none come.
+// Follows the running engine of the chosen model: which models there are, its snapshots, and what
+// there is to say where none come.
 
 import { ApiError, messages, request } from "./api.js";
 
@@ -7,8 +8,12 @@ const MS_OF_A_CHANGE = 2000; // until another pace is seen, at most
 const ABSENT = ["unloaded", "loading"]; // states of a model of several that has no engine
 
 export class Live {
-  /** model: the one to begin with, if there is one of this name. onModels(cards): of /v1/models. onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
-   *  onState(state, text): "live"; "unloaded" or "loading"; "key": one is missing; "lost": it is tried again; "refused"; "none": there is no engine. */
+  /**
+   * Follows `model` first, if there is one of this name. onModels(cards): of /v1/models.
+   * onFacts(facts): of the chosen model, from /v1/capabilities. onSnapshot(snapshot).
+   * onState(state, text): "live"; "unloaded" or "loading"; "key": one is missing; "lost": it is
+   * tried again; "refused"; "none": there is no engine.
+   */
   constructor({ model, onModels, onFacts, onSnapshot, onState }) {
     Object.assign(this, { model, onModels, onFacts, onSnapshot, onState });
     this.card = null; // the chosen model's of /v1/models
@@ -18,17 +23,17 @@ export class Live {
     this.goOn = () => {};
   }
 
-  /** The model that has the engine: an adapter has its parent's. */
+  /** Returns the model that has the engine: an adapter has its parent's. */
   get engine() {
     return this.card?.parent ?? this.card?.id;
   }
 
-  /** Only the models of a server of several have a state. */
+  /** Returns whether the model is one of several: only those have a state. */
   get isOneOfSeveral() {
     return this.card?.state !== undefined;
   }
 
-  /** A path of the engine that is followed. */
+  /** Returns a path of the engine that is followed. */
   pathOf(path) {
     return this.isOneOfSeveral ? `${path}?model=${encodeURIComponent(this.engine)}` : path;
   }
@@ -46,7 +51,7 @@ export class Live {
     this.goOn();
   }
 
-  /** At least so many seconds for each step, as long as this page is connected. */
+  /** Asks for at least so many seconds for each step, as long as this page is connected. */
   async setPace(seconds) {
     this.pace = seconds;
     const shown = new Promise((resolve) => (this.connected = resolve));
@@ -71,7 +76,10 @@ export class Live {
         }
         if (["refused", "none"].includes(stateOf(error))) return;
       }
-      await Promise.race([wait, new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN))]);
+      await Promise.race([
+        wait,
+        new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN)),
+      ]);
     }
   }
 
@@ -87,13 +95,17 @@ export class Live {
       const own = this.isOneOfSeveral ? facts.models[this.engine] : facts;
       if (own?.model) this.onFacts(own);
     } catch (error) {
-      if (error.status !== 404) throw error; // a server of the page's files alone, which may have snapshots
+      // 404 comes from a server of the page's files alone, which may still have snapshots.
+      if (error.status !== 404) throw error;
     }
   }
 
   async stream() {
     const body = this.pace ? { seconds_per_step: this.pace } : undefined;
-    const response = await request(this.pathOf("/debug/events"), { signal: this.connection.signal, body });
+    const response = await request(this.pathOf("/debug/events"), {
+      signal: this.connection.signal,
+      body,
+    });
     for await (const snapshot of messages(response)) {
       this.onState("live");
       this.take(snapshot);
@@ -102,7 +114,7 @@ export class Live {
     if (!this.isOneOfSeveral) throw new ApiError("The server ended the connection.", 0);
   }
 
-  /** What goes wrong in drawing is told as what it is, and ends no stream. */
+  /** Draws a snapshot. An error in drawing is told as what it is, and ends no stream. */
   take(snapshot) {
     try {
       this.onSnapshot(snapshot);

@@ -1,4 +1,5 @@
-// Puts the page together: the chat, the inspector over the running engine or over a log, the tour, the key and the colours.
+// Puts the page together: the chat, the inspector over the running engine or over a log, the tour,
+// the key and the colours.
 
 import { $, el } from "./dom.js";
 import { forgetTheme } from "./colors.js";
@@ -15,14 +16,22 @@ document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
 const view = new InspectorView({ onStep: (step) => replay.goToStep(step) });
 const playground = new Playground();
 const tour = new Tour(playground, { applyPace, pathOf: (path) => live.pathOf(path) });
-const live = new Live({ model: playground.model, onModels: showModels, onFacts: showFacts, onSnapshot: take, onState: showState });
+const live = new Live({
+  model: playground.model,
+  onModels: showModels,
+  onFacts: showFacts,
+  onSnapshot: take,
+  onState: showState,
+});
 let latest = null; // the last snapshot of the running engine
 let shown = {}; // the state of the engine that the page shows: {state, text, time}
 let failure = ""; // why the chosen model could not be loaded
 const replay = new Replay(view, { onClose: showLatest, onProblem: showProblem });
 drawLegends();
 dark.addEventListener("change", () => setTheme(dark.matches));
-$("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
+$("theme").addEventListener("click", () =>
+  setTheme(document.documentElement.dataset.theme !== "dark"),
+);
 $("pace").addEventListener("change", () => {
   tour.check();
   applyPace();
@@ -34,7 +43,8 @@ $("go-to-tour").addEventListener("click", () => {
   showPane();
   tour.focus();
 });
-for (const radio of document.querySelectorAll("[name=pane]")) radio.addEventListener("change", showPane);
+for (const radio of document.querySelectorAll("[name=pane]"))
+  radio.addEventListener("change", showPane);
 showPane();
 setKeyDialog(askForKey);
 live.follow();
@@ -45,7 +55,7 @@ function setTheme(isDark) {
   view.redraw();
 }
 
-/** On a small screen: the chat or the inspector. */
+/** Shows, on a small screen, the chat or the inspector. */
 function showPane() {
   document.body.dataset.pane = document.querySelector("[name=pane]:checked").value;
 }
@@ -65,12 +75,23 @@ async function applyPace() {
   if (seconds !== (live.pace ?? 0)) await live.setPace(seconds);
 }
 
-const STATUS = { live: "live", unloaded: "not loaded", loading: "loading", key: "needs a key", lost: "not live", refused: "refused", none: "no engine" };
+const STATUS = {
+  live: "live",
+  unloaded: "not loaded",
+  loading: "loading",
+  key: "needs a key",
+  lost: "not live",
+  refused: "refused",
+  none: "no engine",
+};
 const ACTS = { unloaded: "Load it now", key: "Type the key" };
 
-/** What the header and the notice say of the engine. Where it is lost, its last state is shown pale. */
+/**
+ * Shows what the header and the notice say of the engine. Where it is lost, its last state is pale.
+ */
 function showState(state, text = state === "unloaded" ? failure : "") {
-  if (state !== shown.state || text !== shown.text) shown = { state, text, time: new Date().toLocaleTimeString() };
+  if (state !== shown.state || text !== shown.text)
+    shown = { state, text, time: new Date().toLocaleTimeString() };
   const pace = latest?.pace.seconds_per_step;
   $("status").textContent = state === "live" && pace ? `live, ${pace} s per step` : STATUS[state];
   $("status").dataset.kind = document.body.dataset.engine = state;
@@ -88,12 +109,15 @@ function noticeOf(state, text) {
   const last = latest ? `; what is shown is its last state, of ${shown.time}` : "";
   return {
     live: "",
-    unloaded: text || `${name} is not loaded: a request to it loads it, and then its blocks, requests and steps are shown here.`,
+    unloaded:
+      text ||
+      `${name} is not loaded: a request to it loads it, and then its blocks, requests and steps ` +
+        "are shown here.",
     loading: `${name} is being loaded.`,
     key: "The live view needs the API key of this server.",
     lost: `${text} The page tries again${last}.`,
     refused: text,
-    none: "There is no engine here: open an event log.",
+    none: "There is no engine here: open the snapshots of an event log.",
   }[state];
 }
 
@@ -110,7 +134,7 @@ async function act() {
   live.again();
 }
 
-/** The engine is another one from now on. */
+/** Forgets what was shown: the engine is another one from now on. */
 function forget() {
   if (!latest) return;
   latest = null;
@@ -127,14 +151,18 @@ function take(snapshot) {
   if (!replay.recording) showLatest();
 }
 
-/** One model has its name in the header; of several, adapters too, one is chosen there. */
+/**
+ * Shows the names of the models. One has its name in the header; of several, adapters too, one is
+ * chosen there.
+ */
 function showModels(cards) {
   const { id } = live.card;
   playground.model = id;
   playground.names = cards.length > 1;
   $("model").textContent = cards.length > 1 ? "" : id;
   $("models").hidden = cards.length < 2;
-  if ($("models").length !== cards.length) $("models").replaceChildren(...cards.map((card) => el("option", { value: card.id }, card.id)));
+  if ($("models").length !== cards.length)
+    $("models").replaceChildren(...cards.map((card) => el("option", { value: card.id }, card.id)));
   $("models").value = id;
 }
 
@@ -160,7 +188,11 @@ function askForKey(isAgain) {
     $("key-text").classList.toggle("problem", isAgain);
     $("key").value = "";
     dialog.returnValue = "cancel";
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "ok" ? $("key").value.trim() : ""), { once: true });
+    dialog.addEventListener(
+      "close",
+      () => resolve(dialog.returnValue === "ok" ? $("key").value.trim() : ""),
+      { once: true },
+    );
     dialog.showModal();
   }).then((key) => {
     asking = null;

@@ -1,4 +1,5 @@
-// The whole block pool in a strip: where in it the cells in sight lie. Shown while not all of them are.
+// The whole block pool in a strip: where in it the cells in sight lie. Shown while not all of them
+// are.
 
 import { fitted } from "./dom.js";
 import { requestColor, themed } from "./colors.js";
@@ -14,7 +15,9 @@ export class Minimap {
     this.grid = grid;
     this.blocks = [];
     const go = ({ offsetX, offsetY }) => {
-      const place = Math.max(0, Math.floor((offsetY - MARGIN) / this.side)) * this.columns + Math.floor(offsetX / this.side);
+      const place =
+        Math.max(0, Math.floor((offsetY - MARGIN) / this.side)) * this.columns +
+        Math.floor(offsetX / this.side);
       const block = this.blocks[Math.min(place * this.perCell, this.blocks.length - 1)];
       if (block) grid.scrollTo(block.id);
     };
@@ -25,7 +28,7 @@ export class Minimap {
     canvas.addEventListener("pointermove", (event) => event.buttons && go(event));
   }
 
-  /** blocks: of the whole pool. marked: a Set of ids, or null. */
+  /** Shows the blocks of the whole pool. marked: a Set of ids, or null. */
   show(blocks, marked) {
     this.blocks = blocks;
     this.marked = marked;
@@ -45,7 +48,7 @@ export class Minimap {
       return colors.get(number);
     };
     const cells = Math.ceil(this.blocks.length / this.perCell);
-    for (let start = 0; start < cells; ) {
+    for (let start = 0; start < cells;) {
       const [color, isPale] = this.lookOf(start, colorOf);
       let end = start + 1;
       const endOfRow = (Math.floor(start / this.columns) + 1) * this.columns;
@@ -53,7 +56,13 @@ export class Minimap {
       while (end < Math.min(endOfRow, cells) && isSame(this.lookOf(end, colorOf))) end += 1;
       context.globalAlpha = isPale ? 0.3 : 1;
       context.fillStyle = color;
-      if (color) context.fillRect((start % this.columns) * this.side, MARGIN + Math.floor(start / this.columns) * this.side, (end - start) * this.side, this.side);
+      if (color)
+        context.fillRect(
+          (start % this.columns) * this.side,
+          MARGIN + Math.floor(start / this.columns) * this.side,
+          (end - start) * this.side,
+          this.side,
+        );
       start = end;
     }
     context.globalAlpha = 1;
@@ -65,29 +74,40 @@ export class Minimap {
     const side = Math.sqrt((width * MAX_HEIGHT) / this.blocks.length);
     this.columns = Math.ceil(width / Math.min(Math.max(side, MIN_SIDE), MAX_SIDE));
     this.side = width / this.columns;
-    this.perCell = Math.ceil(this.blocks.length / (this.columns * Math.floor(MAX_HEIGHT / this.side)));
+    this.perCell = Math.ceil(
+      this.blocks.length / (this.columns * Math.floor(MAX_HEIGHT / this.side)),
+    );
     return Math.ceil(this.blocks.length / this.perCell / this.columns) * this.side + 2 * MARGIN;
   }
 
-  /** Of the blocks of a cell, the one that is marked or most in use: its colour, and whether others are meant. */
+  /**
+   * Returns the look of a cell: the colour of the block that is marked or most in use, and whether
+   * others are meant.
+   */
   lookOf(cell, colorOf) {
-    const rank = (block) => (this.marked?.has(block.id) ? 4 : { used: 3, cached: 2 }[block.kind] ?? 1);
+    const rank = (block) =>
+      this.marked?.has(block.id) ? 4 : ({ used: 3, cached: 2 }[block.kind] ?? 1);
     let best = this.blocks[cell * this.perCell];
     for (let index = 1; index < this.perCell; index++) {
       const other = this.blocks[cell * this.perCell + index];
       if (other && rank(other) > rank(best)) best = other;
     }
-    const color = best.kind === "used" ? colorOf(best) : best.kind === "cached" ? themed("cached-line") : "";
+    const color =
+      best.kind === "used" ? colorOf(best) : best.kind === "cached" ? themed("cached-line") : "";
     return [color, Boolean(this.marked) && !this.marked.has(best.id)];
   }
 
-  /** A frame around what the grid has in sight. */
+  /** Draws a frame around what the grid has in sight. */
   frameSight(context) {
     const [first, behind] = this.grid.sight;
     if (first >= behind) return;
     const origin = this.blocks[0].id;
-    const rowOf = (block) => Math.floor((block.id - origin) / this.perCell / this.columns) * this.side;
-    const [top, bottom] = [rowOf(this.grid.blocks[first]), rowOf(this.grid.blocks[behind - 1]) + this.side];
+    const rowOf = (block) =>
+      Math.floor((block.id - origin) / this.perCell / this.columns) * this.side;
+    const [top, bottom] = [
+      rowOf(this.grid.blocks[first]),
+      rowOf(this.grid.blocks[behind - 1]) + this.side,
+    ];
     context.strokeStyle = themed("accent");
     context.lineWidth = 2;
     context.strokeRect(1, top + 1, this.canvas.clientWidth - 2, bottom - top + 2 * MARGIN - 2);

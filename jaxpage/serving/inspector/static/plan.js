@@ -1,4 +1,5 @@
-// The plan of a step as a table: which rows it has, and the block table of each; and, where a log has them, what was drawn with which probability.
+// The plan of a step as a table: which rows it has, and the block table of each; and, where a log
+// has them, what was drawn with which probability.
 
 import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
@@ -9,16 +10,27 @@ const MOST_DRAWS = 24;
 const MOST_BLOCKS = 48;
 const HEAD = ["Request", "Sequence", "Positions", "Query tokens", "Block table"];
 
-/** Elements that show the plan of a snapshot's last step. */
+/** Returns elements that show the plan of a snapshot's last step. */
 export function planOf({ step, requests }) {
   if (!step) return [el("p", { class: "muted" }, "No step yet.")];
-  const sequences = new Map(requests.flatMap((request) => request.sequences.map((sequence) => [sequence.id, sequence])));
+  const sequences = new Map(
+    requests.flatMap((request) => request.sequences.map((sequence) => [sequence.id, sequence])),
+  );
   const tableOf = (row, index) => step.tables?.[index] ?? sequences.get(row[1])?.blocks ?? [];
-  const rows = step.rows.slice(0, MOST_ROWS).map((row, index) => rowOf(row, tableOf(row, index), step.accepted?.[index]));
-  const more = step.rows.length > MOST_ROWS ? [el("p", { class: "muted small" }, `and ${step.rows.length - MOST_ROWS} more rows`)] : [];
+  const rows = step.rows
+    .slice(0, MOST_ROWS)
+    .map((row, index) => rowOf(row, tableOf(row, index), step.accepted?.[index]));
+  const more =
+    step.rows.length > MOST_ROWS
+      ? [el("p", { class: "muted small" }, `and ${step.rows.length - MOST_ROWS} more rows`)]
+      : [];
   const head = el("tr", {}, ...HEAD.map((name) => el("th", { scope: "col" }, name)));
   const table = el("table", { class: "plan" }, el("thead", {}, head), el("tbody", {}, ...rows));
-  const box = el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Rows of the step" }, table);
+  const box = el(
+    "div",
+    { class: "wide", tabindex: "0", role: "group", "aria-label": "Rows of the step" },
+    table,
+  );
   return [box, ...more, ...commandsOf(step), ...drawsOf(step)];
 }
 
@@ -33,11 +45,23 @@ function rowOf([number, id, start, tokens, drafts], blocks, accepted) {
   const query = drafts ? `${tokens} (${drafts} drafts${kept})` : String(tokens);
   const table = blocks.length > MOST_BLOCKS ? ["…", ...blocks.slice(-MOST_BLOCKS)] : blocks;
   const text = table.length ? table.map((block) => block || "–").join(" ") : "released";
-  const cells = [nameOf(number), [String(id)], [tokens > 1 ? `${start}–${start + tokens - 1}` : String(start)], [query], [text]];
-  return el("tr", {}, ...cells.map((cell, index) => el("td", { class: index === 4 ? "mono blocks" : false }, ...cell)));
+  const cells = [
+    nameOf(number),
+    [String(id)],
+    [tokens > 1 ? `${start}–${start + tokens - 1}` : String(start)],
+    [query],
+    [text],
+  ];
+  return el(
+    "tr",
+    {},
+    ...cells.map((cell, index) =>
+      el("td", { class: index === 4 ? "mono blocks" : false }, ...cell),
+    ),
+  );
 }
 
-/** What happens to blocks before the step. */
+/** Returns what happens to blocks before the step. */
 function commandsOf({ copies, swap_out, swap_in, preempted }) {
   const pairs = (list) => list.map(([from, to]) => `${from} → ${to}`).join(", ");
   const parts = [
@@ -49,17 +73,45 @@ function commandsOf({ copies, swap_out, swap_in, preempted }) {
   return parts.filter(Boolean).map((text) => el("p", { class: "small" }, text));
 }
 
-/** Only a log has draws; of them only those have probabilities whose requests asked for them. */
+/**
+ * Returns the draws of a step, which only a log has. Those have probabilities whose requests asked
+ * for them.
+ */
 function drawsOf({ draws, results, rows }) {
   if (!results) return [];
   const known = results.filter(({ top }) => top.length);
-  const title = el("h3", {}, `Draws `, el("span", { class: "muted" }, count(results.length, "token")));
-  if (!known.length) return [title, el("p", { class: "muted small" }, `Tokens ${results.map(({ token }) => token ?? "left out").join(", ")}. The log has probabilities of requests with logprobs, and of beam searches.`)];
+  const title = el(
+    "h3",
+    {},
+    `Draws `,
+    el("span", { class: "muted" }, count(results.length, "token")),
+  );
+  if (!known.length)
+    return [
+      title,
+      el(
+        "p",
+        { class: "muted small" },
+        `Tokens ${results.map(({ token }) => token ?? "left out").join(", ")}. The log has ` +
+          "probabilities of requests with logprobs, and of beam searches.",
+      ),
+    ];
   const items = known.slice(0, MOST_DRAWS).map((draw) => {
     const row = rows[draws[draw.index]];
     const rank = draw.rank > 0 ? `, rank ${draw.rank}` : "";
-    const name = el("p", { class: "small" }, ...nameOf(row[0]), ` sequence ${row[1]}: `, draw.token === null ? "candidates" : `token ${draw.token}${rank}`);
-    return el("li", {}, name, ...rowsOf([{ token: draw.token, logprob: draw.logprob, top: draw.top }]));
+    const name = el(
+      "p",
+      { class: "small" },
+      ...nameOf(row[0]),
+      ` sequence ${row[1]}: `,
+      draw.token === null ? "candidates" : `token ${draw.token}${rank}`,
+    );
+    return el(
+      "li",
+      {},
+      name,
+      ...rowsOf([{ token: draw.token, logprob: draw.logprob, top: draw.top }]),
+    );
   });
   return [title, el("ol", { class: "draws" }, ...items)];
 }

@@ -1,4 +1,5 @@
-// The chat and the completions: a request as an OpenAI client would make it, and its answer in the conversation.
+// The chat and the completions: a request as an OpenAI client would make it, and its answer in the
+// conversation.
 
 import { $, el } from "./dom.js";
 import { ApiError, messages, request, whole } from "./api.js";
@@ -6,16 +7,22 @@ import { Exchange } from "./exchange.js";
 import { keep, kept } from "./kept.js";
 
 const NUM_ALTERNATIVES = 5;
-const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 }; // what an empty field means where nobody says otherwise
+// An empty field means this where neither the model nor the user says otherwise.
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 };
 const FIRST_PROMPT = "Once upon a time";
-const EXAMPLES = ["Once upon a time there lived a clever fox", "One day in winter, when the snow lay deep", "Say it again: little by little the bird builds its nest."];
+const EXAMPLES = [
+  "Once upon a time there lived a clever fox",
+  "One day in winter, when the snow lay deep",
+  "Say it again: little by little the bird builds its nest.",
+];
 const coarse = matchMedia("(pointer: coarse)"); // a touch keyboard, whose Enter makes a new line
 
 export class Playground {
   constructor() {
     this.model = "";
     this.names = false; // whether answers say whose they are
-    this.stated = {}; // the model's generation_config.json, which the server uses for what a request leaves out
+    // The model's generation_config.json, which the server uses for what a request leaves out.
+    this.stated = {};
     this.ofChat = {}; // what a chat takes where that says nothing
     this.history = []; // of a chat: {role, content}
     this.exchanges = [];
@@ -37,8 +44,15 @@ export class Playground {
     $("probabilities").addEventListener("change", () => this.choose($("probabilities").checked));
     $("stop").addEventListener("click", () => this.running?.abort());
     $("clear").addEventListener("click", () => this.clear());
-    document.addEventListener("keydown", (event) => event.key === "Escape" && this.running?.abort());
-    $("examples").replaceChildren(...EXAMPLES.map((text) => el("button", { type: "button", click: () => this.try(text) }, text)));
+    document.addEventListener(
+      "keydown",
+      (event) => event.key === "Escape" && this.running?.abort(),
+    );
+    $("examples").replaceChildren(
+      ...EXAMPLES.map((text) =>
+        el("button", { type: "button", click: () => this.try(text) }, text),
+      ),
+    );
     addEventListener("pagehide", () => this.keep());
     this.restore();
     this.turn();
@@ -53,10 +67,16 @@ export class Playground {
 
   keep() {
     const { model, kind, isChosen, history, exchanges } = this;
-    keep({ model, kind, isChosen, history, exchanges: exchanges.map((exchange) => exchange.record()) });
+    keep({
+      model,
+      kind,
+      isChosen,
+      history,
+      exchanges: exchanges.map((exchange) => exchange.record()),
+    });
   }
 
-  /** What was there before the page was loaded again. */
+  /** Shows again what was there before the page was loaded again. */
   restore() {
     const before = kept();
     if (!before) return this.showStart();
@@ -68,7 +88,7 @@ export class Playground {
     this.exchanges = before.exchanges.map((record) => Exchange.of(record));
   }
 
-  /** How to begin, as long as nothing was said. */
+  /** Shows how to begin, as long as nothing was said. */
   showStart() {
     $("start").hidden = this.exchanges.length > 0;
     $("conversation").hidden = !$("start").hidden;
@@ -82,7 +102,7 @@ export class Playground {
     return this.kind === "chat";
   }
 
-  /** Enter sends a chat, Ctrl + Enter everything. */
+  /** Sends on Enter in a chat, and on Ctrl + Enter everywhere. */
   onKey(event) {
     if (event.key !== "Enter" || event.isComposing) return;
     const isPlain = !event.shiftKey && this.isChat && !coarse.matches;
@@ -94,9 +114,14 @@ export class Playground {
   turn() {
     $("form").classList.toggle("chat", this.isChat);
     $("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
-    $("hint").textContent = coarse.matches ? "" : this.isChat ? "(Enter to send)" : "(Ctrl + Enter to send)";
+    $("hint").textContent = coarse.matches
+      ? ""
+      : this.isChat
+        ? "(Enter to send)"
+        : "(Ctrl + Enter to send)";
     $("send").textContent = this.isChat ? "Send" : "Generate";
-    if (!this.isChat && !$("prompt").value && !this.exchanges.length) $("prompt").value = FIRST_PROMPT;
+    if (!this.isChat && !$("prompt").value && !this.exchanges.length)
+      $("prompt").value = FIRST_PROMPT;
     if (this.isChat && $("prompt").value === FIRST_PROMPT) $("prompt").value = "";
     const isBeam = $("search").value === "beam";
     for (const id of ["temperature", "top_p", "top_k", "seed"]) $(id).disabled = isBeam;
@@ -105,14 +130,22 @@ export class Playground {
     this.showDefaults();
   }
 
-  /** Whether texts are shown as tokens: of the answers that are there, as far as they have probabilities, and of those to come. */
+  /**
+   * Decides whether texts are shown as tokens: the answers that are there, as far as they have
+   * probabilities, and those to come.
+   */
   choose(tokens) {
     this.showsTokens[this.kind] = tokens;
-    for (const exchange of this.exchanges) if (exchange.isChat === this.isChat) exchange.show({ tokens });
+    for (const exchange of this.exchanges)
+      if (exchange.isChat === this.isChat) exchange.show({ tokens });
   }
 
-  /** What the server's /v1/capabilities says of its model. */
-  describe({ sampling_defaults: stated = {}, chat_defaults: ofChat = {}, has_chat_template: canChat = false }) {
+  /** Takes what the server's /v1/capabilities says of its model. */
+  describe({
+    sampling_defaults: stated = {},
+    chat_defaults: ofChat = {},
+    has_chat_template: canChat = false,
+  }) {
     this.stated = stated;
     this.ofChat = ofChat;
     if (!this.isChosen) {
@@ -122,12 +155,17 @@ export class Playground {
     this.showDefaults();
   }
 
-  /** An empty field is the model's own value; a chat has values of its own where the model has none. */
+  /**
+   * Returns the value of a field. An empty one is the model's own; a chat has values of its own
+   * where the model has none.
+   */
   showDefaults() {
     const own = this.isChat ? this.ofChat : {};
     for (const id in NEUTRAL) $(id).placeholder = this.stated[id] ?? own[id] ?? NEUTRAL[id];
     const parts = [
-      ...Object.entries(this.stated).map(([name, value]) => `${name} ${value} (generation_config.json)`),
+      ...Object.entries(this.stated).map(
+        ([name, value]) => `${name} ${value} (generation_config.json)`,
+      ),
       ...Object.entries(own).map(([name, value]) => `${name} ${value} (default of chats)`),
     ];
     $("defaults").textContent = parts.length ? `Empty fields: ${parts.join(", ")}` : "";
@@ -151,26 +189,47 @@ export class Playground {
     if (isChat) $("prompt").value = "";
     try {
       const exchange = await this.run(isChat ? "/v1/chat/completions" : "/v1/completions", body, {
-        prompt: isChat ? [...(system && !history.length ? [{ role: "system", content: system }] : []), { role: "user", content: text }] : [{ role: "prompt", content: text }],
+        prompt: isChat
+          ? [
+              ...(system && !history.length ? [{ role: "system", content: system }] : []),
+              { role: "user", content: text },
+            ]
+          : [{ role: "prompt", content: text }],
         signal: this.running.signal,
       });
-      if (isChat && exchange.firstText) history.push({ role: "user", content: text }, { role: "assistant", content: exchange.firstText });
+      if (isChat && exchange.firstText)
+        history.push(
+          { role: "user", content: text },
+          { role: "assistant", content: exchange.firstText },
+        );
       else if (isChat && !$("prompt").value) $("prompt").value = text; // nothing came of it
     } finally {
       this.busy(null); // whatever happens, another can be sent
     }
   }
 
-  /** Sends a request and shows what comes. The exchange, once it has ended, however it did. */
+  /**
+   * Sends a request and shows what comes. Returns the exchange once it has ended, however it did.
+   */
   async run(path, body, { prompt, signal, title, names, onText = () => {} }) {
     const isChat = path.includes("chat");
     const isBeam = Boolean(body.use_beam_search);
-    const numbered = Array.from({ length: body.n ?? 1 }, (_, index) => `${isBeam ? "Beam" : "Sample"} ${index + 1}`);
+    const numbered = Array.from(
+      { length: body.n ?? 1 },
+      (_, index) => `${isBeam ? "Beam" : "Sample"} ${index + 1}`,
+    );
     const showsTokens = this.showsTokens[isChat ? "chat" : "completion"];
     $("start").hidden = true;
     $("conversation").hidden = false;
     const answerer = this.names ? body.model : "";
-    const exchange = new Exchange(prompt, { names: names ?? (body.n > 1 ? numbered : [""]), isBeam, isChat, title, showsTokens, answerer });
+    const exchange = new Exchange(prompt, {
+      names: names ?? (body.n > 1 ? numbered : [""]),
+      isBeam,
+      isChat,
+      title,
+      showsTokens,
+      answerer,
+    });
     this.exchanges.push(exchange);
     const add = (part) => {
       exchange.add(part);
@@ -183,7 +242,10 @@ export class Playground {
       exchange.end("");
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof ApiError)) throw error;
-      exchange.end(error.name === "AbortError" ? "stopped" : error.message, error instanceof ApiError);
+      exchange.end(
+        error.name === "AbortError" ? "stopped" : error.message,
+        error instanceof ApiError,
+      );
     }
     return exchange;
   }
@@ -198,7 +260,8 @@ export class Playground {
 
   body(text) {
     const own = this.isChat ? this.ofChat : {};
-    const number = (id) => ($(id).disabled ? undefined : $(id).value === "" ? own[id] : Number($(id).value));
+    const number = (id) =>
+      $(id).disabled ? undefined : $(id).value === "" ? own[id] : Number($(id).value);
     const isBeam = $("search").value === "beam";
     const n = number("n");
     const body = {
@@ -215,7 +278,8 @@ export class Playground {
       stream_options: isBeam ? undefined : { include_usage: true },
     };
     const withProbabilities = $("probabilities").checked && !isBeam;
-    if (!this.isChat) return { ...body, prompt: text, logprobs: withProbabilities ? NUM_ALTERNATIVES : undefined };
+    if (!this.isChat)
+      return { ...body, prompt: text, logprobs: withProbabilities ? NUM_ALTERNATIVES : undefined };
     const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
     return {
       ...body,

@@ -1,10 +1,14 @@
-// The controls of a recorded event log: a scrubber over its steps, one step back or on, and play, slowly or fast.
+// The controls of the snapshots of a recorded event log: a scrubber over its steps, one step back
+// or on, and play, slowly or fast.
 
 import { $ } from "./dom.js";
-import { Recording } from "./log.js";
+import { Recording } from "./recording.js";
 
 export class Replay {
-  /** view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be read; null: all is well. */
+  /**
+   * Takes the view that draws snapshots. onClose: the log was closed. onProblem(message): a file
+   * could not be read; null: all is well.
+   */
   constructor(view, { onClose, onProblem }) {
     this.view = view;
     this.recording = null;
@@ -44,11 +48,12 @@ export class Replay {
       this.view.forget();
       this.onProblem(null);
     } catch (error) {
-      this.onProblem(`This log cannot be opened: ${error.message}.`);
+      this.onProblem(`This file cannot be opened: ${error.message}.`);
       return;
     }
     const { name, last, isTorn, about } = this.recording;
-    $("log-name").textContent = `${name}${isTorn ? ", cut off at its end" : ""}${about ? ` (incident: ${about})` : ""}`;
+    $("log-name").textContent =
+      `${name}${isTorn ? ", cut off at its end" : ""}${about ? ` (incident: ${about})` : ""}`;
     $("scrubber").max = last;
     $("replay").hidden = false;
     document.body.classList.add("recorded");
@@ -77,7 +82,7 @@ export class Replay {
     if (bounded === last) this.play(false);
   }
 
-  /** To the end of a step, if the log has it. */
+  /** Goes to the end of a step, if the log has it. */
   goToStep(step) {
     const moment = this.recording?.momentOf(step);
     if (moment !== undefined) this.go(moment);

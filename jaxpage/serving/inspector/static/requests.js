@@ -10,7 +10,7 @@ const WINDOW = { seconds: [2, 40], steps: [20, 320] }; // of the timelines: at l
 const STATES = ["running", "waiting", "preempted", "swapped"];
 
 export class RequestList {
-  /** onPoint({request: number} or null), onChoose({request: number}) */
+  /** Tells of requests: onPoint({request: number} or null), onChoose({request: number}). */
   constructor({ onPoint, onChoose }) {
     this.onPoint = onPoint;
     this.onChoose = onChoose;
@@ -18,21 +18,32 @@ export class RequestList {
     this.segment = null; // that is pointed at: {number, index}
   }
 
-  /** chosen: the number of the request that is held. */
+  /** Shows the requests of a snapshot. chosen: the number of the request that is held. */
   show({ requests, clock }, chosen) {
     const number = (state) => requests.filter((request) => request.state === state).length;
     const states = STATES.map((state) => [number(state), state]);
-    $("queue").replaceChildren(...states.filter(([n, state]) => n || state === "running").map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)));
+    $("queue").replaceChildren(
+      ...states
+        .filter(([n, state]) => n || state === "running")
+        .map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)),
+    );
     const shown = requests.slice(0, MOST_ROWS);
     this.clock = clock;
     this.span = spanOf(shown, clock);
     const rows = shown.map((request) => this.row(request, chosen));
     const list = $("requests");
-    const more = requests.length > MOST_ROWS ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)] : [];
-    const empty = shown.length ? [] : [el("li", { class: "muted empty" }, "No request is running or waiting.")];
-    if (!sameChildren(list, rows) || more.length || empty.length) replaceRows(list, [...rows.map((row) => row.item), ...more, ...empty]);
+    const more =
+      requests.length > MOST_ROWS
+        ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)]
+        : [];
+    const empty = shown.length
+      ? []
+      : [el("li", { class: "muted empty" }, "No request is running or waiting.")];
+    if (!sameChildren(list, rows) || more.length || empty.length)
+      replaceRows(list, [...rows.map((row) => row.item), ...more, ...empty]);
     rows.forEach((row) => this.draw(row));
-    for (const known of [...this.rows.keys()]) if (!shown.some((request) => request.number === known)) this.rows.delete(known);
+    for (const known of [...this.rows.keys()])
+      if (!shown.some((request) => request.number === known)) this.rows.delete(known);
   }
 
   draw(row) {
@@ -42,13 +53,16 @@ export class RequestList {
     drawTimeline(row.canvas, row.request, span, chosen);
   }
 
-  /** One that ended before the time that is shown has a scale of its own. */
+  /**
+   * Returns the span of a row. A request that ended before the time that is shown has a scale of
+   * its own.
+   */
   spanOf({ request: { timeline } }) {
     const end = timeline.at(-1)?.[2] ?? this.span.now;
     return end < this.span.from ? { from: timeline[0][1], to: end, now: end } : this.span;
   }
 
-  /** The list's row of a request: made once, then filled anew. */
+  /** Returns the list's row of a request, which is made once and then filled anew. */
   row(request, chosen) {
     const row = this.rows.get(request.number) ?? this.newRow(request.number);
     row.request = request;
@@ -58,7 +72,8 @@ export class RequestList {
     row.state.dataset.state = request.state;
     const known = Math.max(...request.sequences.map((sequence) => sequence.known));
     const several = request.sequences.length > 1 ? ` × ${request.sequences.length}` : "";
-    row.tokens.textContent = `${request.prompt_tokens} + ${known - request.prompt_tokens}${several}`;
+    const generated = known - request.prompt_tokens;
+    row.tokens.textContent = `${request.prompt_tokens} + ${generated}${several}`;
     row.button.setAttribute("aria-pressed", String(chosen === request.number));
     row.button.title = request.id;
     return row;
@@ -67,7 +82,12 @@ export class RequestList {
   newRow(number) {
     const own = { request: number };
     const part = (name) => el("span", { class: name });
-    const [dot, name, state, tokens] = [part("dot"), part("name"), part("state"), part("tokens mono")];
+    const [dot, name, state, tokens] = [
+      part("dot"),
+      part("name"),
+      part("state"),
+      part("tokens mono"),
+    ];
     const canvas = el("canvas", { class: "timeline", "aria-hidden": "true" });
     const past = part("past muted");
     const row = { number, canvas, dot, name, state, tokens, past };
@@ -75,13 +95,30 @@ export class RequestList {
     const leave = () => this.leave(row);
     const button = el(
       "button",
-      { type: "button", "aria-describedby": "timeline-keys", click: () => this.onChoose(own), pointerenter: point, pointerleave: leave, focus: point, blur: leave, keydown: (event) => this.onKey(event, row) },
-      dot, name, state, tokens, el("span", { class: "visually-hidden" }, " prompt and generated tokens"),
+      {
+        type: "button",
+        "aria-describedby": "timeline-keys",
+        click: () => this.onChoose(own),
+        pointerenter: point,
+        pointerleave: leave,
+        focus: point,
+        blur: leave,
+        keydown: (event) => this.onKey(event, row),
+      },
+      dot,
+      name,
+      state,
+      tokens,
+      el("span", { class: "visually-hidden" }, " prompt and generated tokens"),
     );
-    for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
+    for (const kind of ["pointermove", "pointerdown"])
+      canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
     canvas.addEventListener("pointerleave", leave);
     canvas.addEventListener("click", () => this.onChoose(own));
-    Object.assign(row, { button, item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)) });
+    Object.assign(row, {
+      button,
+      item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)),
+    });
     this.rows.set(number, row);
     return row;
   }
@@ -103,7 +140,10 @@ export class RequestList {
     const { from, to, now } = this.spanOf(row);
     const box = row.canvas.getBoundingClientRect();
     const middle = ((segment[1] + (segment[2] ?? now)) / 2 - from) / (to - from);
-    showTip(new DOMRect(box.x + Math.min(Math.max(middle, 0), 1) * box.width, box.y, 1, box.height), text);
+    showTip(
+      new DOMRect(box.x + Math.min(Math.max(middle, 0), 1) * box.width, box.y, 1, box.height),
+      text,
+    );
   }
 
   leave(row) {
@@ -113,40 +153,53 @@ export class RequestList {
     this.onPoint(null);
   }
 
-  /** Left and right walk over the segments, up and down over the requests. */
+  /** Walks with left and right over the segments, and with up and down over the requests. */
   onKey(event, row) {
     const { key } = event;
     const last = row.request.timeline.length - 1;
-    const rows = [...this.rows.values()].filter(({ item }) => item.isConnected).sort((a, b) => a.item.offsetTop - b.item.offsetTop);
-    const here = this.segment?.number === row.number ? this.segment.index : key === "ArrowLeft" ? last + 1 : -1;
-    if (key === "ArrowRight" || key === "ArrowLeft") this.pointAt(row, Math.min(Math.max(here + (key === "ArrowRight" ? 1 : -1), 0), last));
-    else if (key === "ArrowDown" || key === "ArrowUp") rows[rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1)]?.button.focus();
+    const rows = [...this.rows.values()]
+      .filter(({ item }) => item.isConnected)
+      .sort((a, b) => a.item.offsetTop - b.item.offsetTop);
+    const here =
+      this.segment?.number === row.number
+        ? this.segment.index
+        : key === "ArrowLeft"
+          ? last + 1
+          : -1;
+    if (key === "ArrowRight" || key === "ArrowLeft")
+      this.pointAt(row, Math.min(Math.max(here + (key === "ArrowRight" ? 1 : -1), 0), last));
+    else if (key === "ArrowDown" || key === "ArrowUp")
+      rows[rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1)]?.button.focus();
     else return;
     event.preventDefault();
   }
 }
 
-/** From when to when the timelines are drawn. */
+/** Returns from when to when the timelines are drawn. */
 function spanOf(shown, clock) {
   const [least, most] = WINDOW[clock.unit];
   const open = shown.filter(({ state }) => state !== "finished");
   const starts = (open.length ? open : shown).map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
-  const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now)); // of the last that went on
+  // The end of the request that went on for longest.
+  const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now));
   const from = Math.max(Math.min(end, ...starts), end - most);
   return { from, to: Math.max(end, from + least), now: clock.now };
 }
 
-/** How long a request took that ended before the time that is shown, and how long ago. */
+/** Returns how long a request took that ended before the time that is shown, and how long ago. */
 function pastText({ from, to }, { unit, now }) {
   if (unit === "steps") return `${to - from} steps, ${now - to} ago`;
   return `${(to - from).toFixed(1)} s, ${Math.round(now - to)} s ago`;
 }
 
 function sameChildren(list, rows) {
-  return list.children.length === rows.length && rows.every(({ item }, index) => list.children[index] === item);
+  return (
+    list.children.length === rows.length &&
+    rows.every(({ item }, index) => list.children[index] === item)
+  );
 }
 
-/** As replaceChildren, but who has the focus keeps it. */
+/** Replaces children as replaceChildren does, but a row that has the focus keeps it. */
 function replaceRows(list, items) {
   const focused = document.activeElement;
   list.replaceChildren(...items);

@@ -1,20 +1,49 @@
-// What the drawings ask of a snapshot: who refers to each block, and how much of it is filled.
-// A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or what log.js makes of a recorded event log.
+// Answers what the drawings ask of a snapshot: which sequences refer to each block, and how much of
+// it is filled. A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or a
+// line of a file of recorded ones.
 
 const NONE = Object.freeze([]); // the references of a block that is not in use
 
-/** A snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on. Ids of blocks stay as they are. */
+/**
+ * Returns a snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on.
+ * Ids of blocks stay as they are.
+ */
 export function ofGroup(snapshot, group) {
   if (!group) return snapshot;
   const { pool } = snapshot;
   const { num_blocks, first_block, ref_counts, kept } = pool.further_groups[group - 1];
-  const pick = ({ further_blocks, ...rest }) => ({ ...rest, blocks: further_blocks?.[group - 1] ?? [], host_blocks: [] });
-  const requests = snapshot.requests.map((request) => ({ ...request, sequences: request.sequences.map(pick) }));
-  const copies = snapshot.copies.filter(([, from]) => from >= first_block && from < first_block + num_blocks);
-  return { ...snapshot, pool: { ...pool, num_blocks, num_host_blocks: 0, first_block, ref_counts, kept, pins: pool.pins.map(pick) }, requests, copies };
+  const pick = ({ further_blocks, ...rest }) => ({
+    ...rest,
+    blocks: further_blocks?.[group - 1] ?? [],
+    host_blocks: [],
+  });
+  const requests = snapshot.requests.map((request) => ({
+    ...request,
+    sequences: request.sequences.map(pick),
+  }));
+  const copies = snapshot.copies.filter(
+    ([, from]) => from >= first_block && from < first_block + num_blocks,
+  );
+  return {
+    ...snapshot,
+    pool: {
+      ...pool,
+      num_blocks,
+      num_host_blocks: 0,
+      first_block,
+      ref_counts,
+      kept,
+      pins: pool.pins.map(pick),
+    },
+    requests,
+    copies,
+  };
 }
 
-/** The blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its references and its flags. */
+/**
+ * Returns the blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its
+ * references and its flags.
+ */
 export function blocksOf(snapshot) {
   const { num_blocks, block_size, first_block: first = 0, ref_counts, kept, pins } = snapshot.pool;
   const blocks = Array.from({ length: num_blocks }, (_, index) => ({
@@ -43,7 +72,9 @@ export function blocksOf(snapshot) {
   };
   for (const request of snapshot.requests)
     for (const sequence of request.sequences)
-      sequence.blocks.forEach((id, place) => refer(id, { request, sequence, place }, sequence.computed, sequence.known));
+      sequence.blocks.forEach((id, place) =>
+        refer(id, { request, sequence, place }, sequence.computed, sequence.known),
+      );
   for (const pin of pins)
     pin.blocks.forEach((id, place) => {
       refer(id, { pin, place }, pin.tokens, pin.tokens);
@@ -54,7 +85,10 @@ export function blocksOf(snapshot) {
 
 const clamp = (value, most) => Math.min(Math.max(value, 0), most);
 
-/** How many blocks are what. `saved`: references beyond the first, each of which would be a block without sharing. */
+/**
+ * Returns how many blocks are used, cached and free. `saved`: references beyond the first, each of
+ * which would be a block without sharing.
+ */
 export function countsOf(blocks) {
   const counts = { total: 0, used: 0, cached: 0, free: 0, shared: 0, saved: 0 };
   for (const { kind, refCount } of blocks) {
@@ -67,10 +101,17 @@ export function countsOf(blocks) {
   return counts;
 }
 
-/** The blocks of host memory, where swapped requests are. */
+/** Returns the blocks of host memory, where swapped requests are. */
 export function hostBlocksOf(snapshot) {
   const blocks = Array.from({ length: snapshot.pool.num_host_blocks }, (_, index) => ({
-    id: index + 1, isHost: true, kind: "free", refCount: 0, references: [], slots: snapshot.pool.block_size, filled: 0, known: 0,
+    id: index + 1,
+    isHost: true,
+    kind: "free",
+    refCount: 0,
+    references: [],
+    slots: snapshot.pool.block_size,
+    filled: 0,
+    known: 0,
   }));
   for (const request of snapshot.requests)
     for (const sequence of request.sequences)
@@ -85,8 +126,12 @@ export function hostBlocksOf(snapshot) {
   return blocks;
 }
 
-/** "#3", or of a request with several sequences "#3.1" */
+/** Returns "#3", or of a request with several sequences "#3·1". */
 export const nameOf = ({ request, sequence, pin }) =>
-  pin ? `pin ${-pin.id}` : request.num_sequences > 1 && sequence ? `#${request.number}·${label(request, sequence)}` : `#${request.number}`;
+  pin
+    ? `pin ${-pin.id}`
+    : request.num_sequences > 1 && sequence
+      ? `#${request.number}·${label(request, sequence)}`
+      : `#${request.number}`;
 
 const label = (request, sequence) => request.sequences.indexOf(sequence) + 1;

@@ -11,14 +11,18 @@ const PITCH = 5; // of its bars
 const tokensOf = (step) => step.rows.reduce((sum, [, , , tokens]) => sum + tokens, 0);
 
 export class StepView {
-  /** onStep(step): a bar of the history was clicked, or Enter was pressed on it. */
+  /** Calls onStep(step) when a bar of the history was clicked, or Enter was pressed on it. */
   constructor({ onStep }) {
     this.onStep = onStep;
     this.pointed = null; // a step of the history
     this.shown = [];
     const canvas = $("history");
-    for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, ({ offsetX }) => this.pointAt(this.shown[Math.floor(offsetX / PITCH)]));
-    for (const kind of ["pointerleave", "blur"]) canvas.addEventListener(kind, () => this.pointAt(undefined));
+    for (const kind of ["pointermove", "pointerdown"])
+      canvas.addEventListener(kind, ({ offsetX }) =>
+        this.pointAt(this.shown[Math.floor(offsetX / PITCH)]),
+      );
+    for (const kind of ["pointerleave", "blur"])
+      canvas.addEventListener(kind, () => this.pointAt(undefined));
     canvas.addEventListener("click", () => this.pointed !== null && this.onStep(this.pointed));
     canvas.addEventListener("keydown", (event) => this.onKey(event));
     $("plan-box").addEventListener("toggle", () => this.showPlan());
@@ -27,10 +31,14 @@ export class StepView {
   show(snapshot, isLive) {
     const { step, history, compiles } = snapshot;
     this.snapshot = snapshot;
-    const numbers = stepNumbers(step).map(([number, label]) => el("span", { class: "part" }, el("b", {}, number), ` ${label}`));
+    const numbers = stepNumbers(step).map(([number, label]) =>
+      el("span", { class: "part" }, el("b", {}, number), ` ${label}`),
+    );
     $("step-numbers").replaceChildren(...numbers);
     $("step-text").textContent = stepText(step, compiles);
-    $("step-error").textContent = step?.error ? `This step failed, and the requests that ran ended with an error: ${step.error}` : "";
+    $("step-error").textContent = step?.error
+      ? `This step failed, and the requests that ran ended with an error: ${step.error}`
+      : "";
     $("step").setAttribute("aria-label", $("step-numbers").textContent);
     drawStep($("step"), step);
     this.shown = history.slice(-Math.max(1, Math.floor($("history").clientWidth / PITCH)));
@@ -50,16 +58,21 @@ export class StepView {
     if (!entry) return hideTip();
     $("segment").textContent = historyText(entry);
     const box = $("history").getBoundingClientRect();
-    showTip(new DOMRect(box.x + this.shown.indexOf(entry) * PITCH, box.y, PITCH, box.height), historyText(entry));
+    showTip(
+      new DOMRect(box.x + this.shown.indexOf(entry) * PITCH, box.y, PITCH, box.height),
+      historyText(entry),
+    );
   }
 
-  /** Left and right walk over the steps before; Enter goes to one, of a log. */
+  /** Walks with left and right over the steps before; Enter goes to one, of a log. */
   onKey(event) {
     const at = this.shown.findIndex(([step]) => step === this.pointed);
     const last = this.shown.length - 1;
     if (event.key === "Enter" && at >= 0) this.onStep(this.pointed);
-    else if (event.key === "ArrowLeft") this.pointAt(this.shown[at < 0 ? last : Math.max(at - 1, 0)]);
-    else if (event.key === "ArrowRight") this.pointAt(this.shown[at < 0 ? last : Math.min(at + 1, last)]);
+    else if (event.key === "ArrowLeft")
+      this.pointAt(this.shown[at < 0 ? last : Math.max(at - 1, 0)]);
+    else if (event.key === "ArrowRight")
+      this.pointAt(this.shown[at < 0 ? last : Math.min(at + 1, last)]);
     else return;
     event.preventDefault();
   }
@@ -77,7 +90,9 @@ function stepNumbers(step) {
     [`${Math.round(100 * padding)} %`, "padding"],
     ...(drafts ? [[`${drafts}`, drafts === 1 ? "draft" : "drafts"]] : []),
     ...(step.copies.length ? [[`${step.copies.length}`, "copied"]] : []),
-    ...(step.preempted.length ? [[step.preempted.map((number) => `#${number}`).join(" "), "preempted"]] : []),
+    ...(step.preempted.length
+      ? [[step.preempted.map((number) => `#${number}`).join(" "), "preempted"]]
+      : []),
     ...(step.seconds === null ? [] : [[(1000 * step.seconds).toFixed(1), "ms"]]),
   ];
 }
@@ -85,17 +100,29 @@ function stepNumbers(step) {
 function stepText(step, compiles) {
   if (!step) return "Each step appears here once a request runs.";
   const [tokens, rows] = step.bucket;
-  const menu = compiles ? ` There before the first request: ${count(compiles.total, "executable")}, compiled or read in ${compiles.seconds.toFixed(1)} s.` : "";
-  return `One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: ${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
+  const menu = compiles
+    ? ` There before the first request: ${count(compiles.total, "executable")}, compiled or read ` +
+      `in ${compiles.seconds.toFixed(1)} s.`
+    : "";
+  return;
+  "One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: " +
+    `${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
 }
 
-/** A cell for each token of the stream, in the order of its rows; drafts are hollow. */
+/** Draws a cell for each token of the stream, in the order of its rows; drafts are hollow. */
 function drawStep(canvas, step) {
-  const cells = step ? step.rows.flatMap(([number, , , tokens, drafts]) => Array.from({ length: tokens }, (_, index) => [number, index >= tokens - drafts])) : [];
+  const cells = step
+    ? step.rows.flatMap(([number, , , tokens, drafts]) =>
+        Array.from({ length: tokens }, (_, index) => [number, index >= tokens - drafts]),
+      )
+    : [];
   const total = step ? step.bucket[0] : 16;
   const width = canvas.clientWidth;
   if (!width) return;
-  const pitch = [20, 16, 12, 9, 7, 5, 4, 3].find((size) => Math.ceil(total / Math.floor(width / size)) * size <= 72) ?? 2;
+  const pitch =
+    [20, 16, 12, 9, 7, 5, 4, 3].find(
+      (size) => Math.ceil(total / Math.floor(width / size)) * size <= 72,
+    ) ?? 2;
   const columns = Math.floor(width / pitch);
   const context = fitted(canvas, Math.ceil(total / columns) * pitch + 2);
   const size = pitch - (pitch > 5 ? 2 : 1);
@@ -128,12 +155,19 @@ function drawPadding(context, x, y, size) {
   context.stroke();
 }
 
-/** A bar for each step: as high as its bucket, filled as far as it has tokens. Heights are square roots, so that decodes are seen. */
+/**
+ * Draws a bar for each step: as high as its bucket, filled as far as it has tokens. Heights are
+ * square roots, so that decodes are seen.
+ */
 function drawHistory(canvas, shown, chosen) {
   const context = fitted(canvas, HEIGHT);
   const most = Math.sqrt(Math.max(16, ...shown.map(([, , tokens]) => tokens)));
   shown.forEach(([step, tokens, bucket], index) => {
-    const [x, full, filled] = [index * PITCH, (Math.sqrt(bucket) / most) * HEIGHT, (Math.sqrt(tokens) / most) * HEIGHT];
+    const [x, full, filled] = [
+      index * PITCH,
+      (Math.sqrt(bucket) / most) * HEIGHT,
+      (Math.sqrt(tokens) / most) * HEIGHT,
+    ];
     context.fillStyle = themed("cached-line");
     context.fillRect(x, HEIGHT - full, PITCH - 1.5, full);
     context.fillStyle = themed(step === chosen ? "ink" : "accent");

@@ -1,52 +1,47 @@
-// The course of a request: segments [kind, start, end or null, tokens], as jaxpage/serving/inspector/watching.py keeps them.
+// The course of a request: segments [kind, start, end or null, tokens], as
+// jaxpage/serving/inspector/watching.py keeps them.
 
 import { count, fitted } from "./dom.js";
 import { requestColor, segmentAlpha, themed } from "./colors.js";
 
-const MOST_SEGMENTS = 200;
 const HEIGHT = 18;
 
-export function wait(request, kind, at) {
-  close(request, at);
-  request.timeline.push([kind, at, null, 0]);
-}
+const NAMES = {
+  queued: "waiting",
+  chunk: "prefill",
+  decode: "decode",
+  preempted: "preempted",
+  swapped: "swapped out",
+};
 
-/** A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own. */
-export function compute(request, kind, began, ended, numTokens, step) {
-  close(request, began);
-  const last = request.timeline.at(-1);
-  const goesOn = request.lastStep === step || (kind === "decode" && request.lastStep === step - 1);
-  if (last && last[0] === kind && (goesOn || request.timeline.length >= MOST_SEGMENTS)) {
-    last[2] = ended;
-    last[3] += numTokens;
-  } else {
-    request.timeline.push([kind, began, ended, numTokens]);
-    request.timeline.splice(0, request.timeline.length - MOST_SEGMENTS);
-  }
-  request.lastStep = step;
-}
-
-export function close(request, at) {
-  const last = request.timeline.at(-1);
-  if (last && last[2] === null) last[2] = at;
-}
-
-const NAMES = { queued: "waiting", chunk: "prefill", decode: "decode", preempted: "preempted", swapped: "swapped out" };
-
-/** What a segment was, in words. unit: "seconds" or "steps". */
+/** Says what a segment was. unit: "seconds" or "steps". */
 export function segmentText([kind, start, end, numTokens], unit, now) {
   const last = end ?? now;
-  const when = unit === "steps" ? (last - start > 1 ? `steps ${start + 1} to ${last}` : `step ${start + 1}`) : `${start.toFixed(2)} s to ${last.toFixed(2)} s (${(1000 * (last - start)).toFixed(0)} ms)`;
-  return [NAMES[kind] ?? kind, numTokens ? count(numTokens, "token") : "", when].filter(Boolean).join(" · ");
+  const when =
+    unit === "steps"
+      ? last - start > 1
+        ? `steps ${start + 1} to ${last}`
+        : `step ${start + 1}`
+      : `${start.toFixed(2)} s to ${last.toFixed(2)} s (${(1000 * (last - start)).toFixed(0)} ms)`;
+  return [NAMES[kind] ?? kind, numTokens ? count(numTokens, "token") : "", when]
+    .filter(Boolean)
+    .join(" · ");
 }
 
-/** The segment at a time, or the next one to it; -1: there are none. */
+/** Returns the place of the segment at a time, or of the next one to it; -1: there are none. */
 export function segmentAt(timeline, time, now) {
   const distance = ([, start, end]) => Math.max(start - time, time - (end ?? now), 0);
-  return timeline.reduce((best, segment, index) => (best < 0 || distance(segment) < distance(timeline[best]) ? index : best), -1);
+  return timeline.reduce(
+    (best, segment, index) =>
+      best < 0 || distance(segment) < distance(timeline[best]) ? index : best,
+    -1,
+  );
 }
 
-/** Draws a request's course between two times, one lane high. chosen: the segment that is pointed at. */
+/**
+ * Draws a request's course between two times, one lane high. chosen: the segment that is pointed
+ * at.
+ */
 export function drawTimeline(canvas, request, { from, to, now }, chosen = -1) {
   const height = HEIGHT;
   const context = fitted(canvas, height);
@@ -66,7 +61,12 @@ export function drawTimeline(canvas, request, { from, to, now }, chosen = -1) {
       context.globalAlpha = segmentAlpha[kind];
       context.fillStyle = color;
       const gap = kind === "chunk" && right - left > 4 ? 1 : 0; // chunks are told apart
-      context.fillRect(left, kind === "chunk" ? 2 : 5, right - left - gap, kind === "chunk" ? height - 4 : height - 10);
+      context.fillRect(
+        left,
+        kind === "chunk" ? 2 : 5,
+        right - left - gap,
+        kind === "chunk" ? height - 4 : height - 10,
+      );
       context.globalAlpha = 1;
     }
     if (index === chosen) frame(context, left, right, height);

@@ -1,28 +1,54 @@
-// Text as tokens: the less likely one was, the darker it is, with the most likely alternatives in a box next to it.
+// Text as tokens: the less likely one was, the darker it is, with the most likely alternatives in a
+// box next to it.
 
 import { el } from "./dom.js";
 import { hideTip, showTip } from "./tip.js";
 
-/** The tokens of a choice of a completion or chat chunk: [{token, logprob, top: [[token, logprob], ...]}]; [] without log probabilities. */
+/**
+ * Returns the tokens of a choice of a completion or chat chunk: [{token, logprob, top: [[token,
+ * logprob], ...]}]; [] without log probabilities.
+ */
 export function tokensOf(logprobs) {
   if (logprobs?.content)
     return logprobs.content.map(({ token, logprob, top_logprobs }) => ({
-      token, logprob, top: (top_logprobs ?? []).map((one) => [one.token, one.logprob]),
+      token,
+      logprob,
+      top: (top_logprobs ?? []).map((one) => [one.token, one.logprob]),
     }));
   return (logprobs?.tokens ?? []).map((token, index) => ({
-    token, logprob: logprobs.token_logprobs[index], top: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
+    token,
+    logprob: logprobs.token_logprobs[index],
+    top: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
   }));
 }
 
-/** Spans for a piece of text. Where the tokens do not spell the text (half a character), the piece has one span for all of them. */
+/**
+ * Returns spans for a piece of text. Where the tokens do not spell the text (half a character), the
+ * piece has one span for all of them.
+ */
 export function spansOf(text, tokens) {
   const spelled = tokens.map(({ token }) => token).join("") === text;
   const parts = spelled ? tokens.map((one) => [one.token, [one]]) : text ? [[text, tokens]] : [];
   return parts.map(([part, own]) => {
     if (!own.length) return el("span", {}, part);
     const probability = Math.exp(Math.min(...own.map(({ logprob }) => logprob ?? 0)));
-    const show = ({ currentTarget }) => showTip(currentTarget.getClientRects()[0] ?? currentTarget.getBoundingClientRect(), ...rowsOf(own));
-    const span = el("span", { class: "token", tabindex: "-1", pointerenter: show, pointerleave: hideTip, focus: show, blur: hideTip }, part);
+    const show = ({ currentTarget }) =>
+      showTip(
+        currentTarget.getClientRects()[0] ?? currentTarget.getBoundingClientRect(),
+        ...rowsOf(own),
+      );
+    const span = el(
+      "span",
+      {
+        class: "token",
+        tabindex: "-1",
+        pointerenter: show,
+        pointerleave: hideTip,
+        focus: show,
+        blur: hideTip,
+      },
+      part,
+    );
     span.style.setProperty("--doubt", (1 - probability).toFixed(3));
     return span;
   });
@@ -31,22 +57,29 @@ export function spansOf(text, tokens) {
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob < -4.6 ? 2 : 1)} %`;
 const visible = (token) => String(token).replaceAll(" ", "␣").replaceAll("\n", "⏎") || "∅";
 
-/** The alternatives of tokens with their probabilities, the most likely first. */
+/** Returns the alternatives of tokens with their probabilities, the most likely first. */
 export function rowsOf(tokens) {
   return tokens.flatMap(({ token, logprob, top }) => {
-    const listed = top.some(([other]) => other === token) || logprob === null ? top : [[token, logprob], ...top];
+    const listed =
+      top.some(([other]) => other === token) || logprob === null ? top : [[token, logprob], ...top];
     return listed
       .filter(([, one]) => one !== null)
       .sort((a, b) => b[1] - a[1])
       .map(([other, one]) => {
         const bar = el("span", { class: "tip-bar" });
         bar.style.width = `${Math.max(2, 90 * Math.exp(one))}px`;
-        return el("div", { class: other === token ? "tip-row chosen" : "tip-row" }, el("code", {}, visible(other)), bar, percent(one));
+        return el(
+          "div",
+          { class: other === token ? "tip-row chosen" : "tip-row" },
+          el("code", {}, visible(other)),
+          bar,
+          percent(one),
+        );
       });
   });
 }
 
-/** Arrow keys walk over the tokens, with the box of each. */
+/** Walks over the tokens with the arrow keys, and shows the box of each. */
 export function walkTokens(event) {
   const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
   if (!step) return;
