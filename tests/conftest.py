@@ -66,7 +66,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 # take twice as long, even where it is told to check nothing, so it is installed for that flag alone.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as
 # well.
-_CHECKED = "TESTS_CHECK_SHAPES"  # for the processes of pytest-xdist, which have another command line
+_CHECKED = (
+    "TESTS_CHECK_SHAPES"  # for the processes of pytest-xdist, which have another command line
+)
 if "--check-shapes" in sys.argv or _CHECKED in os.environ:
     os.environ[_CHECKED] = "1"
     jaxtyping.install_import_hook(
