@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -61,12 +62,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the
-# time. Users pay nothing. Not in pallas_kernels: its functions check their arguments themselves,
-# and take numpy arrays as well.
-jaxtyping.install_import_hook(
-    ["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype"
+# The shapes in signatures are checked while jax traces, with --check-shapes. The hook makes tracing
+# take twice as long, even where it is told to check nothing, so it is installed for that flag alone.
+# Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as
+# well.
+_CHECKED = (
+    "TESTS_CHECK_SHAPES"  # for the processes of pytest-xdist, which have another command line
 )
+if "--check-shapes" in sys.argv or _CHECKED in os.environ:
+    os.environ[_CHECKED] = "1"
+    jaxtyping.install_import_hook(
+        ["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype"
+    )
 
 from tests.support import durations  # noqa: E402
 from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
@@ -125,7 +132,8 @@ def pytest_configure(config):
         "XLA_FLAGS", ""
     ):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-    jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
+    if config.getoption("--check-shapes") and _CHECKED not in os.environ:
+        raise pytest.UsageError("--check-shapes is read on the command line alone")
 
 
 def pytest_itemcollected(item):

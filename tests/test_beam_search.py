@@ -1,4 +1,4 @@
-"""Beam search: the strategy against a naive one and all hypotheses there are; the same through engines whatever happens around it."""
+"""Beam search: the strategy against a naive one and all hypotheses there are, and the same through an engine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,7 @@ from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
-from tests.support.engines import (
-    ENGINES,
-    LLAMA,
-    SMALL_POOL,
-    WIDE,
-    invariants,
-    make_llm,
-    run_giving_way,
-)
+from tests.support.engines import LLAMA, WIDE, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import byte_letters
 
@@ -423,23 +415,9 @@ PARAMS = [  # by prompt
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    mistral = {
-        **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 20,
-    }
-    configs = {"llama": LLAMA, "mistral": mistral}
-    return {
-        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
-        for name, config in configs.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def llm(directories):
-    with make_llm(directories["llama"], **WIDE) as llm:
+def llm(tmp_path_factory):
+    directory = random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+    with make_llm(directory, **WIDE) as llm:
         yield llm
 
 
@@ -457,22 +435,17 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def lone(directories, prompts):
-    """By family and prompt, one request at a time."""
-    found = {}
-    for family, directory in directories.items():
-        with make_llm(directory, enable_prefix_caching=False) as llm:
-            asked = zip(prompts, PARAMS, strict=True)
-            found[family] = [llm.generate(*one, use_tqdm=False)[0].outputs for one in asked]
-            invariants(llm)
-    return found
+def lone(llm, prompts):
+    """By prompt, one request at a time."""
+    asked = zip(prompts, PARAMS, strict=True)
+    return [llm.generate(*one, use_tqdm=False)[0].outputs for one in asked]
 
 
 def test_there_is_something_to_compare(lone):
-    outputs = [one for outputs in lone["llama"] for one in outputs]
+    outputs = [one for outputs in lone for one in outputs]
     assert {one.finish_reason for one in outputs} == {"stop", "length"}
-    assert [len(outputs) for outputs in lone["llama"]] == [4, 2, 3, 2, 1]
-    for outputs, params in zip(lone["llama"], PARAMS, strict=True):
+    assert [len(outputs) for outputs in lone] == [4, 2, 3, 2, 1]
+    for outputs, params in zip(lone, PARAMS, strict=True):
         assert [one.index for one in outputs] == list(range(len(outputs)))
         assert [one.score for one in outputs] == sorted(
             (one.score for one in outputs), reverse=True
@@ -497,71 +470,14 @@ def test_one_beam_is_greedy(llm, prompts):
         assert dataclasses.replace(found, score=None) == dataclasses.replace(want, logprobs=None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_whatever_happens_around_them(engine, directories, prompts, lone):
-    """Beams of several widths, samplers and greedy strangers together, in a pool that is too small for all of them."""
-    family = "mistral" if engine == "window" else "llama"
-    others = [
-        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),
-    ]
-    strangers = [[7] * 150, [8] * 140]
-    crowd = {} if engine == "blocks of 4" else {"max_num_seqs": 16}  # as many as `llm` has
-    with make_llm(directories[family], **ENGINES[engine], **crowd) as llm:
-        alone = [
-            llm.generate(*one, use_tqdm=False)[0].outputs
-            for one in zip(strangers, others, strict=True)
-        ]
-        num_preemptions = 0
-        for order in (range(5), range(4, -1, -1)):
-            asked = (
-                [*strangers, *(prompts[i] for i in order)],
-                [*others, *(PARAMS[i] for i in order)],
-            )
-            outputs = llm.generate(*asked, use_tqdm=False)
-            assert [output.outputs for output in outputs] == [
-                *alone,
-                *(lone[family][i] for i in order),
-            ]
-            num_preemptions += sum(output.metrics.num_preemptions for output in outputs[2:])
-        if engine in ("recompute", "swap"):
-            assert num_preemptions >= 2 and llm.stats()["num_preemptions_total"][engine] >= 2
-        assert "blocks" in str(llm.memory_report())
-        invariants(llm)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
-    """In its prompt, before and after it forks, when some have ended: it comes back as it was."""
-    stride = 1 if family == "llama" else 3
-    with make_llm(directories[family], **SMALL_POOL, max_num_seqs=16, preemption_mode=mode) as llm:
-        engine = llm._engine
-        for step in range(1, 16, stride):
-            llm.reset_prefix_cache()
-            engine.add(
-                "older",
-                engine.prepare(
-                    None,
-                    prompts[1],
-                    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
-                ),
-            )
-            reporter = engine.add("watched", engine.prepare(None, prompts[3], PARAMS[3]))
-            run_giving_way(engine, step)
-            assert reporter.whole().outputs == lone[family][3]
-        assert llm.stats()["num_preemptions_total"][mode] >= 8 // stride
-        invariants(llm)
-
-
 def test_behind_a_pin_and_behind_a_cache(llm, prompts, lone):
     llm.reset_prefix_cache()
     for length in (15, 16, 33):
         with llm.pin_prefix(prompts[3][:length]):
             (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
-            assert output.outputs == lone["llama"][3]
+            assert output.outputs == lone[3]
     (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
-    assert output.outputs == lone["llama"][3] and output.metrics.num_cached_tokens == 32
+    assert output.outputs == lone[3] and output.metrics.num_cached_tokens == 32
 
 
 def test_a_prompt_that_leaves_room_for_little(llm):

@@ -409,7 +409,10 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions
 
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
-    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")],
+    few(
+        itertools.product(("float32", "bfloat16"), (None, "int8")),
+        [("float32", None), ("bfloat16", "int8")],
+    ),
 )
 def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
     dtype: Any, quantization: Any
@@ -576,12 +579,7 @@ def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
     assert done.stdout.strip() == f"{name} None", "without a compiler"
     whole = (tmp_path / f"{name}.so").read_bytes()
-    for damaged in (
-        b"",
-        b"ELF",
-        whole[: len(whole) // 2],
-        whole[:9000] + bytes(100_000) + whole[109_000:],
-    ):
+    for damaged in (b"ELF", whole[:9000] + bytes(100_000) + whole[109_000:]):
         (tmp_path / f"{name}.so").write_bytes(damaged)
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
         assert (

@@ -29,6 +29,7 @@ from jaxpage.device.inputs.step_inputs import (
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA
+from tests.support.executables import with_compiled_kernels
 from tests.support.random_checkpoints import random_checkpoint
 
 
@@ -263,7 +264,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
     """In another process, with other free memory: what `jaxpage compile` compiles is what an engine with the same settings takes."""
     model = random_checkpoint(tmp_path / "model", LLAMA)
     environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
-    environment["JAXPAGE_CACHE_DIR"] = str(tmp_path / "cache")
+    environment["JAXPAGE_CACHE_DIR"] = str(with_compiled_kernels(tmp_path / "cache"))
     said = [
         subprocess.run(
             [sys.executable, "-c", _STARTS + program, str(free), str(model)],

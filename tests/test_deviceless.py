@@ -84,12 +84,9 @@ def array_bytes(pages: Any) -> list[int]:
         [
             ("llama-3-8b decode 64x2048", "triton"),
             ("llama-3-8b decode 64x2048", "mosaic"),
-            ("llama-3-8b chunk 2048+0", "mosaic"),
             ("mistral-7b chunk 2048+6144", "triton"),
-            ("llama-3-8b verify tree 16x16", "triton"),
             ("llama-3-8b verify tree 16x16", "mosaic"),
             ("gpt-oss-20b decode 64x2048", "triton"),
-            ("gpt-oss-20b decode 64x2048", "mosaic"),
         ],
     ),
 )
@@ -116,7 +113,7 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
 def test_latents_keep_their_sums_in_registers(page_dtype: str) -> None:
     """Those of DeepSeek-V3: 512 of 576 numbers are values, and all 128 heads share them."""
     latent = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "page_dtype": page_dtype}
-    for name in ("decode 64x2048", "verify chain 16x8", "chunk 2048+0"):
+    for name in ("decode 64x2048", "chunk 2048+0"):
         spec = dataclasses.replace(find(f"llama-3-8b {name}"), **latent)
         found = compiled_case(attention_case(spec, "triton", value_width=512))
         assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0, name
@@ -229,15 +226,16 @@ def assert_in_place(found: Findings, pages: Any, *, own: bool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "backend", "reduced"),
-    [
-        *(
+    few(
+        [
             ("decode", "triton", 1),
             ("verify", "triton", 1),
             ("chunk", "triton", 0),
             ("chunk", "mosaic", 0),
-        ),
-        ("several steps", "triton", 1),
-    ],
+            ("several steps", "triton", 1),
+        ],
+        [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0)],
+    ),
 )
 def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(
     kind: str, backend: str, reduced: int

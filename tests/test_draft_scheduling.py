@@ -21,6 +21,7 @@ from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from tests.support.drafts import random_draft
 from tests.support.fake_device import NUM_TOKEN_IDS, Driver, FakeDevice, alone, make_group
+from tests.support.sweeps import few
 from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver, mistaken_machine
 
 MOST_DRAFTS = 9
@@ -227,10 +228,10 @@ class BranchesWhereShapesHoldChains(Scheduler):
         GivesWayForDrafts,
         KeepsWhatWrongDraftsHad,
         CountsWrongDraftsAsComputed,
-        HashesDrafts,
+        pytest.param(HashesDrafts, marks=pytest.mark.sweep),
         DraftsPastTheEnd,
         DraftsForBeams,
-        DraftsBesideChunks,
+        pytest.param(DraftsBesideChunks, marks=pytest.mark.sweep),
         VerifiesMoreThanTheShapesHold,
         BranchesWhereShapesHoldChains,
     ],
@@ -259,7 +260,9 @@ def counts_places_for_depths(sample, draft, sequence, request):
 right_samples = opening.make_draft_samples
 
 
-@pytest.mark.parametrize("mistaken", [forgets_the_branch, counts_places_for_depths])
+@pytest.mark.parametrize(
+    "mistaken", few([forgets_the_branch, counts_places_for_depths], [counts_places_for_depths])
+)
 def test_the_machines_see_mistakes_in_what_is_drawn(
     mistaken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_the_machines_see_mistakes_in_what_is_drawn(
         )
 
 
+@pytest.mark.sweep
 def test_the_machines_see_that_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     verify = FakeDevice.verify
 

@@ -155,7 +155,7 @@ def test_nothing_changes_where_much_is_right(engines: Callable[..., LLM]) -> Non
     invariants(llm)
 
 
-@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
+@pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_changes_for_who_gives_way_in_the_middle(
     method: str, engine: str, engines: Callable[..., LLM], want: list[Any]
@@ -272,6 +272,7 @@ def test_what_recycling_is_told_is_what_transformers_says(
     )
 
 
+@pytest.mark.sweep
 def test_a_wrong_order_of_what_is_likely_is_seen(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

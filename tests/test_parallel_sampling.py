@@ -12,17 +12,8 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.scheduling.plan_builder import PlanBuilder
-from tests.support.engines import (
-    ENGINES,
-    LLAMA,
-    WIDE,
-    invariants,
-    lone_sample,
-    make_llm,
-    run_giving_way,
-)
+from tests.support.engines import LLAMA, WIDE, invariants, lone_sample, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.sweeps import few
 
 PARAMS = SamplingParams(
     temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2
@@ -33,23 +24,13 @@ LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    mistral = {
-        **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 20,
-    }
-    configs = {"llama": LLAMA, "mistral": mistral}
-    return {
-        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
-        for name, config in configs.items()
-    }
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
 @pytest.fixture(scope="module")
-def llm(directories):
-    with make_llm(directories["llama"], **WIDE) as llm:
+def llm(directory):
+    with make_llm(directory, **WIDE) as llm:
         yield llm
 
 
@@ -66,19 +47,14 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def lone(directories, prompts):
-    """By family, prompt and sample, from engines that cache nothing."""
-    found = {}
-    for family, directory in directories.items():
-        with make_llm(directory, enable_prefix_caching=False) as llm:
-            found[family] = [
-                [lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts
-            ]
-    return found
+def lone(directory, prompts):
+    """By prompt and sample, from an engine that caches nothing."""
+    with make_llm(directory, enable_prefix_caching=False) as llm:
+        return [[lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts]
 
 
 def test_the_samples_differ(lone):
-    for samples in itertools.chain(*lone.values()):
+    for samples in lone:
         assert len({tuple(sample.token_ids) for sample in samples}) == MOST
 
 
@@ -87,7 +63,7 @@ def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
     """So sample i of 8 is sample i of 4. Tokens and the bits of their log probabilities."""
     before = llm.stats()
     outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=n), use_tqdm=False)
-    for output, samples in zip(outputs, lone["llama"], strict=True):
+    for output, samples in zip(outputs, lone, strict=True):
         assert output.outputs == samples[:n] and output.finished
     after = llm.stats()
     assert after["generation_tokens_total"] - before["generation_tokens_total"] == n * 14 * len(
@@ -98,51 +74,12 @@ def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
     ) == n * len(prompts)
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 4"}))
-def test_whatever_happens_around_them(engine, directories, prompts, lone):
-    """Groups of several sizes together, in a pool that is too small for all of them, behind greedy strangers."""
-    family, sizes = "mistral" if engine == "window" else "llama", [4, 1, 3, 4, 2]
-    stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with make_llm(directories[family], **ENGINES[engine]) as llm:
-        for order in (range(5), range(4, -1, -1)):
-            params = [dataclasses.replace(PARAMS, n=sizes[i]) for i in order]
-            strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
-            asked = [*strangers, *(prompts[i] for i in order)], [*[stranger] * 3, *params]
-            for i, output in zip(order, llm.generate(*asked, use_tqdm=False)[3:], strict=True):
-                assert output.outputs == lone[family][i][: sizes[i]]
-        preempted = llm.stats()["num_preemptions_total"]
-        if engine in ("recompute", "swap"):
-            assert preempted[engine] >= 2
-        invariants(llm)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
-    """In its prompt, before and after it forks, later: together with its siblings, it comes back as it was."""
-    with make_llm(directories[family], preemption_mode=mode) as llm:
-        engine = llm._engine
-        for step in range(1, 12):
-            llm.reset_prefix_cache()
-            engine.add(
-                "older",
-                engine.prepare(None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60)),
-            )
-            reporter = engine.add(
-                "watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=3))
-            )
-            run_giving_way(engine, step)
-            assert reporter.whole().outputs == lone[family][3][:3]
-        assert llm.stats()["num_preemptions_total"][mode] >= 8
-        invariants(llm)
-
-
-def test_more_samples_than_a_prompt_step_has_rows(directories, prompts, lone, monkeypatch):
+def test_more_samples_than_a_prompt_step_has_rows(directory, prompts, lone, monkeypatch):
     monkeypatch.setattr("jaxpage.device.inputs.buckets.CHUNK_ROWS", 2)
-    with make_llm(directories["llama"]) as llm:
+    with make_llm(directory) as llm:
         assert llm._engine.scheduler.limits.max_chunk_rows == 2
         outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=4), use_tqdm=False)
-        assert [output.outputs for output in outputs] == [samples[:4] for samples in lone["llama"]]
+        assert [output.outputs for output in outputs] == [samples[:4] for samples in lone]
 
 
 def held(llm, sequence_id, num_tokens):
@@ -193,8 +130,8 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_only_a_last_block_that_is_partly_filled_is_copied(caching, directories, prompts):
-    with make_llm(directories["llama"], **WIDE, enable_prefix_caching=caching) as llm:
+def test_only_a_last_block_that_is_partly_filled_is_copied(caching, directory, prompts):
+    with make_llm(directory, **WIDE, enable_prefix_caching=caching) as llm:
         for prompt, n, max_tokens in itertools.product(prompts, (1, 2, 5), (1, 14)):
             before = llm.stats()["copy_on_write_blocks_total"]
             llm.generate(
@@ -271,7 +208,7 @@ def test_chunks_of_a_stream_add_up(llm, prompts, lone):
     for chunk in llm.stream(prompts[3], dataclasses.replace(PARAMS, n=4)):
         for one in chunk.outputs:
             texts.setdefault(one.index, []).extend(one.token_ids)
-    assert texts == {index: sample.token_ids for index, sample in enumerate(lone["llama"][3][:4])}
+    assert texts == {index: sample.token_ids for index, sample in enumerate(lone[3][:4])}
     assert chunk.finished and {one.finish_reason for one in chunk.outputs} == {"length"}
 
 
@@ -348,7 +285,7 @@ def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, 
                 i == sample for i in range(3)
             ]
             for index in {0, 1, 2} - {sample}:
-                assert output.outputs[index] == lone["llama"][3][index]
+                assert output.outputs[index] == lone[3][index]
     monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(3, 0))
     (output,) = llm.generate(
         prompts[3], dataclasses.replace(PARAMS, n=2, best_of=3), use_tqdm=False

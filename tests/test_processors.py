@@ -36,13 +36,10 @@ from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
 from tests.support.engines import (
-    BLOCKS_OF_4,
     LLAMA,
-    SMALL_POOL,
     LogitsWitness,
     invariants,
     make_llm,
-    run_giving_way,
 )
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn, ends_with, processed
@@ -514,115 +511,6 @@ def test_every_pair_among_the_others_as_alone(llm, lone, pairs):
     ):
         assert output.outputs[0] == lone[names][0], names
         assert [before.outputs, after.outputs] == apart
-
-
-RICH = [
-    (
-        "every penalty",
-        {
-            "temperature": 0.9,
-            "repetition_penalty": 1.4,
-            "frequency_penalty": 0.7,
-            "presence_penalty": 0.5,
-        },
-    ),
-    (
-        "greedy penalties",
-        {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": -0.6},
-    ),
-    (
-        "masks",
-        {
-            "temperature": 0.8,
-            "allowed_token_ids": range(60),
-            "min_tokens": 9,
-            "stop_token_ids": range(10, 30),
-        },
-    ),
-    (
-        "words and biases",
-        {"temperature": 0.7, "allowed_token_ids": range(8), "logit_bias": {3: 2.0}}
-        | {"bad_words": ["1 2", "3 3", "5 1 4", "2 6", "0 0", "7"], "presence_penalty": 0.1},
-    ),
-    (
-        "forks",
-        {
-            "n": 3,
-            "allowed_token_ids": range(5),
-            "bad_words": ["1 2", "3 3", "4 0"],
-            "frequency_penalty": 0.5,
-        },
-    ),
-]
-NUM_TOKENS = 14
-
-
-@pytest.fixture(scope="module")
-def rich():
-    rng = np.random.default_rng(1)
-    asked = []
-    for length, (_, params) in zip((5, 33, 61, 16, 50), RICH, strict=True):
-        lengths = {"seed": 11, "max_tokens": NUM_TOKENS, "logprobs": 2, "ignore_eos": True}
-        asked.append((rng.integers(1, 257, length).tolist(), SamplingParams(**lengths, **params)))
-    return asked
-
-
-@pytest.fixture(scope="module")
-def rich_alone(directory, rich):
-    with make_llm(directory, enable_prefix_caching=False) as llm:
-        return [with_words(llm).generate(*one, use_tqdm=False)[0].outputs for one in rich]
-
-
-def test_no_bad_word_comes_out(rich, rich_alone):
-    for (_, params), outputs in zip(rich, rich_alone, strict=True):
-        for output, word in itertools.product(outputs, spell(params.bad_words)):
-            assert not any(
-                ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1)
-            )
-
-
-ENGINES = {
-    "recompute": {**SMALL_POOL, "num_blocks": 25},
-    "swap": {**SMALL_POOL, "num_blocks": 25, "preemption_mode": "swap"},
-    "blocks of 4": BLOCKS_OF_4,
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_whatever_happens_around_them(engine, directory, rich, rich_alone):
-    """In a pool too small for all, behind strangers; the second time prefixes are found."""
-    stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with make_llm(directory, **ENGINES[engine]) as llm:
-        with_words(llm)
-        for order in (range(len(rich)), range(len(rich) - 1, -1, -1)):
-            prompts = [[token_id] * 100 for token_id in (3, 4, 5)] + [rich[i][0] for i in order]
-            params = [stranger] * 3 + [rich[i][1] for i in order]
-            outputs = llm.generate(prompts, params, use_tqdm=False)[3:]
-            assert [output.outputs for output in outputs] == [rich_alone[i] for i in order]
-        stats = llm.stats()
-        if engine in ("recompute", "swap"):
-            assert stats["num_preemptions_total"][engine] >= 2
-        assert stats["prefix_cache_hits_total"] > 0
-        invariants(llm)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
-    """What was said before it lost its blocks still counts, and only that."""
-    with make_llm(directory, preemption_mode=mode) as llm:
-        engine = with_words(llm)._engine
-        for (prompt, params), want in zip(rich, rich_alone, strict=True):
-            for step in range(1, NUM_TOKENS, 3):
-                llm.reset_prefix_cache()
-                engine.add(
-                    "older",
-                    engine.prepare(None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True)),
-                )
-                reporter = engine.add("watched", engine.prepare(None, prompt, params))
-                run_giving_way(engine, step)
-                assert reporter.whole().outputs == want
-        assert llm.stats()["num_preemptions_total"][mode] >= 10
-        invariants(llm)
 
 
 def test_a_request_that_runs_out_of_tokens_ends_alone(llm):

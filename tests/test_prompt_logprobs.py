@@ -15,7 +15,7 @@ from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing, plan_builder
-from tests.support.engines import ENGINES, LLAMA, WIDE, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import SMALL
 from tests.support.sweeps import few
@@ -31,23 +31,13 @@ LENGTHS = (1, 2, 16, 17, 33, 50)
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    mistral = {
-        **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 20,
-    }
-    configs = {"llama": LLAMA, "mistral": mistral}
-    return {
-        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
-        for name, config in configs.items()
-    }
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
 @pytest.fixture(scope="module")
-def llm(directories):
-    with make_llm(directories["llama"]) as llm:
+def llm(directory):
+    with make_llm(directory) as llm:
         yield llm
 
 
@@ -65,13 +55,10 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def lone(directories, prompts):
-    """By family and prompt, each request by itself, with nothing cached."""
-    found = {}
-    for family, directory in directories.items():
-        with make_llm(directory, enable_prefix_caching=False) as llm:
-            found[family] = [generate(llm, prompt, PARAMS) for prompt in prompts]
-    return found
+def lone(directory, prompts):
+    """By prompt, each request by itself, with nothing cached."""
+    with make_llm(directory, enable_prefix_caching=False) as llm:
+        return [generate(llm, prompt, PARAMS) for prompt in prompts]
 
 
 def generate(llm, prompt, params):
@@ -254,43 +241,13 @@ class Asked:
         monkeypatch.setattr(llm._engine.builder, "build", counting)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 4"}]),
-)
-def test_whatever_happens_around_it(engine, directories, prompts, lone):
-    """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
-    family = "mistral" if engine == "window" else "llama"
-    more = {
-        "wide": WIDE,  # two tiles of tokens in a step
-        "odd": {**WIDE, "max_num_batched_tokens": 100},  # a tile and a part of one
-        "uncached": {"enable_prefix_caching": False},
-        "narrow": {"max_num_batched_tokens": 16},
-    }
-    strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
-    stranger = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with make_llm(directories[family], **{**more, **ENGINES}[engine]) as llm:
-        for order in (range(6), range(5, -1, -1)):
-            asked = [*strangers, *(prompts[i] for i in order), *prompts]
-            params = [*[stranger] * 3, *[PARAMS] * 6, *[SILENT] * 6]
-            outputs = llm.generate(asked, params, use_tqdm=False)[3:]
-            for i, output in zip(order, outputs[:6], strict=True):
-                assert content(output) == content(lone[family][i])
-            for output, alone in zip(outputs[6:], lone[family], strict=True):
-                assert output.outputs == alone.outputs and output.prompt_logprobs is None
-        if engine in ("recompute", "swap"):
-            assert llm.stats()["num_preemptions_total"][engine] >= 2
-        invariants(llm)
-
-
 @pytest.mark.parametrize("mode", ["swap", "recompute", "recompute and cache"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monkeypatch):
+def test_gives_way_at_any_step(mode, directory, prompts, lone, monkeypatch):
     """What is scored stays so, and is not asked for again; of a cache no more is read than that."""
     settings = {"preemption_mode": mode.split()[0], "enable_prefix_caching": "cache" in mode}
-    with make_llm(directories[family], **settings, max_num_batched_tokens=16) as llm:
+    with make_llm(directory, **settings, max_num_batched_tokens=16) as llm:
         engine = llm._engine
-        for n, step in itertools.product((1, 2), range(1, 9)):
+        for n, step in itertools.product((1, 2), range(1, 9, 2)):
             llm.reset_prefix_cache()
             engine.add(
                 "older",
@@ -303,18 +260,18 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monke
                 asked = Asked(llm, patch)
                 run_giving_way(engine, step)
             output = reporter.whole()
-            assert output.prompt_logprobs == lone[family][5].prompt_logprobs
-            assert output.outputs[0] == lone[family][5].outputs[0] and len(output.outputs) == n
+            assert output.prompt_logprobs == lone[5].prompt_logprobs
+            assert output.outputs[0] == lone[5].outputs[0] and len(output.outputs) == n
             assert asked.num_tokens == len(prompts[5]) - 1
         stats = llm.stats()
-        assert stats["num_preemptions_total"][mode.split()[0]] >= 8
+        assert stats["num_preemptions_total"][mode.split()[0]] >= 4
         assert (stats["prefix_cache_resumed_hits_total"] > 0) == ("cache" in mode)
         invariants(llm)
 
 
-def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, monkeypatch):
+def test_a_chunk_that_begins_before_what_is_missing(directory, prompts, lone, monkeypatch):
     """After a preemption the chunks may be cut elsewhere: a part of one is scored already."""
-    with make_llm(directories["llama"], enable_prefix_caching=False) as llm:
+    with make_llm(directory, enable_prefix_caching=False) as llm:
         engine = llm._engine
         asked = Asked(llm, monkeypatch)
         # takes 49 of the 64 tokens of the first step
@@ -325,13 +282,13 @@ def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, 
         engine.scheduler.give_way()
         while engine.has_unfinished:
             engine.step()
-        assert content(reporter.whole()) == content(lone["llama"][5])
+        assert content(reporter.whole()) == content(lone[5])
         assert asked.num_tokens == 49
 
 
 def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
     asked = Asked(llm, monkeypatch)
-    for prompt, alone in zip(prompts, lone["llama"], strict=True):
+    for prompt, alone in zip(prompts, lone, strict=True):
         output = generate(llm, prompt, dataclasses.replace(PARAMS, n=3, best_of=4))
         assert output.prompt_logprobs == alone.prompt_logprobs
     assert asked.num_tokens == sum(map(len, prompts)) - len(prompts)
@@ -339,7 +296,7 @@ def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
 
 def test_cold_and_warm(llm, prompts, lone):
     """It asks the cache for nothing, so it is no query either; what it computes is there for others."""
-    prompt, alone = prompts[5], lone["llama"][5]
+    prompt, alone = prompts[5], lone[5]
     names = (
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
@@ -356,7 +313,7 @@ def test_cold_and_warm(llm, prompts, lone):
 
 
 def test_pinned_or_not(llm, prompts, lone):
-    prompt, alone = prompts[5], lone["llama"][5]
+    prompt, alone = prompts[5], lone[5]
     for length in (1, 16, 40, 50):
         with llm.pin_prefix(prompt[:length]):
             llm.reset_prefix_cache()
@@ -364,11 +321,11 @@ def test_pinned_or_not(llm, prompts, lone):
             assert content(output) == content(alone) and output.metrics.num_cached_tokens == 0
 
 
-def test_the_room_that_a_pin_saves_is_not_there_for_it(directories, prompts):
+def test_the_room_that_a_pin_saves_is_not_there_for_it(directory, prompts):
     """A request that would fit because it shares a pinned prefix does not fit when it computes all of it."""
     prompt = (prompts[5] * 4)[:160]  # 12 blocks with what is drawn
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    with make_llm(directories["llama"], num_blocks=17) as llm, llm.pin_prefix(prompt[:128]):
+    with make_llm(directory, num_blocks=17) as llm, llm.pin_prefix(prompt[:128]):
         generate(llm, prompt, params)
         with pytest.raises(
             CapacityError, match="may need 12 KV blocks .* the pool has 16, of which 8 are pinned"
@@ -416,7 +373,7 @@ def test_an_abort_in_the_prompt(llm, prompts):
 
 def test_a_stream_brings_it_once(llm, prompts, lone):
     for prompt, alone, n in itertools.product(prompts, [None], (1, 2)):
-        alone = lone["llama"][prompts.index(prompt)]
+        alone = lone[prompts.index(prompt)]
         chunks = list(llm.stream(prompt, dataclasses.replace(PARAMS, n=n)))
         assert [chunk.prompt_logprobs for chunk in chunks] == [alone.prompt_logprobs] + [None] * (
             len(chunks) - 1

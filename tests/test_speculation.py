@@ -23,6 +23,7 @@ from jaxpage.speculation import NoSpeculation
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
 from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 
 MISTRAL = {
@@ -258,7 +259,7 @@ def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
     invariants(engines("trees"))
 
 
-@pytest.mark.parametrize("model", ["int8", "bfloat16", "mistral"])
+@pytest.mark.parametrize("model", few(["int8", "bfloat16", "mistral"], ["int8", "mistral"]))
 def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
     # of grammars and bad words, drafts that cannot be are left out beforehand
     some = [0, 2, 4, 3, 11]
@@ -581,6 +582,7 @@ def test_a_planted_mistake_is_seen(module, name, mistake, engines, lone, monkeyp
     engines("trees").reset_prefix_cache()
 
 
+@pytest.mark.sweep
 def test_it_is_seen_if_nothing_is_moved(directories, lone, monkeypatch):
     want, outputs = lone("without")
     monkeypatch.setattr(steps, "moves", lambda paths, *_: (jax.numpy.zeros(paths.size, int),) * 2)

@@ -17,6 +17,7 @@ import pytest
 from jaxpage.device import executables, stored_executables
 from jaxpage.device.stored_executables import StoredExecutables
 from tests.support.engines import LLAMA, make_llm
+from tests.support.executables import with_compiled_kernels
 from tests.support.random_checkpoints import random_checkpoint
 
 PROGRAM = """
@@ -58,18 +59,19 @@ def start(model: Path, cache: Path, num_engines: int) -> tuple[list[Any], str]:
 
 def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
     """The engines that come after them in the second process find what was compiled again, too."""
-    first, _ = start(model, tmp_path, 2)
+    cache = with_compiled_kernels(tmp_path / "cache")
+    first, _ = start(model, cache, 2)
     assert first[0]["found"] == 0 and first[0]["all"] > 4
     assert first[1]["found"] == 3, "what moves blocks is as for the first"
     assert first[0]["texts"] == first[1]["texts"], "with drafts as without"
-    files = sorted(tmp_path.glob("xla/*/executables/*"))
+    files = sorted(cache.glob("xla/*/executables/*"))
     assert len(files) > first[0]["all"] and files[0].parent.stat().st_mode & 0o077 == 0
     contents = [path.read_bytes() for path in files]
     for index in range(0, len(files), 8):
         files[index].write_bytes(contents[index][:-1] + b"?")
     for index in range(4, len(files), 8):
         files[index].write_bytes(contents[index - 1])  # whole, but another one
-    started, said = start(model, tmp_path, 4)
+    started, said = start(model, cache, 4)
     second, third = started[:2], started[2:]
     assert said.count("is compiled again: its contents are not those") == len(files[::4])
     for one, other, last in zip(first, second, third, strict=True):

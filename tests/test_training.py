@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support.hf_models import MODELS, save_model  # noqa: E402
+from tests.support.sweeps import few  # noqa: E402
 
 ROWS = np.random.default_rng(5).integers(0, 97, (2, 24)).astype(np.int32)
 
@@ -50,15 +51,13 @@ ALL_DENSE = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama-grouped",
-        "gemma2-caps",
-        "gemma3-types",
-        "opt-350m-form",
-        "deepseek-v3-halves",
-        "qwen3-5-mixed",
-        "llama4-chunks",
-    ],
+    few(
+        [
+            *("llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form"),
+            *("deepseek-v3-halves", "qwen3-5-mixed", "llama4-chunks"),
+        ],
+        ["llama-grouped", "gemma3-types", "deepseek-v3-halves", "qwen3-5-mixed", "llama4-chunks"],
+    ),
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(
     name: str, tmp_path: Path
@@ -89,7 +88,11 @@ def test_log_probabilities_and_derivatives_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("mistral-window", "sliding_window"), ("llama4-chunks", "attention_chunk")]
+    ("name", "option"),
+    few(
+        [("mistral-window", "sliding_window"), ("llama4-chunks", "attention_chunk")],
+        [("mistral-window", "sliding_window")],
+    ),
 )
 def test_a_window_that_is_one_too_wide_is_seen(
     name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

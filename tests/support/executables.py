@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -187,6 +188,16 @@ class SharedExecutables:
             for where in changed:
                 if where not in _OURS:
                     yield where, now.get(where)
+
+
+def with_compiled_kernels(cache: Path) -> Path:
+    """Returns a directory for a cache, which is empty but for the kernels of CPUs.
+
+    A C++ compiler takes 25 seconds of a core for them.
+    """
+    cache.mkdir(exist_ok=True)
+    (cache / "kernels").symlink_to(Path(os.environ["JAXPAGE_CACHE_DIR"]) / "kernels")
+    return cache
 
 
 def _namespaces(name: str, module: ModuleType) -> Namespaces:
