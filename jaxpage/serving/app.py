@@ -33,6 +33,16 @@ from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
 from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.messages import count_tokens, open_message
+from jaxpage.serving.dialects.ollama import (
+    ollama_time,
+    open_ollama_chat,
+    open_ollama_embed,
+    open_ollama_embeddings,
+    open_ollama_generate,
+    show_ollama,
+)
+from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
@@ -74,18 +84,8 @@ from jaxpage.serving.wire.exchange import (
     open_score,
     tokenize,
 )
-from jaxpage.serving.wire.messages import count_tokens, open_message
-from jaxpage.serving.wire.ollama import (
-    ollama_time,
-    open_ollama_chat,
-    open_ollama_embed,
-    open_ollama_embeddings,
-    open_ollama_generate,
-    show_ollama,
-)
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
-from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.types import Message, Receive
 
+from jaxpage.serving.dialects.ollama import ollama_time
 from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.ollama import ollama_time
 from jaxpage.settings.argument_checks import show
 
 # Ollama's clients ask for a model to be unloaded with a request to these paths that has no prompt.

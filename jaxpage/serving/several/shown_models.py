@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxpage.errors import JaxpageError
+from jaxpage.serving.dialects.ollama import about_ollama, show_ollama
 from jaxpage.serving.http.answers import json_answer, make_ignored_header
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.served_model import ServedModel
@@ -16,7 +17,6 @@ from jaxpage.serving.several.table import ModelTable
 from jaxpage.serving.startup import describe_context
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.ollama import about_ollama, show_ollama
 from jaxpage.settings.argument_checks import show
 
 

@@ -20,6 +20,7 @@ from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.ollama import ollama_time
 from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
@@ -47,7 +48,6 @@ from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encode
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.model_card import ModelCard
-from jaxpage.serving.wire.ollama import ollama_time
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show

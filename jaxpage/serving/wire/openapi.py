@@ -8,6 +8,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxpage import __version__
+from jaxpage.serving.dialects.messages_fields import CountTokensRequest, MessagesRequest
+from jaxpage.serving.dialects.ollama_fields import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from jaxpage.serving.dialects.responses_fields import ResponsesRequest
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
@@ -18,16 +27,6 @@ from jaxpage.serving.wire.request_fields import (
     ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
-)
-from jaxpage.serving.wire.translated_fields import (
-    CountTokensRequest,
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-    ResponsesRequest,
 )
 
 _REQUESTS: tuple[type[BaseModel], ...] = (

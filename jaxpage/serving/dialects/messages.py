@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.wire.chat_completions import open_chat
-from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import quotes
-from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.tokenizing import Transformed, tokenize
-from jaxpage.serving.wire.translated_fields import (
+from jaxpage.serving.dialects.messages_fields import (
     AssistantTurn,
     CountTokensRequest,
     MessagesRequest,
@@ -20,7 +15,13 @@ from jaxpage.serving.wire.translated_fields import (
     ThinkingBlock,
     UserTurn,
 )
-from jaxpage.serving.wire.translating import InBlocks
+from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import quotes
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.tokenizing import Transformed, tokenize
+from jaxpage.settings.field_table import forms_in
 
 
 @quotes
@@ -60,11 +61,9 @@ def _conversation_of(request: CountTokensRequest) -> dict[str, Any]:
 def _chat_of(request: MessagesRequest) -> dict[str, Any]:
     return {
         **_conversation_of(request),
-        "stop": request.stop_sequences,
-        **{
-            name: getattr(request, name)
-            for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")
-        },
+        "max_tokens": request.max_tokens,
+        "stream": request.stream,
+        **{field.name: getattr(request, name) for field, name, _ in forms_in("messages")},
     }
 
 
@@ -86,7 +85,7 @@ class MessageAnswer(InBlocks):
     """Answers with one message, whose blocks are content blocks."""
 
     _prefix = "msg"
-    _names = {"prompt": "messages", "stop": "stop_sequences"}  # noqa: RUF012
+    _names = {"prompt": "messages"} | {field.name: name for field, name, _ in forms_in("messages")}
 
     def _answer(self) -> dict[str, Any]:
         usage = self._usage

@@ -16,19 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.wire.chat_completions import open_chat
-from jaxpage.serving.wire.completions import open_completion
-from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import SWITCHES
-from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
-from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
-from jaxpage.serving.wire.neutral import NEUTRAL, is_neutral
-from jaxpage.serving.wire.prompt_request import PromptRequest
-from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.template_source import variables_of
-from jaxpage.serving.wire.templates import template_of
-from jaxpage.serving.wire.tokenizing import Transformed
-from jaxpage.serving.wire.translated_fields import (
+from jaxpage.serving.dialects.ollama_fields import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
@@ -38,14 +26,23 @@ from jaxpage.serving.wire.translated_fields import (
     OllamaShowRequest,
     OllamaVectorsRequest,
 )
-from jaxpage.serving.wire.translating import Open, Translated, pieces
+from jaxpage.serving.dialects.translating import Open, Translated, pieces
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.completions import open_completion
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.efforts import SWITCHES
+from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
+from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.field_types import is_neutral
+from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.template_source import variables_of
+from jaxpage.serving.wire.templates import template_of
+from jaxpage.serving.wire.tokenizing import Transformed
+from jaxpage.settings.field_table import forms_in
 
 # Ollama's names of options, by their names in chats and completions.
-_OPTIONS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty")},
-    "repetition_penalty": "repeat_penalty",
-}
+_OPTIONS = {field.name: name for field, name, _ in forms_in("ollama")}
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -213,7 +210,7 @@ def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
 
 def _check_options(options: OllamaOptions, context: ModelContext) -> None:
     for name, value in (options.model_extra or {}).items():
-        if name in NEUTRAL[OllamaOptions] and not is_neutral(OllamaOptions, name, value):
+        if name in OllamaOptions.known and not is_neutral(OllamaOptions, name, value):
             raise ApiError(400, f"options.{name} is not supported", param=f"options.{name}")
     if (options.num_ctx or 0) > context.max_model_len:
         message = f"options.num_ctx is {options.num_ctx}, and the server has max_model_len={context.max_model_len}"

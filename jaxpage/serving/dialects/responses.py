@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxpage.serving.wire.chat_completions import open_chat
-from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import quotes
-from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.translated_fields import (
+from jaxpage.serving.dialects.responses_fields import (
     ResponsesReasoning,
     ResponsesRequest,
     ResponsesSchemaFormat,
 )
-from jaxpage.serving.wire.translating import InBlocks
+from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import quotes
+from jaxpage.serving.wire.reading import read
+from jaxpage.settings.field_table import forms_in
 
 
 @quotes
@@ -43,7 +44,8 @@ def _chat_of(request: ResponsesRequest) -> dict[str, Any]:
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,
         "response_format": response_format,
-        **{name: getattr(request, name) for name in ("stream", "temperature", "top_p", "user")},
+        "stream": request.stream,
+        **{field.name: getattr(request, name) for field, name, _ in forms_in("responses")},
     }
 
 

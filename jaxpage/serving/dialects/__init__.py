@@ -1,0 +1,1 @@
+"""Translates other APIs into OpenAI's chats and completions."""
