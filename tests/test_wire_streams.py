@@ -13,8 +13,8 @@ import pytest
 
 from jaxpage.serving.dialects.messages import open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.dialects.responses import open_response
-from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.exchange import open_chat, open_completion
 from tests.support.running import Promises, Running, demo_engine, serving
 from tests.support.wire import Scripted, context, deltas, output

@@ -1,1 +1,4 @@
-"""Translates other APIs into OpenAI's chats and completions."""
+"""Speaks other APIs than OpenAI's: each is a module that translates requests and answers.
+
+`dialect.py` says what a dialect is, and `registry.py` lists them.
+"""

@@ -1,4 +1,4 @@
-"""Defines the requests of Anthropic's Messages."""
+"""Defines the requests of Anthropic's Messages, and describes its routes and answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from jaxpage.serving.wire.field_types import (
     by_name,
     one_of,
     with_parameters,
+)
+from jaxpage.serving.wire.openapi_parts import (
+    EVENTS,
+    INTEGER,
+    OPTIONAL,
+    STRING,
+    DialectDocument,
+    list_of,
+    object_of,
+    post,
 )
 from jaxpage.settings.field_table import Field as Line
 
@@ -95,3 +105,39 @@ class MessagesRequest(with_parameters("messages", CountTokensRequest)):  # type:
 
     max_tokens: Count
     stream: bool | None = None
+
+
+DOCUMENT = DialectDocument(
+    (MessagesRequest, CountTokensRequest),
+    {
+        "/v1/messages": post(
+            "Answers a conversation: Anthropic's Messages.",
+            ["MessagesRequest"],
+            "Message",
+            streams=EVENTS,
+            error="MessagesError",
+        ),
+        "/v1/messages/count_tokens": post(
+            "The tokens of a message's prompt.",
+            ["CountTokensRequest"],
+            "TokenCount",
+            error="MessagesError",
+        ),
+    },
+    {
+        "MessagesError": object_of(
+            type={"const": "error"}, error=object_of(type=STRING, message=STRING)
+        ),
+        "Message": object_of(
+            id=STRING,
+            type={"const": "message"},
+            model=STRING,
+            content=list_of(object_of(type={"enum": ["text", "thinking"]})),
+            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+            stop_sequence=OPTIONAL,
+            usage=object_of(input_tokens=INTEGER, output_tokens=INTEGER),
+            role={"const": "assistant"},
+        ),
+        "TokenCount": object_of(input_tokens=INTEGER),
+    },
+)

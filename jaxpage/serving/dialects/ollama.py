@@ -6,17 +6,23 @@ requests for embeddings; /api/show describes the model.
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay
+from jaxpage.serving.dialects.ollama_answers import (
+    OllamaAnswer,
+    OllamaLoaded,
+    OllamaVector,
+    OllamaVectors,
+    details_of,
+    write_loaded,
+    write_tags,
+    write_unloaded,
+)
 from jaxpage.serving.dialects.ollama_fields import (
+    DOCUMENT,
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
@@ -26,19 +32,20 @@ from jaxpage.serving.dialects.ollama_fields import (
     OllamaShowRequest,
     OllamaVectorsRequest,
 )
-from jaxpage.serving.dialects.translating import Open, Translated, pieces
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.efforts import SWITCHES
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
-from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.encoding import lines
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.field_types import is_neutral
-from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.template_source import variables_of
 from jaxpage.serving.wire.templates import template_of
 from jaxpage.serving.wire.tokenizing import Transformed
+from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import forms_in
 
 # Ollama's names of options, by their names in chats and completions.
@@ -105,7 +112,7 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
     """
     request, ignored = read(_with_served_name(body, context), OllamaEmbedRequest, context)
     return _embedding(
-        request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions
+        request, ignored, context, OllamaVectors, input=request.input, dimensions=request.dimensions
     )
 
 
@@ -119,7 +126,9 @@ def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> Embed
         ApiError: The request is refused.
     """
     request, ignored = read(_with_served_name(body, context), OllamaEmbeddingsRequest, context)
-    return _embedding(request, ignored, context, _Vector, input=request.prompt, normalize=False)
+    return _embedding(
+        request, ignored, context, OllamaVector, input=request.prompt, normalize=False
+    )
 
 
 def _embedding(
@@ -167,7 +176,7 @@ def about_ollama(context: ModelContext) -> dict[str, Any]:
     thinks = context.chat_format.reasoning is not None and bool(_thinking_variables(context))
     kind = context.card.family
     return {
-        "details": context.card.details(),
+        "details": details_of(context.card),
         "model_info": {
             "general.architecture": kind,
             f"{kind}.context_length": context.max_model_len,
@@ -177,13 +186,10 @@ def about_ollama(context: ModelContext) -> dict[str, Any]:
 
 
 def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
-    """Returns the request with the name by which the model is served.
-
-    Ollama's clients add a tag to the name, which is "latest" if the user gave none.
-    """
+    """Returns the request with the name by which the model is served."""
     name = body.get("model")
     if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
-        return {**body, "model": name.removesuffix(":latest")}
+        return {**body, "model": DIALECT.plain_name(name)}
     return body
 
 
@@ -238,168 +244,53 @@ def _thinking_variables(context: ModelContext) -> frozenset[str]:
     return variables_of(template_of(context, [])) & {*SWITCHES, "reasoning_effort"}
 
 
-def _without_effect(options: OllamaOptions) -> tuple[str, ...]:
-    """Returns the names of the options that change nothing and would change something in Ollama."""
-    penalises = options.presence_penalty or options.frequency_penalty
-    penalises = penalises or options.repeat_penalty not in (None, 1)
-    return ("options.repeat_last_n",) if options.repeat_last_n == 64 and penalises else ()
+# A request to these paths that has no such field asks for its model to be loaded or unloaded.
+_PROMPTS = {"/api/chat": "messages", "/api/generate": "prompt"}
 
 
-class OllamaAnswer(Translated):
-    """Answers both paths; a stream has a line for each piece of text, and one for the end."""
-
-    _prefix = "ollama"
-
-    def __init__(
-        self,
-        opens: Open,
-        asked: dict[str, Any],
-        context: ModelContext,
-        request: OllamaRequest,
-        ignored: tuple[str, ...],
-    ) -> None:
-        self._is_chat = isinstance(request, OllamaChatRequest)
-        self._names = {
-            **dict.fromkeys(("messages", "prompt"), "messages" if self._is_chat else "prompt"),
-            **{ours: f"options.{theirs}" for ours, theirs in _OPTIONS.items()},
-            "max_tokens": "options.num_predict",
-            "response_format": "format",
-            "response_format.json_schema.schema": "format",
-            "chat_template_kwargs": "think",
-            "reasoning_effort": "think",
-        }
-        ignored += _without_effect(request.options or OllamaOptions())
-        super().__init__(opens, asked, context, request.model, ignored)
-        self._usage: dict[str, Any] = {}
-        self._reason: str | None = None
-        self._metrics: RequestMetrics | None = None
-
-    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
-        """Returns the chunks of a stream for a delta; see `Exchange`."""
-        self._metrics = delta.metrics
-        lines = []
-        for chunk in self._inner.chunks(job_index, delta):
-            self._usage = chunk["usage"]
-            for choice in chunk["choices"]:
-                self._reason = choice["finish_reason"] or self._reason
-                lines += [
-                    {**self._make_line({kind: text}), "done": False}
-                    for kind, text in pieces(choice)
-                ]
-        return lines
-
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks that end a stream; see `Exchange`."""
-        self._inner.last_chunks()
-        return [{**self._make_line({}), **self._end()}]
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Returns the response where the request does not stream; see `Exchange`."""
-        self._metrics = outputs[0].metrics
-        response = self._inner.whole(outputs)
-        self._usage = response["usage"]
-        (choice,) = response["choices"]
-        self._reason = choice["finish_reason"]
-        return {**self._make_line(dict(pieces(choice))), **self._end()}
-
-    def _make_line(self, said: dict[str, str]) -> dict[str, Any]:
-        return _line(self.model, said, is_chat=self._is_chat)
-
-    def _end(self) -> dict[str, Any]:
-        """Returns how the answer ended, its tokens, and times in nanoseconds."""
-        return {
-            "done": True,
-            "done_reason": self._reason,
-            "prompt_eval_count": self._usage["prompt_tokens"],
-            "eval_count": self._usage["completion_tokens"],
-            **_durations(self._metrics, self.load_seconds),
-        }
+def _read_stay(path: str, body: dict[str, Any]) -> Stay:
+    value = body.get("keep_alive")
+    if value is None:
+        return Stay()
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ApiError(400, f"keep_alive must be a time, got {show(value)}", param="keep_alive")
+    try:
+        seconds = keep_alive_seconds(value)
+    except ValueError as error:
+        text = f"keep_alive {error}, got {show(value)}"
+        raise ApiError(400, text, param="keep_alive") from None
+    prompt = _PROMPTS.get(path)
+    if seconds != 0 or prompt is None or body.get(prompt):
+        return Stay(seconds)
+    return Stay(seconds, partial(write_unloaded, is_chat=prompt == "messages"))
 
 
-class OllamaLoaded:
-    """Answers a request without a prompt, which asks that the model be loaded, as it is."""
-
-    stream = False
-    load_seconds = 0.0
-
-    def __init__(self, request: OllamaRequest, ignored_fields: tuple[str, ...]) -> None:
-        self.id = f"ollama_{uuid.uuid4().hex}"
-        self.model = request.model
-        self.prompts: list[PromptRequest] = []
-        self.ignored_fields = ignored_fields
-        self._request = request
-
-    def refusal(self, error: Exception) -> ApiError:
-        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
-        return as_api_error(error)
-
-    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
-        """Returns the chunks of a stream for a delta; see `Exchange`."""
-        return []
-
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks that end a stream; see `Exchange`."""
-        return []
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Returns the response where the request does not stream; see `Exchange`."""
-        said = _line(self.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
-        taken = _nanoseconds(total_duration=self.load_seconds, load_duration=self.load_seconds)
-        return {**said, "done": True, "done_reason": "load", **taken}
+def _write_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
 
 
-class _Vectors(EmbeddingAnswer):
-    def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
-        """Returns the response of /api/embed."""
-        body = super().whole(vectors, num_tokens)
-        written = [row["embedding"] for row in body["data"]]
-        total = time.monotonic() - self.arrived + self.load_seconds
-        taken = _nanoseconds(total_duration=total, load_duration=self.load_seconds)
-        about = {"model": body["model"], "embeddings": written, **taken}
-        return {**about, "prompt_eval_count": num_tokens}
-
-
-class _Vector(EmbeddingAnswer):
-    def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
-        """Returns the response of /api/embeddings."""
-        return {"embedding": super().whole(vectors, num_tokens)["data"][0]["embedding"]}
-
-
-def ollama_time(seconds: float) -> str:
-    """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
-    most = 253_402_300_799.0  # the last second of the year 9999
-    return (
-        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
-        .isoformat()
-        .replace("+00:00", "Z")
-    )
-
-
-def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
-    content = said.get("content", "")
-    reasoning = said.get("reasoning")
-    thinking = {} if reasoning is None else {"thinking": reasoning}
-    now = ollama_time(time.time())
-    if is_chat:
-        return {
-            "model": model,
-            "created_at": now,
-            "message": {"role": "assistant", "content": content, **thinking},
-        }
-    return {"model": model, "created_at": now, "response": content, **thinking}
-
-
-def _durations(times: RequestMetrics | None, load_seconds: float) -> dict[str, int]:
-    if times is None or times.first_scheduled_time is None or times.first_token_time is None:
-        return {}
-    end = times.last_token_time or times.first_token_time
-    return _nanoseconds(
-        total_duration=load_seconds + end - times.arrival_time,
-        load_duration=load_seconds,
-        prompt_eval_duration=times.first_token_time - times.first_scheduled_time,
-        eval_duration=end - times.first_token_time,
-    )
-
-
-def _nanoseconds(**seconds: float) -> dict[str, int]:
-    return {name: int(value * 1e9) for name, value in seconds.items()}
+DIALECT = Dialect(
+    beginnings=("/api/",),
+    error=_write_error,
+    stream_error=_write_error,
+    new_frame=lines,
+    media_type="application/x-ndjson",
+    # White space may precede the JSON of a line, and a line always follows.
+    comment=b" ",
+    exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
+    vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
+    transforms={"/api/show": show_ollama},
+    descriptions={"/api/show": Description(about_ollama, show_ollama)},
+    lists={
+        "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
+        "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
+    },
+    version_paths=("/api/version",),
+    document=DOCUMENT,
+    # Ollama takes JSON under any media type, and its clients and the curl lines of its
+    # documentation rely on this.
+    takes_any_media_type=True,
+    # Clients add a tag to the name, which is "latest" if the user gave none.
+    plain_name=lambda name: name.removesuffix(":latest"),
+    read_stay=_read_stay,
+)

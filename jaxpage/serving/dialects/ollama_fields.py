@@ -1,4 +1,4 @@
-"""Defines the requests of Ollama's API."""
+"""Defines the requests of Ollama's API, and describes its routes and answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ from jaxpage.serving.wire.field_types import (
     by_name,
     one_of,
     with_parameters,
+)
+from jaxpage.serving.wire.openapi_parts import (
+    INTEGER,
+    LINES,
+    STRING,
+    DialectDocument,
+    get,
+    list_of,
+    object_of,
+    post,
 )
 from jaxpage.serving.wire.request_fields import Prompts
 from jaxpage.settings.argument_checks import INT32_MAX
@@ -158,3 +168,88 @@ class OllamaEmbeddingsRequest(OllamaVectorsRequest):
     """A request to POST /api/embeddings, the older of the two paths."""
 
     prompt: str
+
+
+_DETAILS = object_of(
+    format=STRING,
+    family=STRING,
+    families=list_of(STRING),
+    parameter_size=STRING,
+    quantization_level=STRING,
+)
+_FILES = {
+    "name": STRING,
+    "model": STRING,
+    "size": INTEGER,
+    "digest": STRING,
+    "details": _DETAILS,
+}
+_LINE = {
+    "model": STRING,
+    "created_at": STRING,
+    "done": {"type": "boolean"},
+    "done_reason": STRING,
+}
+DOCUMENT = DialectDocument(
+    (
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaShowRequest,
+        OllamaEmbedRequest,
+        OllamaEmbeddingsRequest,
+    ),
+    {
+        "/api/chat": post(
+            "Answers a conversation: Ollama's.",
+            ["OllamaChatRequest"],
+            "OllamaChat",
+            streams=LINES,
+            error="OllamaError",
+        ),
+        "/api/generate": post(
+            "Answers a prompt: Ollama's.",
+            ["OllamaGenerateRequest"],
+            "OllamaGenerate",
+            streams=LINES,
+            error="OllamaError",
+        ),
+        "/api/tags": get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
+        "/api/ps": get(
+            "The names of the model, which is loaded: Ollama's.",
+            "OllamaLoaded",
+            error="OllamaError",
+        ),
+        "/api/show": post(
+            "About the model: Ollama's.",
+            ["OllamaShowRequest"],
+            "OllamaModel",
+            error="OllamaError",
+        ),
+        "/api/embed": post(
+            "Vectors: Ollama's.", ["OllamaEmbedRequest"], "OllamaVectors", error="OllamaError"
+        ),
+        "/api/embeddings": post(
+            "The vector of a text: Ollama's.",
+            ["OllamaEmbeddingsRequest"],
+            "OllamaVector",
+            error="OllamaError",
+        ),
+        "/api/version": get("The version of jaxpage.", "Version", error="OllamaError"),
+    },
+    {
+        "OllamaError": object_of(error=STRING),
+        "OllamaChat": object_of(
+            message=object_of(content=STRING, role={"const": "assistant"}), **_LINE
+        ),
+        "OllamaGenerate": object_of(response=STRING, **_LINE),
+        "OllamaVectors": object_of(
+            model=STRING, embeddings=list_of(list_of({"type": "number"})), prompt_eval_count=INTEGER
+        ),
+        "OllamaVector": object_of(embedding=list_of({"type": "number"})),
+        "OllamaModels": object_of(models=list_of(object_of(**_FILES, modified_at=STRING))),
+        "OllamaLoaded": object_of(models=list_of(object_of(**_FILES, context_length=INTEGER))),
+        "OllamaModel": object_of(
+            details=_DETAILS, model_info={"type": "object"}, capabilities=list_of(STRING)
+        ),
+    },
+)

@@ -1,4 +1,4 @@
-"""Defines the requests of OpenAI's Responses."""
+"""Defines the requests of OpenAI's Responses, and describes its routes and answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from jaxpage.serving.wire.field_types import (
     by_name,
     one_of,
     with_parameters,
+)
+from jaxpage.serving.wire.openapi_parts import (
+    EVENTS,
+    INTEGER,
+    STRING,
+    DialectDocument,
+    list_of,
+    object_of,
+    post,
 )
 from jaxpage.serving.wire.request_fields import JsonObjectFormat, TextFormat
 from jaxpage.settings.field_table import Field as Line
@@ -141,3 +150,33 @@ class ResponsesRequest(with_parameters("responses", RequestObject)):  # type: ig
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesText | None = None
+
+
+DOCUMENT = DialectDocument(
+    (ResponsesRequest,),
+    {
+        "/v1/responses": post(
+            "Answers a conversation: OpenAI's Responses.",
+            ["ResponsesRequest"],
+            "Response",
+            streams=EVENTS,
+        ),
+    },
+    {
+        "Response": object_of(
+            id=STRING,
+            object={"const": "response"},
+            created_at=INTEGER,
+            status={"enum": ["completed", "incomplete"]},
+            model=STRING,
+            output=list_of(
+                object_of(
+                    id=STRING,
+                    type={"enum": ["message", "reasoning"]},
+                    content=list_of({"type": "object"}),
+                )
+            ),
+            usage=object_of(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER),
+        ),
+    },
+)
