@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.serving.dialects.ollama import open_ollama_chat, show_ollama
 from jaxpage.serving.wire.efforts import EFFORTS, variables_for
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.model_card import short_count
-from jaxpage.serving.wire.ollama import open_ollama_chat, show_ollama
 from jaxpage.serving.wire.tokenizing import tokenize
 from tests.support.wire import context, tokenizer, with_template
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.openapi import openapi
 from tests.support.attack_bodies import SENDINGS, Attack, attacks, kinds_of
 from tests.support.wire import context
 from tools.attack import GROWTH_BYTES, LOG_BYTES, Siege, sent
 
-DOCUMENT = openapi(context())
+DOCUMENT = openapi(context(), [dialect.document for dialect in DIALECTS])
 
 
 def test_every_field_of_every_request_is_attacked() -> None:

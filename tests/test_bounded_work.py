@@ -33,7 +33,7 @@ from jaxpage.serving.http import connection
 from jaxpage.serving.http.parser import HTTPParser
 from jaxpage.serving.preparing import LARGE_ANSWER_VALUES, LARGE_SIZE, Preparing
 from jaxpage.serving.shared_answers import OpenApiDocument, Shared
-from jaxpage.serving.wire import dialects
+from jaxpage.serving.wire import encoding
 from jaxpage.serving.wire.body import MAX_BODY_DEPTH, MAX_CONTAINERS, JsonReader
 from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.errors import ApiError
@@ -241,7 +241,7 @@ def test_large_answers_are_made_on_threads_of_their_own(
 ) -> None:
     threads: list[str] = []
     row = Reporter._logprobs
-    whole = dialects.encode
+    whole = encoding.encode
 
     def made(self: Any, *arguments: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
@@ -413,13 +413,13 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPat
     )
 )  # fmt: skip
 def test_parts_of_an_answer_are_the_answer(value: Any) -> None:
-    usual = dialects.MAX_VALUES, dialects.PART_BYTES
-    dialects.MAX_VALUES, dialects.PART_BYTES = 5, 16
+    usual = encoding.MAX_VALUES, encoding.PART_BYTES
+    encoding.MAX_VALUES, encoding.PART_BYTES = 5, 16
     try:
-        parts = dialects.encode_parts(value)
+        parts = encoding.encode_parts(value)
     finally:
-        dialects.MAX_VALUES, dialects.PART_BYTES = usual
-    assert b"".join(parts) == dialects.encode(value) and all(len(one) >= 16 for one in parts[:-1])
+        encoding.MAX_VALUES, encoding.PART_BYTES = usual
+    assert b"".join(parts) == encoding.encode(value) and all(len(one) >= 16 for one in parts[:-1])
 
 
 def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(num_values(value))
         return dumps(value, **how)
 
-    monkeypatch.setattr("jaxpage.serving.wire.dialects.json.dumps", counted)
+    monkeypatch.setattr("jaxpage.serving.wire.encoding.json.dumps", counted)
     rows = [{"token": "a", "top": [{"token": "b", "bytes": [1, 2]}] * 20}] * 500
     answers = [
         {"choices": [{"logprobs": {"content": rows}}] * 4},
@@ -443,14 +443,14 @@ def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
         {"tokens": list(range(50_000))},
     ]
     for answer in answers:
-        parts = dialects.encode_parts(answer)
+        parts = encoding.encode_parts(answer)
         most, number = max(calls), len(calls)
-        assert number > 4 and most <= dialects.MAX_VALUES + 2
+        assert number > 4 and most <= encoding.MAX_VALUES + 2
         calls.clear()
-        assert b"".join(parts) == dialects.encode(answer)
+        assert b"".join(parts) == encoding.encode(answer)
         calls.clear()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        dialects.encode_parts([[0.0] * 5000, float("nan")])
+        encoding.encode_parts([[0.0] * 5000, float("nan")])
 
 
 # Reading.
@@ -724,7 +724,7 @@ def test_a_large_answer_of_a_batch_is_counted_without_reading_it(
         "usage": usage,
         **after,
     }
-    line = write_answer(Line("id", custom_id, "/", b"", ""), 200, "request", dialects.encode(body))
+    line = write_answer(Line("id", custom_id, "/", b"", ""), 200, "request", encoding.encode(body))
     assert len(line) > LARGE_LINE_BYTES
     seen = outline(line)
     wanted = json.loads(line)

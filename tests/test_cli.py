@@ -28,7 +28,8 @@ from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.models import FAMILIES
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.serving.wire.neutral import NEUTRAL
+from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.wire.openapi import REQUESTS
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.from_vllm import answers
@@ -415,7 +416,8 @@ def test_a_name_of_vllm_has_one_answer_of_a_known_kind(what: str) -> None:
 
 
 def test_answers_for_fields_of_vllm_are_true_of_the_requests() -> None:
-    anywhere = {name for model in NEUTRAL for name in model.model_fields}
+    models = [*REQUESTS, *(model for each in DIALECTS for model in each.document.requests)]
+    anywhere = {name for model in models for name in model.model_fields}
     generation = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
     known = answers("fields")
     same = {field for field, answer in known.items() if answer.kind == "same"}

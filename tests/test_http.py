@@ -31,11 +31,11 @@ from jaxpage.errors import ConfigError
 from jaxpage.serving import app, generating, preparing, server
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.descriptors import Complaints, room_for_connections
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http import connection, request_limits
 from jaxpage.serving.listening import bind_socket
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
-from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.gates import Gate
 from tests.support.raw_http import OF_THE_MACHINE, answer_of, ask, request_bytes

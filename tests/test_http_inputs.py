@@ -34,7 +34,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.wire.dialects import dialect_of
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.running import (

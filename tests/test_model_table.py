@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxpage.errors import CapacityError, QueueFull, ShuttingDown
 from jaxpage.serving.several import table
-from jaxpage.serving.several.keep_alive import keep_alive_seconds
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
+from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from tests.support.table_fuzzing import failure, fuzz, random_case
 
 

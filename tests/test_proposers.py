@@ -658,8 +658,7 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
     modules = read_modules(Path(__file__).parents[1])
     found = {module.path for module in modules if decisions_by_method(module.tree)}
-    field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
-    assert {path for path in found if not path.startswith(HOMES)} == {field}
+    assert not {path for path in found if not path.startswith(HOMES)}
 
 
 def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
+from jaxpage.serving.dialects.ollama import open_ollama_chat
 from jaxpage.serving.wire.closed_objects import close_schema
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
-from jaxpage.serving.wire.ollama import open_ollama_chat
 from tests.support.wire import Scripted, context, output, tokenizer, with_template
 
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"

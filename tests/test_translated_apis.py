@@ -20,11 +20,11 @@ from safetensors import safe_open
 import jaxpage
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.messages import open_message
+from jaxpage.serving.dialects.ollama import open_ollama_chat
+from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
-from jaxpage.serving.wire.messages import open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat
-from jaxpage.serving.wire.responses import open_response
 from tests.support import successors
 from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template

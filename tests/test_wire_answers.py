@@ -16,7 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxpage.outputs import Logprob, RequestOutput
-from jaxpage.serving.wire.dialects import dialect_of
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs

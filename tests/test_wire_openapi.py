@@ -8,13 +8,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jaxpage.serving.wire.dialects import dialect_of
+from jaxpage.serving.dialects.messages import count_tokens, open_message
+from jaxpage.serving.dialects.ollama import open_ollama_chat, open_ollama_generate, show_ollama
+from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
+from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
-from jaxpage.serving.wire.messages import count_tokens, open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate, show_ollama
 from jaxpage.serving.wire.openapi import openapi
-from jaxpage.serving.wire.responses import open_response
 from tests.support.wire import Scripted, context, output
 from tests.test_wire_requests import (
     ACCEPTED,
@@ -26,7 +26,7 @@ from tests.test_wire_requests import (
     completion,
 )
 
-DOCUMENT = openapi(context())
+DOCUMENT = openapi(context(), [dialect.document for dialect in DIALECTS])
 
 
 def validator(name: str) -> jsonschema.Draft202012Validator:

@@ -11,11 +11,11 @@ import httpx
 import openai._streaming
 import pytest
 
-from jaxpage.serving.wire.dialects import dialect_of
+from jaxpage.serving.dialects.messages import open_message
+from jaxpage.serving.dialects.ollama import open_ollama_chat
+from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.exchange import open_chat, open_completion
-from jaxpage.serving.wire.messages import open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat
-from jaxpage.serving.wire.responses import open_response
 from tests.support.running import Promises, Running, demo_engine, serving
 from tests.support.wire import Scripted, context, deltas, output
 

@@ -61,6 +61,7 @@ TESTS = {
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
     "driver": "driver async_llm engine prefix_cache sleep fuzz_engine",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
+    "serving/dialects": "translated_apis wire_requests wire_streams wire_openapi",
     "chat_forms": "chat_forms wire_tools",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }
@@ -89,7 +90,7 @@ FIRST_TESTS = {
     "serving/wire/score": "scoring",
     "serving/wire/templates": "chat",
     "serving/wire/tools": "wire_tools wire_answers",
-    "serving/wire/translated": "wire_requests",
+    "serving/wire/fields": "wire_requests",
     "checkpoints/drafters/eagle": "eagle",
     "checkpoints/gguf": "gguf",
     "checkpoints/drafters/medusa": "medusa",

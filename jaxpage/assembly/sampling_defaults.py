@@ -9,12 +9,11 @@ from typing import Any
 
 from jaxpage.checkpoints import read_generation_config
 from jaxpage.errors import CheckpointError
+from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.settings.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # ignored by greedy requests
 # These settings change the text in transformers, but cannot be defaults here. With one of the
 # neutral values they change nothing.
 _LEFT_OUT = (
@@ -69,7 +68,8 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
         f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL
     ]:
         logger.warning("generation_config.json asks for %s, which is left out", ", ".join(left_out))
-    values = {name: asked[name] for name in _NAMES if asked.get(name) is not None}
+    fields = {field.name: field for field in PARAMETERS if field.config}
+    values = {name: asked[name] for name in fields if asked.get(name) is not None}
     for name, is_kept, meant in _OUT_OF_RANGE:
         if _is_number(values.get(name)) and not is_kept(values[name]):
             logger.warning(
@@ -78,7 +78,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
             values[name] = meant
     if do_sample is False:
         values = {"temperature": 0.0} | {
-            name: values[name] for name in values if name not in _OF_DRAWS
+            name: values[name] for name in values if not fields[name].of_draws
         }
     try:
         SamplingParams(**values)

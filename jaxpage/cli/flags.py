@@ -6,11 +6,21 @@ Nothing heavy is imported here, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxpage.cli.flag import Flag, json_object
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
+from jaxpage.settings.field_table import (
+    PARAMETERS,
+    Bool,
+    Float,
+    Int,
+    Kind,
+    Text,
+    Texts,
+    TokenIdList,
+)
 
 # These settings decide what fits in memory.
 PLAN_SETTINGS = (
@@ -49,47 +59,26 @@ BATCH_SETTINGS = (
     "rerank_method",
 )
 
-SAMPLING_FLAGS = (
-    Flag("max_tokens", int, "longest output in tokens; default: 200"),
-    Flag("min_tokens", int, "only --max-tokens ends the text before this many tokens; default: 0"),
-    Flag(
-        "temperature",
-        float,
-        "0 to 2; 0: greedy; default: generation_config.json, else 1 (chat: 0.7)",
-    ),
-    Flag(
-        "top_p",
-        float,
-        "keep the most likely tokens whose probabilities sum up to this; default of chat: 0.9",
-    ),
-    Flag("top_k", int, "keep this many of the most likely tokens; 0: all"),
-    Flag("min_p", float, "drop tokens below this share of the highest probability; 0 to 1"),
-    Flag("seed", int, "seed of the sampling noise; the same seed gives the same text"),
-    Flag("n", int, "samples per prompt (only 1 on the command line)"),
-    Flag(
-        "presence_penalty",
-        float,
-        "subtracted once from the logits of tokens in the output; -2 to 2",
-    ),
-    Flag(
-        "frequency_penalty",
-        float,
-        "subtracted for each time that the token is in the output; -2 to 2",
-    ),
-    Flag(
-        "repetition_penalty",
-        float,
-        "above 1: tokens of the prompt and output become less likely; 1: off",
-    ),
-    Flag(
-        "structured_outputs",
-        json_object,
-        'what the output must match: {"regex": ...}, {"json": ...}, {"choice": ...}',
-        "JSON",
-    ),
-    Flag("ignore_eos", None, "continue after end-of-sequence tokens"),
-    Flag("include_stop_str_in_output", None, "keep the stop string in the text"),
-    Flag("skip_special_tokens", None, "leave special tokens out of the text; default: yes"),
+
+def _parser_of(kind: Kind | None) -> Callable[[str], Any] | None:
+    """Returns what parses the value of a parameter; None for a switch."""
+    match kind:
+        case Int():
+            return int
+        case Float():
+            return float
+        case Bool():
+            return None
+        case Text():
+            return str
+    return json_object
+
+
+_FIELDS = [field for field in PARAMETERS if field.flag]
+SAMPLING_FLAGS = tuple(
+    Flag(field.name, _parser_of(field.kind), field.flag, None if field.kind else "JSON")
+    for field in _FIELDS
+    if not isinstance(field.kind, Texts | TokenIdList)
 )
 
 
@@ -117,22 +106,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for flag in SAMPLING_FLAGS:
         flag.add_to(group)
-    add = group.add_argument
-    add(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        default=argparse.SUPPRESS,
-        help="stop before this text; repeatable",
-    )
-    add(
-        "--stop-token-ids",
-        type=int,
-        nargs="+",
-        metavar="ID",
-        default=argparse.SUPPRESS,
-        help="stop after any of these tokens",
-    )
+    for field in _FIELDS:
+        option = "--" + field.name.replace("_", "-")
+        keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.flag}
+        if isinstance(field.kind, Texts):
+            group.add_argument(option, action="append", metavar="TEXT", **keywords)
+        elif isinstance(field.kind, TokenIdList):
+            group.add_argument(option, type=int, nargs="+", metavar="ID", **keywords)
 
 
 def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -149,5 +129,5 @@ def server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the sampling parameters that were given on the command line."""
-    names = {flag.setting for flag in SAMPLING_FLAGS} | {"stop", "stop_token_ids"}
+    names = {field.name for field in _FIELDS}
     return {name: value for name, value in vars(arguments).items() if name in names}

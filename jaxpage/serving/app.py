@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
 from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
@@ -69,23 +71,11 @@ from jaxpage.serving.wire.exchange import (
     LOAD_SECONDS,
     Exchange,
     detokenize,
-    open_chat,
-    open_completion,
     open_score,
     tokenize,
 )
-from jaxpage.serving.wire.messages import count_tokens, open_message
-from jaxpage.serving.wire.ollama import (
-    ollama_time,
-    open_ollama_chat,
-    open_ollama_embed,
-    open_ollama_embeddings,
-    open_ollama_generate,
-    show_ollama,
-)
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
-from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)
@@ -138,19 +128,7 @@ class Server:
         self._document = OpenApiDocument(context)
         self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
         self.routes: list[BaseRoute] = [
-            post_route("/v1/completions", partial(self._exchange, open_completion)),
-            post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
-            post_route("/v1/responses", partial(self._exchange, open_response)),
-            post_route("/v1/messages", partial(self._exchange, open_message)),
-            post_route("/v1/messages/count_tokens", partial(self._transform, count_tokens)),
-            post_route("/api/chat", partial(self._exchange, open_ollama_chat)),
-            post_route("/api/generate", partial(self._exchange, open_ollama_generate)),
-            post_route("/api/show", partial(self._transform, show_ollama)),
-            post_route("/api/embed", partial(embed, open_ollama_embed)),
-            post_route("/api/embeddings", partial(embed, open_ollama_embeddings)),
-            Route("/api/tags", self._tags),
-            Route("/api/ps", self._list_loaded),
-            Route("/api/version", self._version),
+            *(route for dialect in DIALECTS for route in self._routes_of(dialect, embed)),
             post_route("/v1/embeddings", partial(embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
             *(post_route(path, rerank) for path in RERANK_PATHS),
@@ -166,6 +144,21 @@ class Server:
             Route("/openapi.json", self._openapi),
             Route("/", self._index),
         ]
+
+    def _routes_of(
+        self, dialect: Dialect, embed: Callable[..., Awaitable[None]]
+    ) -> Iterator[BaseRoute]:
+        """Yields the routes of a dialect; `embed` answers requests for embeddings."""
+        for path, opened in dialect.exchanges.items():
+            yield post_route(path, partial(self._exchange, opened))
+        for path, transform in dialect.transforms.items():
+            yield post_route(path, partial(self._transform, transform))
+        for path, opened_vectors in dialect.vectors.items():
+            yield post_route(path, partial(embed, opened_vectors))
+        for path, model_list in dialect.lists.items():
+            yield Route(path, partial(self._list, model_list))
+        for path in dialect.version_paths:
+            yield Route(path, self._version)
 
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
@@ -238,19 +231,14 @@ class Server:
             **({"parent": self._context.model_names[0]} if name in self._context.adapters else {}),
         }
 
-    async def _tags(self, request: Request) -> Response:
-        """Answers Ollama's list of models, without paths: clients see none of this machine."""
-        since = ollama_time(self._created)
-        card = self._context.card
-        models = [{**card.body(name), "modified_at": since} for name in self._names]
-        return json_answer({"models": models})
-
-    async def _list_loaded(self, request: Request) -> Response:
-        """Answers Ollama's list of the models in memory, which has all models of the server."""
-        card = self._context.card
-        length = self._context.max_model_len
-        models = [{**card.body(name), "context_length": length} for name in self._names]
-        return json_answer({"models": models})
+    async def _list(self, model_list: ModelList, request: Request) -> Response:
+        """Answers a list of models in a dialect; all models of the server are loaded."""
+        context = self._context
+        models = [
+            ListedModel(name, context.card, self._created, context.max_model_len)
+            for name in self._names
+        ]
+        return json_answer(model_list.write(models))
 
     async def _capable(self, request: Request) -> Response:
         return json_answer(self._capabilities)

@@ -18,6 +18,7 @@ from jaxpage.driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http.answers import (
     make_ignored_header,
     make_refusal,
@@ -28,7 +29,7 @@ from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.tracing import record_of
-from jaxpage.serving.wire.dialects import Frame, dialect_of
+from jaxpage.serving.wire.encoding import Frame
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 

@@ -1,4 +1,4 @@
-"""Reads what Ollama's clients ask about a model's files, from their headers and a few bytes."""
+"""Reads what clients ask about a model's files, from their headers and a few bytes."""
 
 from __future__ import annotations
 

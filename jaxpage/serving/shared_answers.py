@@ -7,8 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.dialects import encode
+from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.openapi import openapi
 
 _Answer = TypeVar("_Answer")
@@ -74,4 +75,4 @@ class OpenApiDocument:
             return self._body
 
     def _encode(self) -> bytes:
-        return encode(openapi(self._context))
+        return encode(openapi(self._context, [dialect.document for dialect in DIALECTS]))

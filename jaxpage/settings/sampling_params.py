@@ -8,13 +8,11 @@ checked against the width of the logits, and its lengths against the model.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxpage.settings.argument_checks import (
-    check_bool,
     check_float,
     check_int,
     check_items,
@@ -23,17 +21,13 @@ from jaxpage.settings.argument_checks import (
     names_checked,
     refuse,
 )
+from jaxpage.settings.field_table import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, check
 from jaxpage.settings.structured_outputs import check_structured_outputs
 from jaxpage.settings.token_ids import TokenIds
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
-MAX_LOGPROBS = 20  # candidates that may be asked for per position
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the most likely token
-MAX_BAD_WORDS = 1024  # every step reads all of them
-MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_WORDS_CHARACTERS = 65536  # of all words together, because each is tokenized twice
-MAX_CACHE_SALT_CHARACTERS = 256
-MAX_USER_CHARACTERS = 256
 
 
 @dataclass(frozen=True, init=False)
@@ -122,38 +116,36 @@ class SamplingParams:
         user: str | None = None,
     ) -> None:
         n = check_int("n", n, 1, MAX_SEQUENCES)
-        max_tokens = _optional_int("max_tokens", max_tokens, 1)
+        max_tokens = _check_optional("max_tokens", max_tokens)
         self._store(
             n=n,
             best_of=_optional_int("best_of", best_of, n, MAX_SEQUENCES),
             temperature=_temperature(temperature),
-            top_p=check_float("top_p", top_p, 0.0, 1.0, above_low=True),
-            top_k=max(check_int("top_k", top_k, -1), 0),
-            min_p=check_float("min_p", min_p, 0.0, 1.0),
-            presence_penalty=check_float("presence_penalty", presence_penalty, -2.0, 2.0),
-            frequency_penalty=check_float("frequency_penalty", frequency_penalty, -2.0, 2.0),
-            repetition_penalty=check_float(
-                "repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True
-            ),
+            top_p=check("top_p", top_p),
+            top_k=max(check("top_k", top_k), 0),
+            min_p=check("min_p", min_p),
+            presence_penalty=check("presence_penalty", presence_penalty),
+            frequency_penalty=check("frequency_penalty", frequency_penalty),
+            repetition_penalty=check("repetition_penalty", repetition_penalty),
             logit_bias=_logit_bias(logit_bias),
             allowed_token_ids=_check_allowed_token_ids(allowed_token_ids),
             bad_words=_bad_words(bad_words),
             seed=_seed(seed),
             stop=_stop(stop),
             stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
-            ignore_eos=check_bool("ignore_eos", ignore_eos),
+            ignore_eos=check("ignore_eos", ignore_eos),
             max_tokens=max_tokens,
             min_tokens=_min_tokens(min_tokens, max_tokens),
-            logprobs=_optional_int("logprobs", logprobs, 0, MAX_LOGPROBS),
-            prompt_logprobs=_optional_int("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS),
-            include_stop_str_in_output=check_bool(
+            logprobs=_check_optional("logprobs", logprobs),
+            prompt_logprobs=_check_optional("prompt_logprobs", prompt_logprobs),
+            include_stop_str_in_output=check(
                 "include_stop_str_in_output", include_stop_str_in_output
             ),
-            skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens),
+            skip_special_tokens=check("skip_special_tokens", skip_special_tokens),
             structured_outputs=check_structured_outputs(structured_outputs),
-            priority=check_int("priority", priority, -(2**31)),
+            priority=check("priority", priority),
             cache_salt=_cache_salt(cache_salt),
-            user=None if user is None else check_text("user", user, MAX_USER_CHARACTERS),
+            user=_check_optional("user", user),
         )
 
     def _store(self, **fields: Any) -> None:
@@ -241,23 +233,27 @@ class BeamSearchParams:
         beam_width = check_int("beam_width", beam_width, 1, MAX_SEQUENCES)
         fields = {
             "beam_width": beam_width,
-            "max_tokens": _optional_int("max_tokens", max_tokens, 1),
-            "length_penalty": check_float("length_penalty", length_penalty, -math.inf, math.inf),
+            "max_tokens": _check_optional("max_tokens", max_tokens),
+            "length_penalty": check("length_penalty", length_penalty),
             "early_stopping": early_stopping,
             "n": _optional_int("n", n, 1, beam_width),
-            "ignore_eos": check_bool("ignore_eos", ignore_eos),
+            "ignore_eos": check("ignore_eos", ignore_eos),
             "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
 
-def _optional_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int | None:
+def _check_optional(name: str, value: Any) -> Any:
+    return None if value is None else check(name, value)
+
+
+def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
     return None if value is None else check_int(name, value, low, high)
 
 
 def _temperature(value: Any) -> float:
-    temperature = check_float("temperature", value, 0.0, 2.0)
+    temperature = check("temperature", value)
     return 0.0 if temperature < GREEDY_TEMPERATURE else temperature
 
 
@@ -268,7 +264,7 @@ def _seed(value: Any) -> int | None:
     """
     if value is None:
         return None
-    seed = check_int("seed", value, -(2**63), 2**64 - 1)
+    seed = check("seed", value)
     return None if seed == -1 else seed % 2**64
 
 
@@ -335,7 +331,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _min_tokens(value: Any, max_tokens: int | None) -> int:
-    min_tokens = check_int("min_tokens", value, 0)
+    min_tokens: int = check("min_tokens", value)
     if max_tokens is not None and min_tokens > max_tokens:
         refuse("min_tokens", value, f"at most max_tokens ({max_tokens})")
     return min_tokens
@@ -344,5 +340,5 @@ def _min_tokens(value: Any, max_tokens: int | None) -> int:
 def _cache_salt(value: Any) -> str | None:
     if value is None:
         return None
-    salt = check_text("cache_salt", value, MAX_CACHE_SALT_CHARACTERS)
+    salt: str = check("cache_salt", value)
     return salt if "\0" not in salt else refuse("cache_salt", value, "free of NUL characters")

@@ -15,6 +15,7 @@ from jaxpage.checkpoints.gguf.header import GGUFFile, as_number, read_gguf
 from jaxpage.checkpoints.gguf.rope import rope_parameters
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.settings.field_table import PARAMETERS
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ _NEUTRAL = {
     "pooling_type": 0,
     "tensor_data_layout": "Meta AI original pth",
 }
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING = {field.gguf: field.name for field in PARAMETERS if field.gguf}
 _ENDS = ("eos", "eot", "eom")
 
 

@@ -20,7 +20,8 @@ from jaxpage.engine.calls.embedding import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show
-from jaxpage.settings.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxpage.settings.field_table import MAX_LOGPROBS
+from jaxpage.settings.sampling_params import SamplingParams
 
 RerankMethod = Literal["auto", "yes_no", "embedding"]
 # The template and the instruction are those of the model card of Qwen3-Reranker

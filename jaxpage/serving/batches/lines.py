@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.serving.wire.body import parse_object
-from jaxpage.serving.wire.dialects import encode
+from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show
 

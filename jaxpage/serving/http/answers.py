@@ -18,7 +18,8 @@ from jaxpage.errors import (
     ShuttingDown,
     WeightsReplaced,
 )
-from jaxpage.serving.wire.dialects import dialect_of, encode, encode_parts
+from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.wire.encoding import encode, encode_parts
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)

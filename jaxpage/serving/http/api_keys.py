@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http.answers import send_error
-from jaxpage.serving.wire.dialects import MESSAGES, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -22,8 +22,8 @@ class ApiKeys:
     """Lets a request through if its header `Authorization: Bearer` has one of the keys.
 
     The state of its scope then has a digest of the key as `owner`, by which files belong to it.
-    Without any key every request comes in. Anthropic's paths also take the key from `x-api-key`,
-    where Anthropic's clients may send it.
+    Without any key every request comes in. The paths of a dialect may also take the key from
+    another header.
 
     A path is open only if it equals an open path to the letter, as the router sees it. Host, query
     and other headers make no difference. All keys are compared, each in constant time.
@@ -50,10 +50,8 @@ class ApiKeys:
     def _has_key(self, scope: Scope) -> bool:
         """Returns whether a request has a key, and notes the owner."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not values and dialect_of(scope["path"]) is MESSAGES:
-            values = [
-                b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"
-            ]
+        if not values and (header := dialect_of(scope["path"]).key_header):
+            values = [b"Bearer " + value for name, value in scope["headers"] if name == header]
         scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":
             return False

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxpage.serving.http.answers import send_error
 from jaxpage.serving.http.parser import HTTPParser
-from jaxpage.serving.wire.dialects import encode
+from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 # The most bytes of further requests that wait while one is being answered.

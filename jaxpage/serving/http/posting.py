@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json, check_is_plain
-from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 
 
 class _Post:
@@ -38,10 +38,9 @@ async def json_body(scope: Scope, receive: Receive) -> bytes:
     """Returns the body of a request, or raises ApiError if it may not be JSON."""
     request = Request(scope, receive)
     check_is_plain(request.headers)
-    if scope["path"].startswith(OLLAMA_PATHS):
-        # Ollama takes JSON under any media type, and its clients and the curl lines of its
-        # documentation rely on this. But a page of another site may send a body of a simple media
-        # type without asking, so the origin is checked.
+    if dialect_of(scope["path"]).takes_any_media_type:
+        # A page of another site may send a body of a simple media type without asking, so the
+        # origin is checked.
         check_origin(request.headers)
     else:
         check_is_json(request.headers)

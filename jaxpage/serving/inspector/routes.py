@@ -24,7 +24,7 @@ from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.body import check_fields, parse_object
-from jaxpage.serving.wire.dialects import COMMENT, encode_parts, event
+from jaxpage.serving.wire.encoding import COMMENT, encode_parts, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 from jaxpage.settings.argument_checks import show
 

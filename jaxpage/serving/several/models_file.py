@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
-from jaxpage.serving.several.keep_alive import keep_alive_seconds
+from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.settings.checked_settings import (
     ByteSize,
     InvalidSettings,

@@ -1,4 +1,4 @@
-"""Says what a model is, for Ollama's /api/show, without loading it."""
+"""Says what a model is, without loading it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxpage.errors import JaxpageError
+from jaxpage.serving.dialects.dialect import Description
 from jaxpage.serving.http.answers import json_answer, make_ignored_header
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.served_model import ServedModel
@@ -16,7 +17,6 @@ from jaxpage.serving.several.table import ModelTable
 from jaxpage.serving.startup import describe_context
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.ollama import about_ollama, show_ollama
 from jaxpage.settings.argument_checks import show
 
 
@@ -27,14 +27,27 @@ class ShownModels:
     time, the length is that of its config.
     """
 
-    def __init__(self, table: ModelTable[ServedModel], entries: Mapping[str, ModelEntry]) -> None:
+    def __init__(
+        self,
+        table: ModelTable[ServedModel],
+        entries: Mapping[str, ModelEntry],
+        description: Description,
+    ) -> None:
+        """Remembers nothing yet.
+
+        Args:
+            table: The table of the models.
+            entries: The models of the file.
+            description: The way in which a dialect describes a model.
+        """
         self._table = table
         self._entries = entries
+        self._description = description
         self._about: dict[str, dict[str, Any]] = {}
         self._reading = asyncio.Lock()
 
     async def answer(self, body: dict[str, Any], name: str) -> Response:
-        """Answers a request to POST /api/show.
+        """Answers a request.
 
         Args:
             body: The request.
@@ -53,19 +66,19 @@ class ShownModels:
             tokenizer=None,
             strict_requests=entry.server.strict_requests,
         )
-        answer = show_ollama(body, context, about)
+        answer = self._description.answer(body, context, about)
         return json_answer(answer.body, headers=make_ignored_header(answer.ignored_fields))
 
     def _read(self, entry: ModelEntry) -> dict[str, Any]:
         model = self._table.slots[entry.name].model
         if model is not None:
-            self._about[entry.name] = about_ollama(model.context)
+            self._about[entry.name] = self._description.about(model.context)
         elif entry.name not in self._about:
             try:
                 context = describe_context(entry.engine, entry.server)
             except JaxpageError as error:
                 raise not_loaded(entry.name, error) from error
-            self._about[entry.name] = about_ollama(context)
+            self._about[entry.name] = self._description.about(context)
         return self._about[entry.name]
 
 

@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +21,8 @@ from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
+from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
@@ -28,12 +31,7 @@ from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics, join_expositions
 from jaxpage.serving.model_cards import card_of_settings
 from jaxpage.serving.preparing import Readers
-from jaxpage.serving.several.model_requests import (
-    UNLOADING,
-    ModelRequest,
-    read_keep_alive,
-    receive_again,
-)
+from jaxpage.serving.several.model_requests import ModelRequest, receive_again
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
@@ -43,11 +41,10 @@ from jaxpage.serving.shared_answers import Shared
 from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
-from jaxpage.serving.wire.dialects import OLLAMA_PATHS, encode
+from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.model_card import ModelCard
-from jaxpage.serving.wire.ollama import ollama_time
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show
@@ -93,26 +90,25 @@ class Switchboard:
         self._created = int(time.time())
         # The length of each model that was ever loaded.
         self._lengths: dict[str, int] = {}
-        self._shown = ShownModels(table, entries)
         self._has_own_memory = has_own_memory
         self._file_cards: dict[str, ModelCard] = {}
         document = openapi(
             ModelContext(
                 model_names=tuple(self._models), max_model_len=0, vocab_size=0, tokenizer=None
-            )
+            ),
+            [dialect.document for dialect in DIALECTS],
         )
         self._openapi = encode(document)
         self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
-        posts = [path for path, item in document["paths"].items() if "post" in item]
+        posts = {path for path, item in document["paths"].items() if "post" in item}
+        posts |= {*RERANK_PATHS}
+        posts -= {path for dialect in DIALECTS for path in dialect.descriptions}
         self.routes: list[BaseRoute] = [
-            post_route("/api/show", self._show),
-            *(post_route(path, self._answer) for path in {*posts, *RERANK_PATHS} - {"/api/show"}),
+            *(route for dialect in DIALECTS for route in self._routes_of(dialect)),
+            *(post_route(path, self._answer) for path in posts),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
-            Route("/api/tags", self._tags),
-            Route("/api/ps", self._list_loaded),
-            Route("/api/version", self._version),
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._one),
             Route("/v1/capabilities", self._capable),
@@ -139,6 +135,16 @@ class Switchboard:
             is_dead=lambda: False,
         )
 
+    def _routes_of(self, dialect: Dialect) -> Iterator[BaseRoute]:
+        """Yields the routes of a dialect for which no model needs to be loaded."""
+        for path, description in dialect.descriptions.items():
+            shown = ShownModels(self._table, self._entries, description)
+            yield post_route(path, partial(self._describe, shown))
+        for path, model_list in dialect.lists.items():
+            yield Route(path, partial(self._list_of, model_list))
+        for path in dialect.version_paths:
+            yield Route(path, self._version)
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
@@ -146,16 +152,16 @@ class Switchboard:
             asked = await self.preparing.run(
                 lambda: self._parse_request(raw, scope["path"]), len(raw)
             )
-            if asked.unloads:
+            if (unload := asked.stay.unload) is not None:
                 self._table.expire(asked.model)
-                await json_answer(asked.answer_unload())(scope, receive, send)
+                await json_answer(unload(asked.name))(scope, receive, send)
                 return
             async with contextlib.AsyncExitStack() as leases:
                 model: ServedModel | None = None
 
                 async def lease() -> None:
                     nonlocal model
-                    model = await self._lease(asked.model, leases, asked.keep_alive)
+                    model = await self._lease(asked.model, leases, asked.stay.seconds)
 
                 asked_at = time.monotonic()
                 await while_connected(receive, lease())
@@ -164,14 +170,16 @@ class Switchboard:
                 scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
                 await model.router(scope, receive_again(raw, receive), send)
 
-    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _describe(
+        self, shown: ShownModels, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Says what a model is, for which it need not be loaded."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             asked, body = await self.preparing.run(
                 lambda: (self._parse_request(raw, scope["path"]), parse_object(raw)), len(raw)
             )
-            answer = await self._shown.answer(body, asked.model)
+            answer = await shown.answer(body, asked.model)
             await answer(scope, receive, send)
 
     async def _lease(
@@ -200,15 +208,11 @@ class Switchboard:
     def _parse_request(self, raw: bytes, path: str) -> ModelRequest:
         body = parse_object(raw)
         name = self._name_in(body)
-        is_ollama = path.startswith(OLLAMA_PATHS)
-        if is_ollama and name not in self._models:
-            name = name.removesuffix(":latest")
-        keep_alive = body.get("keep_alive") if is_ollama else None
-        if keep_alive is not None:
-            keep_alive = read_keep_alive(keep_alive)
-        prompt = UNLOADING.get(path)
-        unloads = keep_alive == 0 and prompt is not None and not body.get(prompt)
-        return ModelRequest(self._find_model(name), name, keep_alive, prompt if unloads else None)
+        dialect = dialect_of(path)
+        if name not in self._models:
+            name = dialect.plain_name(name)
+        stay = dialect.read_stay(path, body)
+        return ModelRequest(self._find_model(name), name, stay)
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
         """Returns the name in a request, which may be missing if there is one model."""
@@ -294,14 +298,15 @@ class Switchboard:
         self._find_model(name)
         return json_answer(self._card(name))
 
-    async def _tags(self, request: Request) -> Response:
-        since = ollama_time(self._created)
+    async def _list_of(self, model_list: ModelList, request: Request) -> Response:
+        """Answers a list of models in a dialect."""
+        if model_list.is_of_loaded:
+            return json_answer(model_list.write(list(self._list_loaded())))
         cards = {name: await self._file_card(name) for name in self._entries}
         models = [
-            {**cards[model].body(name), "modified_at": since}
-            for name, model in self._models.items()
+            ListedModel(name, cards[model], self._created) for name, model in self._models.items()
         ]
-        return json_answer({"models": models})
+        return json_answer(model_list.write(models))
 
     async def _file_card(self, name: str) -> ModelCard:
         """Returns the description of a model's files, which is read once."""
@@ -310,24 +315,21 @@ class Switchboard:
             self._file_cards[name] = await asyncio.to_thread(card_of_settings, engine)
         return self._file_cards[name]
 
-    async def _list_loaded(self, request: Request) -> Response:
-        """Answers Ollama's list of the models in memory, with the times at which they go."""
-        models = []
+    def _list_loaded(self) -> Iterator[ListedModel]:
+        """Yields the models in memory, with the times at which they go."""
         for slot, model in self._in_memory():
             if slot.is_asleep:
                 continue
             last_used = time.monotonic() if slot.num_leases else slot.last_used
-            until = time.time() + last_used + slot.keep_alive - time.monotonic()
-            models.append(
-                {
-                    **model.context.card.body(slot.name),
-                    "context_length": model.context.max_model_len,
-                    "size": slot.size,
-                    "size_vram": slot.size if self._has_own_memory else 0,
-                    "expires_at": ollama_time(until),
-                }
+            yield ListedModel(
+                slot.name,
+                model.context.card,
+                self._created,
+                model.context.max_model_len,
+                num_bytes=slot.size,
+                device_bytes=slot.size if self._has_own_memory else 0,
+                until=time.time() + last_used + slot.keep_alive - time.monotonic(),
             )
-        return json_answer({"models": models})
 
     async def _capable(self, request: Request) -> Response:
         loaded = {slot.name: model.capabilities for slot, model in self._in_memory()}

@@ -32,7 +32,7 @@ def unknown_model(name: str, names: Iterable[str]) -> ApiError:
 
 
 def _simple(name: str) -> str:
-    """Returns the name of a model without an organisation, Ollama's tag, and capitals."""
+    """Returns the name of a model without an organisation, a tag, and capitals."""
     return name.rpartition("/")[2].partition(":")[0].lower()
 
 

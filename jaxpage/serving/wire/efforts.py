@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from jinja2 import TemplateSyntaxError, nodes
 
-from jaxpage.serving.wire.request_fields import Effort
+from jaxpage.serving.wire.field_types import Effort
 from jaxpage.serving.wire.template_source import parse_template, variables_of
 
 EFFORTS: tuple[str, ...] = get_args(Effort)  # from the least to the most

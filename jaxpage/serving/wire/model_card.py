@@ -1,9 +1,8 @@
-"""Describes a model's files as Ollama's clients read it: without any path of this machine."""
+"""Describes a model's files as clients read it: without any path of this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,30 +26,14 @@ class ModelCard:
     num_bytes: int = 0
     digest: str = "0" * 64
 
-    def details(self) -> dict[str, Any]:
-        """Returns the field `details` of Ollama's answers."""
-        return {
-            "parent_model": "",
-            "format": self.format,
-            "family": self.family,
-            "families": [self.family] if self.family else [],
-            "parameter_size": short_count(self.num_parameters),
-            "quantization_level": self.quantization,
-        }
-
-    def body(self, name: str) -> dict[str, Any]:
-        """Returns the fields that Ollama's lists of models have in common."""
-        return {
-            "name": name,
-            "model": name,
-            "size": self.num_bytes,
-            "digest": self.digest,
-            "details": self.details(),
-        }
+    @property
+    def parameter_size(self) -> str:
+        """Returns the number of all weights for people ("8.0B", "362M"); empty for 0."""
+        return short_count(self.num_parameters)
 
 
 def short_count(number: int) -> str:
-    """Returns a number as Ollama writes it ("8.0B", "362M"); nothing for 0."""
+    """Returns a number as people write it ("8.0B", "362M"); nothing for 0."""
     if not number:
         return ""
     for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):

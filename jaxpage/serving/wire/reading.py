@@ -6,17 +6,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
+from jaxpage.serving.wire.field_types import RequestObject, is_neutral
+from jaxpage.serving.wire.fields import LABELS
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.settings.argument_checks import close_names, show
 from jaxpage.settings.from_vllm import answers
 
-Request = TypeVar("Request", bound=BaseModel)
+Request = TypeVar("Request", bound=RequestObject)
 _HONOURED_SOMEWHERE = (
     CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 )
@@ -105,7 +106,7 @@ def _relax(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any],
     return body, name_paths(told)
 
 
-def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
+def _is_asked(model: type[RequestObject], name: str, value: Any) -> bool:
     """Returns whether a field must be read.
 
     A required field is always read, so that its error names it.
@@ -114,9 +115,9 @@ def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
     return (field is not None and field.is_required()) or not is_neutral(model, name, value)
 
 
-def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
+def _check_supported(body: Mapping[str, Any], model: type[RequestObject]) -> None:
     for name in body:
-        if name in NEUTRAL[model] and name not in model.model_fields:
+        if name in model.known and name not in model.model_fields:
             others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
             raise ApiError(400, f"{name} is not supported{others}{_hint(name)}", param=name)
 
@@ -190,14 +191,14 @@ def _path(location: tuple[int | str, ...], body: Any) -> str:
 
 def _unknown(value: Any, path: str = "") -> Iterator[str]:
     """Yields the paths of the fields that no model knows and that ask for something."""
-    if isinstance(value, BaseModel):
+    if isinstance(value, RequestObject):
         prefix = f"{path}." if path else ""
         for name, item in (value.model_extra or {}).items():
-            if not is_neutral(type(value), name, item) and name not in ADDED.get(type(value), ()):
+            if not is_neutral(type(value), name, item) and name not in type(value).added:
                 yield prefix + name
         for name in value.model_fields_set & type(value).model_fields.keys():
             yield from _unknown(getattr(value, name), prefix + name)
-    elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+    elif isinstance(value, list) and value and isinstance(value[0], RequestObject):
         for index, item in enumerate(value):
             yield from _unknown(item, f"{path}[{index}]")
 

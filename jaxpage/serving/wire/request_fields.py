@@ -1,73 +1,27 @@
-"""Defines the fields of requests, each with its type and its bounds."""
+"""Defines the requests of OpenAI's API and of vLLM's, each with its fields."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import ConfigDict, Field
 
-from jaxpage.settings.argument_checks import INT32_MAX
-from jaxpage.settings.sampling_params import (
-    MAX_BAD_WORD_CHARACTERS,
-    MAX_BAD_WORDS,
-    MAX_CACHE_SALT_CHARACTERS,
-    MAX_LOGPROBS,
-    MAX_USER_CHARACTERS,
+from jaxpage.serving.wire.field_types import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Count,
+    Effort,
+    Items,
+    ModelName,
+    Name,
+    RequestObject,
+    TokenId,
+    by_name,
+    one_of,
+    with_parameters,
 )
-from jaxpage.shapes import MAX_BIASES
-
-MAX_N = 128  # sequences of one prompt: n, best_of, the width of a beam search
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_COMPLETION_LOGPROBS = 5
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
-
-Item = TypeVar("Item")
-# Validation stops at the first error: a body has room for a million wrong items.
-Items = Annotated[list[Item], Field(fail_fast=True)]
-TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
-
-
-def one_of(expected: str, kinds: tuple[str, ...] = ()) -> WrapValidator:
-    """Makes a union report one message instead of one for each of its members.
-
-    Args:
-        expected: The words that follow "must be" in the message.
-        kinds: Where a list of parts is wanted, their types; the message names another type.
-    """
-
-    def validate(value: Any, handler: Any) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise ValueError(f"must be {expected}{_describe_refused(value, kinds)}") from None
-
-    return WrapValidator(validate)
-
-
-def _describe_refused(value: Any, kinds: tuple[str, ...]) -> str:
-    """Returns the end of a message that says which type of part is not supported."""
-    parts = value if kinds and isinstance(value, list) else ()
-    types = (part.get("type") for part in parts if isinstance(part, dict))
-    return next(
-        (f", not {kind[:40]!r}" for kind in types if isinstance(kind, str) and kind not in kinds),
-        "",
-    )
-
-
-class RequestObject(BaseModel):
-    """A JSON object of a request, read strictly: the text "1" is not a number.
-
-    Unknown fields are kept, so that they can be reported.
-    """
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_RANKINGS, REFUSED
+from jaxpage.settings import field_table as table
 
 
 class StreamOptions(RequestObject):
@@ -123,61 +77,31 @@ ResponseFormat = Annotated[
 
 
 class GenerationRequest(RequestObject):
-    """Holds the fields that completions and chats share; a null field counts as left out."""
+    """Holds the fields that completions and chats share; a null field counts as left out.
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    The parameters of the engine come from the table; see `with_parameters`.
+    """
+
+    known = by_name(*table.PARAMETERS, *OF_GENERATION, *OF_CHATS, *REFUSED)
+
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=MAX_BIASES),
-        ]
-        | None
-    ) = None
-    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[Items[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: (
-        Annotated[
-            Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)],
-            one_of(
-                f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} of them"
-            ),
-        ]
-        | None
-    ) = None
-    stop_token_ids: Items[TokenId] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = (
-        None
-    )
-    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: Annotated[bool | Literal["never"], one_of("true, false or 'never'")] | None = (
-        None
-    )
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns a parameter."""
+
+
+class Refusing(RequestObject):
+    """A request that refuses what no request honours, and what only chats honour."""
+
+    known = by_name(*OF_CHATS, *REFUSED)
 
 
 Prompts = Annotated[
@@ -186,15 +110,11 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(with_parameters("completions", GenerationRequest)):  # type: ignore[misc]
     """A request to POST /v1/completions."""
 
     prompt: Prompts
-    # 0 needs echo: the answer is the prompt alone.
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
 
 class TextPart(RequestObject):
@@ -229,12 +149,16 @@ class UserMessage(RequestObject):
 class CalledFunction(RequestObject):
     """Holds the name and the arguments of a call."""
 
+    added = frozenset({"parsed_arguments"})
+
     name: Name
     arguments: str  # a JSON object
 
 
 class ToolCall(RequestObject):
     """A call of a tool, in a message of the assistant."""
+
+    added = frozenset({"index"})
 
     id: str
     type: Literal["function"] = "function"
@@ -256,6 +180,9 @@ AssistantContent = Annotated[
 
 class AssistantMessage(RequestObject):
     """A message of the assistant."""
+
+    known = by_name(table.Field("annotations", neutral=([],)))
+    added = frozenset({"parsed"})
 
     role: Literal["assistant"]
     content: AssistantContent | None = None
@@ -344,13 +271,10 @@ class ConversationFields(RequestObject):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ChatCompletionRequest(GenerationRequest, ConversationFields):
+class ChatCompletionRequest(with_parameters("chats", GenerationRequest), ConversationFields):  # type: ignore[misc]
     """A request to POST /v1/chat/completions."""
 
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: (
         Annotated[
             Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
@@ -365,31 +289,25 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     store: bool | None = None  # has no effect: no completion is kept
 
 
-class EmbeddingRequest(RequestObject):
+class EmbeddingRequest(with_parameters("vectors", Refusing)):  # type: ignore[misc]
     """A request to POST /v1/embeddings."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None  # only the model's own width is accepted
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class ScoreRequest(RequestObject):
+class ScoreRequest(with_parameters("scores", Refusing)):  # type: ignore[misc]
     """A request to POST /v1/score; a single prompt goes with all continuations."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName
     prompt: Prompts
     continuation: Prompts
     add_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = (
-        None
-    )
-    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
 class RerankDocument(RequestObject):
@@ -398,10 +316,12 @@ class RerankDocument(RequestObject):
     text: str
 
 
-class RerankRequest(RequestObject):
+class RerankRequest(with_parameters("rankings", Refusing)):  # type: ignore[misc]
     """A request to POST /v1/rerank."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    known = Refusing.known | by_name(*OF_RANKINGS)
+
+    model: ModelName
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[
         Items[str] | Items[RerankDocument],
@@ -410,10 +330,9 @@ class RerankRequest(RequestObject):
     top_n: Count | None = None
     return_documents: bool | None = None
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
-class TokenizeRequest(RequestObject):
+class TokenizeRequest(Refusing):
     """A request to POST /tokenize with a text."""
 
     model: str | None = None
@@ -422,7 +341,7 @@ class TokenizeRequest(RequestObject):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(ConversationFields):
+class TokenizeChatRequest(Refusing, ConversationFields):
     """A request to POST /tokenize with a conversation."""
 
     model: str | None = None
@@ -430,7 +349,7 @@ class TokenizeChatRequest(ConversationFields):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(RequestObject):
+class DetokenizeRequest(Refusing):
     """A request to POST /detokenize."""
 
     model: str | None = None

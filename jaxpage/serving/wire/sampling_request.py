@@ -7,64 +7,20 @@ from typing import Any
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
+from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.request_fields import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
 )
 from jaxpage.serving.wire.schemas import check_schema
+from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
-_AS_THEY_ARE = (
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ),
-    *(
-        "allowed_token_ids",
-        "bad_words",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "prompt_logprobs",
-    ),
-    *("include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt"),
-)
 # These fields of vLLM's StructuredOutputsParams are false by default.
 _VLLM_DEFAULTS = {
     *("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     "_backend_was_auto",
-}
-# A beam search cannot honour these fields; the values here change nothing and are accepted. `seed`
-# and `user` are not listed because no value of them changes the result.
-_NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "stop": ([],),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
-    "structured_outputs": (),
-    "priority": (0,),
-    "cache_salt": (),
-    "tools": ([],),
 }
 
 
@@ -84,23 +40,13 @@ def sampling_params(
     Raises:
         ApiError: A value is refused.
     """
-    values = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
-    if request.logit_bias is not None:
-        biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
-        if len(biases) < len(request.logit_bias):
-            raise ApiError(
-                400,
-                "logit_bias has the same token id twice, written in two ways",
-                param="logit_bias",
-            )
-        values["logit_bias"] = biases
-    if request.seed is not None:
-        # A seed of -1 is a seed like any other, and no request for a random one.
-        values["seed"] = request.seed % 2**64
-    values["user"] = request.user or None
-    values["structured_outputs"] = read_structured_outputs(request)
-    values = {**context.sampling_defaults, **values, **changes}
     try:
+        values = {
+            **context.sampling_defaults,
+            **engine_values(request),
+            "structured_outputs": read_structured_outputs(request),
+            **changes,
+        }
         params = SamplingParams(**values)
         longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
         if longest is not None and params.max_tokens is None:
@@ -108,6 +54,21 @@ def sampling_params(
     except ValueError as error:
         raise as_api_error(error) from None
     return params
+
+
+def engine_values(request: RequestObject) -> dict[str, Any]:
+    """Returns the parameters of a request that go to the engine as they are, or converted.
+
+    Raises:
+        ValueError: A value cannot be converted.
+    """
+    return {
+        field.name: field.engine(value)
+        for field in PARAMETERS
+        if field.engine
+        and field.name in type(request).model_fields
+        and (value := getattr(request, field.name)) is not None
+    }
 
 
 def _max_tokens_with_logprobs(
@@ -156,9 +117,11 @@ def beam_params(
     Raises:
         ApiError: A field is set that a beam search cannot honour, or a value is refused.
     """
-    for name, neutral in _NOT_OF_BEAMS.items():
+    for name, field in request.known.items():
+        if field.beams is None:
+            continue
         value = getattr(request, name, None)
-        if value is not None and value not in neutral:
+        if value is not None and value not in field.beams:
             raise ApiError(400, f"{name} is not supported with use_beam_search", param=name)
     if read_structured_outputs(request) is not None:
         raise ApiError(

@@ -17,6 +17,7 @@ from jaxpage.serving.wire.logprobs import limit_logprob
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import ScoreRequest
+from jaxpage.serving.wire.sampling_request import engine_values
 
 
 @quotes
@@ -31,9 +32,10 @@ def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     request, ignored = read(body, ScoreRequest, context)
     encoder = _Encoder(request, context)
     pairs = [encoder.encode(*pair) for pair in _pairs(request, context)]
-    params = replace(
-        SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user
-    )
+    try:
+        params = replace(SCORING, **engine_values(request))
+    except ValueError as error:
+        raise as_api_error(error) from None
     lora = context.adapter(request.model)
     prompts = [PromptRequest(token_ids, params, False, lora) for token_ids, _ in pairs]
     return ScoreAnswer(

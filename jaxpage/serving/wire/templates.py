@@ -13,12 +13,12 @@ from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.efforts import variables_for
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
     RefusalPart,
-    RequestObject,
     TextPart,
     Tool,
     ToolCall,

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.wire.chat_completions import open_chat
-from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import quotes
-from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.tokenizing import Transformed, tokenize
-from jaxpage.serving.wire.translated_fields import (
+from jaxpage.serving.dialects.dialect import Dialect
+from jaxpage.serving.dialects.messages_fields import (
+    DOCUMENT,
     AssistantTurn,
     CountTokensRequest,
     MessagesRequest,
@@ -20,7 +17,14 @@ from jaxpage.serving.wire.translated_fields import (
     ThinkingBlock,
     UserTurn,
 )
-from jaxpage.serving.wire.translating import InBlocks
+from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.encoding import named_events
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.tokenizing import Transformed, tokenize
+from jaxpage.settings.field_table import forms_in
 
 
 @quotes
@@ -60,11 +64,9 @@ def _conversation_of(request: CountTokensRequest) -> dict[str, Any]:
 def _chat_of(request: MessagesRequest) -> dict[str, Any]:
     return {
         **_conversation_of(request),
-        "stop": request.stop_sequences,
-        **{
-            name: getattr(request, name)
-            for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")
-        },
+        "max_tokens": request.max_tokens,
+        "stream": request.stream,
+        **{field.name: getattr(request, name) for field, name, _ in forms_in("messages")},
     }
 
 
@@ -86,7 +88,7 @@ class MessageAnswer(InBlocks):
     """Answers with one message, whose blocks are content blocks."""
 
     _prefix = "msg"
-    _names = {"prompt": "messages", "stop": "stop_sequences"}  # noqa: RUF012
+    _names = {"prompt": "messages"} | {field.name: name for field, name, _ in forms_in("messages")}
 
     def _answer(self) -> dict[str, Any]:
         usage = self._usage
@@ -144,3 +146,32 @@ class MessageAnswer(InBlocks):
 
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _write_error(error: ApiError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+DIALECT = Dialect(
+    beginnings=("/v1/messages",),
+    error=_write_error,
+    stream_error=_write_error,
+    new_frame=named_events,
+    exchanges={"/v1/messages": open_message},
+    transforms={"/v1/messages/count_tokens": count_tokens},
+    document=DOCUMENT,
+    key_header=b"x-api-key",
+)

@@ -1,4 +1,4 @@
-"""Defines how each API that the server speaks writes its errors and its streams."""
+"""Encodes answers and streams as JSON, also large ones, in short calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
-
-from jaxpage.serving.wire.errors import ApiError
 
 Frame = Callable[[dict[str, Any]], bytes]  # encodes a part of a stream
 COMMENT = b": keep-alive\n\n"  # a server-sent comment, which clients ignore
-OLLAMA_PATHS = "/api/"
 # JSON does not escape these characters, but they end a line in Unicode, and for clients that read a
 # stream line by line.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
@@ -21,37 +17,6 @@ _LINE_END = re.compile("[\x85\u2028\u2029]")
 # The most values that are encoded in one call, which holds Python's lock: about a millisecond.
 MAX_VALUES = 4096
 PART_BYTES = 1 << 18  # the least bytes of a part of a large answer, but for the last
-_EVENTS = "text/event-stream; charset=utf-8"
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """Writes errors and streams in the format of one API.
-
-    Attributes:
-        error: Makes the body of an answer of an error.
-        stream_error: Makes the last part of a stream that fails.
-        new_frame: Makes, for each stream, the function that encodes its parts.
-        end: The bytes that end a stream.
-        media_type: The media type of a stream.
-        comment: Bytes without meaning, which keep a silent stream open.
-    """
-
-    error: Callable[[ApiError], dict[str, Any]]
-    stream_error: Callable[[ApiError], dict[str, Any]]
-    new_frame: Callable[[], Frame]
-    end: bytes = b""
-    media_type: str = _EVENTS
-    comment: bytes = COMMENT
-
-
-def dialect_of(path: str) -> Dialect:
-    """Returns the dialect of the API that a path belongs to; OpenAI's for any unknown path."""
-    if path.startswith(OLLAMA_PATHS):
-        return OLLAMA
-    if path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/"):
-        return MESSAGES
-    return _DIALECTS.get(path, OPENAI)
 
 
 def encode(value: Any) -> bytes:
@@ -146,61 +111,23 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _frame_without_name() -> Frame:
+def plain_events() -> Frame:
+    """Returns a frame of events without names."""
     return lambda value: event(encode(value))
 
 
-def _frame_with_name() -> Frame:
+def named_events() -> Frame:
     """Returns a frame that names each event after its `type`."""
     return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encode(value))
 
 
-def _frame_with_number() -> Frame:
-    frame = _frame_with_name()
+def numbered_events() -> Frame:
+    """Returns a frame that names each event after its `type`, and numbers it."""
+    frame = named_events()
     numbers = itertools.count()
     return lambda value: frame({**value, "sequence_number": next(numbers)})
 
 
-def _lines() -> Frame:
+def lines() -> Frame:
+    """Returns a frame of lines of JSON."""
     return lambda value: encode(value) + b"\n"
-
-
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def _messages_error(error: ApiError) -> dict[str, Any]:
-    kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def _responses_error(error: ApiError) -> dict[str, Any]:
-    return {
-        "type": "error",
-        "code": error.code or error.type,
-        "message": error.message,
-        "param": error.param,
-    }
-
-
-def _ollama_error(error: ApiError) -> dict[str, Any]:
-    return {"error": error.message}
-
-
-OPENAI = Dialect(ApiError.body, ApiError.body, _frame_without_name, end=event(b"[DONE]"))
-RESPONSES = Dialect(ApiError.body, _responses_error, _frame_with_number)
-MESSAGES = Dialect(_messages_error, _messages_error, _frame_with_name)
-# A space is a comment here: white space may precede the JSON of a line, and a line always follows.
-OLLAMA = Dialect(
-    _ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" "
-)
-_MESSAGES_PATH = "/v1/messages"
-_DIALECTS = {"/v1/responses": RESPONSES}

@@ -9,16 +9,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxpage.serving.wire.chat_completions import open_chat
-from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import quotes
-from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.translated_fields import (
+from jaxpage.serving.dialects.dialect import Dialect
+from jaxpage.serving.dialects.responses_fields import (
+    DOCUMENT,
     ResponsesReasoning,
     ResponsesRequest,
     ResponsesSchemaFormat,
 )
-from jaxpage.serving.wire.translating import InBlocks
+from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.encoding import numbered_events
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.reading import read
+from jaxpage.settings.field_table import forms_in
 
 
 @quotes
@@ -43,7 +47,8 @@ def _chat_of(request: ResponsesRequest) -> dict[str, Any]:
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,
         "response_format": response_format,
-        **{name: getattr(request, name) for name in ("stream", "temperature", "top_p", "user")},
+        "stream": request.stream,
+        **{field.name: getattr(request, name) for field, name, _ in forms_in("responses")},
     }
 
 
@@ -205,3 +210,21 @@ class ResponseAnswer(InBlocks):
         """Returns the fields of an event that name the last block."""
         index = len(self._blocks) - 1
         return {"item_id": self._item_id(index), "output_index": index, "content_index": 0}
+
+
+def _write_stream_error(error: ApiError) -> dict[str, Any]:
+    return {
+        "type": "error",
+        "code": error.code or error.type,
+        "message": error.message,
+        "param": error.param,
+    }
+
+
+DIALECT = Dialect(
+    beginnings=("/v1/responses",),
+    stream_error=_write_stream_error,
+    new_frame=numbered_events,
+    exchanges={"/v1/responses": open_response},
+    document=DOCUMENT,
+)

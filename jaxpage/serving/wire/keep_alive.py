@@ -1,4 +1,4 @@
-"""Reads how long a model stays loaded, as Ollama writes it."""
+"""Reads how long a model stays loaded, such as 5m."""
 
 from __future__ import annotations
 

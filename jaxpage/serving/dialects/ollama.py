@@ -1,0 +1,296 @@
+"""Translates the requests of Ollama's API.
+
+/api/chat and /api/generate become chats or completions, and /api/embed and /api/embeddings become
+requests for embeddings; /api/show describes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay
+from jaxpage.serving.dialects.ollama_answers import (
+    OllamaAnswer,
+    OllamaLoaded,
+    OllamaVector,
+    OllamaVectors,
+    details_of,
+    write_loaded,
+    write_tags,
+    write_unloaded,
+)
+from jaxpage.serving.dialects.ollama_fields import (
+    DOCUMENT,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaRequest,
+    OllamaShowRequest,
+    OllamaVectorsRequest,
+)
+from jaxpage.serving.wire.chat_completions import open_chat
+from jaxpage.serving.wire.completions import open_completion
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.efforts import SWITCHES
+from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
+from jaxpage.serving.wire.encoding import lines
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.field_types import is_neutral
+from jaxpage.serving.wire.keep_alive import keep_alive_seconds
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.template_source import variables_of
+from jaxpage.serving.wire.templates import template_of
+from jaxpage.serving.wire.tokenizing import Transformed
+from jaxpage.settings.argument_checks import show
+from jaxpage.settings.field_table import forms_in
+
+# Ollama's names of options, by their names in chats and completions.
+_OPTIONS = {field.name: name for field, name, _ in forms_in("ollama")}
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+
+
+@quotes
+def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
+    """Returns the exchange of a request to POST /api/chat.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(_with_served_name(body, context), OllamaChatRequest, context)
+    common = _common(request, context)
+    if not request.messages:
+        return OllamaLoaded(request, ignored)
+    messages = [
+        {"role": message.role, "content": message.content}
+        | (
+            {"reasoning_content": message.thinking}
+            if message.thinking and message.role == "assistant"
+            else {}
+        )
+        for message in request.messages
+    ]
+    asked = {"messages": messages, **common, **_thinking(request, context)}
+    return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+@quotes
+def open_ollama_generate(
+    body: dict[str, Any], context: ModelContext
+) -> OllamaAnswer | OllamaLoaded:
+    """Returns the exchange of a request to POST /api/generate.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(_with_served_name(body, context), OllamaGenerateRequest, context)
+    common = _common(request, context)
+    if request.raw:
+        for name in ("system", "think"):
+            if getattr(request, name):
+                raise ApiError(400, f"{name} is not supported with raw=true", param=name)
+    if not request.prompt:
+        return OllamaLoaded(request, ignored)
+    if request.raw:
+        asked = {"max_tokens": context.max_model_len, **common, "prompt": request.prompt}
+        return OllamaAnswer(open_completion, asked, context, request, ignored)
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    messages = [*system, {"role": "user", "content": request.prompt}]
+    asked = {"messages": messages, **common, **_thinking(request, context)}
+    return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+@quotes
+def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
+    """Returns the `EmbeddingAnswer` of a request to POST /api/embed.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(_with_served_name(body, context), OllamaEmbedRequest, context)
+    return _embedding(
+        request, ignored, context, OllamaVectors, input=request.input, dimensions=request.dimensions
+    )
+
+
+@quotes
+def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
+    """Returns the `EmbeddingAnswer` of a request to POST /api/embeddings.
+
+    This is the older path: it has one text, and its vector is not normalised.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(_with_served_name(body, context), OllamaEmbeddingsRequest, context)
+    return _embedding(
+        request, ignored, context, OllamaVector, input=request.prompt, normalize=False
+    )
+
+
+def _embedding(
+    request: OllamaVectorsRequest,
+    ignored: tuple[str, ...],
+    context: ModelContext,
+    kind: type[EmbeddingAnswer],
+    **asked: Any,
+) -> EmbeddingAnswer:
+    """Returns the `EmbeddingAnswer` of a request for embeddings.
+
+    Args:
+        request: The request.
+        ignored: The paths of ignored fields.
+        context: The served model and the server's settings.
+        kind: The class that makes the answer.
+        asked: Fields of /v1/embeddings.
+    """
+    _check_options(request.options or OllamaOptions(), context)
+    answer = open_embeddings({"model": request.model, **asked}, context, kind)
+    answer.ignored_fields = ignored
+    return answer
+
+
+@quotes
+def show_ollama(
+    body: dict[str, Any], context: ModelContext, about: Mapping[str, Any] | None = None
+) -> Transformed:
+    """Returns what clients ask about a model: its length, and what it can do.
+
+    Args:
+        body: The request.
+        context: The served model and the server's settings.
+        about: What `about_ollama` says of the model, if it is known already.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    _, ignored = read(_with_served_name(body, context), OllamaShowRequest, context)
+    return Transformed(about_ollama(context) if about is None else dict(about), ignored)
+
+
+def about_ollama(context: ModelContext) -> dict[str, Any]:
+    """Returns what /api/show says about a model."""
+    thinks = context.chat_format.reasoning is not None and bool(_thinking_variables(context))
+    kind = context.card.family
+    return {
+        "details": details_of(context.card),
+        "model_info": {
+            "general.architecture": kind,
+            f"{kind}.context_length": context.max_model_len,
+        },
+        "capabilities": ["completion", *(["thinking"] if thinks else [])],
+    }
+
+
+def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
+    """Returns the request with the name by which the model is served."""
+    name = body.get("model")
+    if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
+        return {**body, "model": DIALECT.plain_name(name)}
+    return body
+
+
+def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
+    options = request.options or OllamaOptions()
+    _check_options(options, context)
+    asked = {
+        ours: value
+        for ours, theirs in _OPTIONS.items()
+        if (value := getattr(options, theirs)) is not None
+        and not (options.repeat_last_n == 0 and theirs in _PENALTIES)
+    }
+    if options.num_predict is not None and options.num_predict >= 0:
+        asked["max_tokens"] = options.num_predict
+    if request.format == "json":
+        asked["response_format"] = {"type": "json_object"}
+    elif request.format is not None:  # {} is a schema as well
+        asked["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "format", "schema": request.format},
+        }
+    return {**asked, "stream": request.stream is not False}
+
+
+def _check_options(options: OllamaOptions, context: ModelContext) -> None:
+    for name, value in (options.model_extra or {}).items():
+        if name in OllamaOptions.known and not is_neutral(OllamaOptions, name, value):
+            raise ApiError(400, f"options.{name} is not supported", param=f"options.{name}")
+    if (options.num_ctx or 0) > context.max_model_len:
+        message = f"options.num_ctx is {options.num_ctx}, and the server has max_model_len={context.max_model_len}"
+        raise ApiError(400, message, param="options.num_ctx")
+
+
+def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
+    """Returns the fields of a chat for `think`.
+
+    A template that does not read the variable is not told to stop thinking.
+    """
+    if isinstance(request.think, str):
+        return {"reasoning_effort": request.think}
+    known = _thinking_variables(context)
+    switches = [name for name in SWITCHES if name in known]
+    if request.think is None or (not switches and (known or not request.think)):
+        return {}
+    return {"chat_template_kwargs": dict.fromkeys(switches or SWITCHES[:1], request.think)}
+
+
+def _thinking_variables(context: ModelContext) -> frozenset[str]:
+    """Returns the variables of the chat template that say how much is thought."""
+    if not getattr(context.tokenizer, "chat_template", None):
+        return frozenset()
+    return variables_of(template_of(context, [])) & {*SWITCHES, "reasoning_effort"}
+
+
+# A request to these paths that has no such field asks for its model to be loaded or unloaded.
+_PROMPTS = {"/api/chat": "messages", "/api/generate": "prompt"}
+
+
+def _read_stay(path: str, body: dict[str, Any]) -> Stay:
+    value = body.get("keep_alive")
+    if value is None:
+        return Stay()
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ApiError(400, f"keep_alive must be a time, got {show(value)}", param="keep_alive")
+    try:
+        seconds = keep_alive_seconds(value)
+    except ValueError as error:
+        text = f"keep_alive {error}, got {show(value)}"
+        raise ApiError(400, text, param="keep_alive") from None
+    prompt = _PROMPTS.get(path)
+    if seconds != 0 or prompt is None or body.get(prompt):
+        return Stay(seconds)
+    return Stay(seconds, partial(write_unloaded, is_chat=prompt == "messages"))
+
+
+def _write_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+DIALECT = Dialect(
+    beginnings=("/api/",),
+    error=_write_error,
+    stream_error=_write_error,
+    new_frame=lines,
+    media_type="application/x-ndjson",
+    # White space may precede the JSON of a line, and a line always follows.
+    comment=b" ",
+    exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
+    vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
+    transforms={"/api/show": show_ollama},
+    descriptions={"/api/show": Description(about_ollama, show_ollama)},
+    lists={
+        "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
+        "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
+    },
+    version_paths=("/api/version",),
+    document=DOCUMENT,
+    # Ollama takes JSON under any media type, and its clients and the curl lines of its
+    # documentation rely on this.
+    takes_any_media_type=True,
+    # Clients add a tag to the name, which is "latest" if the user gave none.
+    plain_name=lambda name: name.removesuffix(":latest"),
+    read_stay=_read_stay,
+)
