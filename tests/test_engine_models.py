@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, SamplingParams  # noqa: E402
-from jaxpage.models.registry import FAMILIES, load_family  # noqa: E402
+from jaxpage.models.registry import load_family  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
+from tests.support.family_names import FAMILY_OF  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
 from tests.support.model_forms import SIZES  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
@@ -72,7 +73,7 @@ SIXTEEN = {"hidden_size": 64, "head_dim": 16}
 # A model of each family, one of the above where there is one: engines of the same model share what
 # is compiled.
 OF_FAMILY = {
-    FAMILIES[config_json(name)["architectures"][0]]: name
+    FAMILY_OF[config_json(name)["architectures"][0]]: name
     for name in (*reversed(MODELS), *ONE_OF_EACH)
 }
 # More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and
@@ -146,7 +147,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
 
 
 def test_there_is_a_model_of_each_family():
-    assert OF_FAMILY.keys() == set(FAMILIES.values())
+    assert OF_FAMILY.keys() == set(FAMILY_OF.values())
 
 
 def family_and_config(family: str) -> tuple[Any, dict[str, Any]]:

@@ -111,6 +111,7 @@ def largest_difference(name: str, **changes: Any) -> float:
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
+    family = changes.get("family", lambda family: family)(family)
     parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
     logits = logits_of(family, spec, parameters, token_ids, attend=changes.get("attend"))
     return float(np.abs(logits - expected).max())
@@ -405,6 +406,24 @@ def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str,
     return lambda state: {
         key: np.roll(value, 1, axis) for key, value in state.items() if key.endswith(part)
     }
+
+
+def on_layers(part: str, **attributes: Any) -> dict[str, Any]:
+    """Returns a planted mistake: a part of every layer, or "" for the layers, has other attributes."""
+
+    def change(family: Any) -> Any:
+        def make(spec: Any, *, dtype: Any) -> Any:
+            model = family.Model(spec, dtype=dtype)
+            for layer in model.layers:
+                module = getattr(layer, part) if part else layer
+                for name, value in attributes.items():
+                    assert hasattr(module, name), name
+                    setattr(module, name, value)
+            return model
+
+        return SimpleNamespace(Model=make, prefix=family.prefix, ignored=family.ignored)
+
+    return {"family": change}
 
 
 def _rope(name: str, **changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, r
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
-from jaxpage.models import Eagle3Spec, EagleSpec, RotaryDecoderSpec, ignored, weights_of
+from jaxpage.models import DecoderConfig, Eagle3Spec, EagleSpec, ignored, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,13 +145,7 @@ def _spec(
         part: f"layers.0.self_attn.{part}" in stored
         for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")
     }
-    decoder = replace(
-        decoder,
-        attention_input_bias=has["q_proj.bias"],
-        attention_output_bias=has["o_proj.bias"],
-        mlp_bias="layers.0.mlp.gate_proj.bias" in stored,
-        norm_heads=has["q_norm.weight"],
-    )
+    decoder = replace(decoder, mlp_bias="layers.0.mlp.gate_proj.bias" in stored)
     known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
     _check_sizes(config, method, decoder, map_info, known, target, problems)
     shapes = {
@@ -162,6 +156,9 @@ def _spec(
     spec = EagleSpec(
         decoder=decoder,
         table_rows=known,
+        input_bias=has["q_proj.bias"],
+        output_bias=has["o_proj.bias"],
+        has_head_norms=has["q_norm.weight"],
         token_map=map_info is not None,
         fc_bias="fc.bias" in stored,
         own_tokens=tables["tokens"],
@@ -185,7 +182,7 @@ def _spec(
 def _check_sizes(
     config: EagleConfig,
     method: EagleMethod,
-    decoder: RotaryDecoderSpec,
+    decoder: DecoderConfig,
     map_info: TensorInfo | None,
     known: int,
     target: ModelFiles,

@@ -11,7 +11,8 @@ The names are loaded at first use. Formats of quantised weights have a door of t
     Family               has a spec and a model
     Model                is the module of a model
     ModelSpec            says what config.json says of a model
-    RotaryDecoderSpec    is the spec of most families
+    DecoderConfig        holds what the configs of most families say
+    RotaryDecoderSpec    is the spec of families that are no pages yet
     KVSpec               says what a sequence keeps for each position
     ConfigFields         reads the fields of a config
     FieldError           is an error about a field, the two others among them
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from jaxpage.models.mtp_names import MtpNames
     from jaxpage.models.multimodal import leaves_tying_open
     from jaxpage.models.packing import Packing, pack_modules
+    from jaxpage.models.parts.decoder_config import DecoderConfig
     from jaxpage.models.registry import ENTRY_POINTS, FAMILIES, load_family, register_model
     from jaxpage.models.replacing import Path, Rule, replace_modules
     from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
@@ -117,6 +119,7 @@ __all__ = [
     "FLOATS",
     "LOGICAL_SHARDS",
     "ConfigFields",
+    "DecoderConfig",
     "Divisions",
     "DraftModel",
     "Drafter",
@@ -209,6 +212,7 @@ _HOMES = {
     "Path": "jaxpage.models.replacing",
     "Rule": "jaxpage.models.replacing",
     "replace_modules": "jaxpage.models.replacing",
+    "DecoderConfig": "jaxpage.models.parts.decoder_config",
     "RotaryDecoderSpec": "jaxpage.models.rotary_decoder",
     "ignored": "jaxpage.models.rotary_decoder",
     "Divisions": "jaxpage.models.dividing",

@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention
+from jaxpage.layers.attention import Attention, Projections
 from jaxpage.models import gptj
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.gptj import ignored, prefix
@@ -57,9 +57,7 @@ class Model(RotaryDecoder):
             assert isinstance(whole, Attention)
             layer.attention = AttentionInParts(
                 whole.layer_index,
-                whole.query_key_value,
-                whole.output,
+                Projections(whole.query_key_value, whole.output, num_groups=NUM_PARTS),
                 head_dim=whole.head_dim,
                 rope=whole.rope,
-                num_groups=NUM_PARTS,
             )

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Attention
+from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
@@ -234,15 +234,14 @@ def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike)
     out = Part(width, "embed", f"{name}.o_proj")
     return Attention(
         place,
-        linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
-        linear(queries, out, input_axis="heads", bias=spec.attention_output_bias, dtype=dtype),
+        Projections(
+            linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
+            linear(queries, out, input_axis="heads", bias=spec.attention_output_bias, dtype=dtype),
+        ),
         head_dim=head,
-        sliding_window=spec.kv.sliding_windows[place],
         rope=spec.rope_of(layer),
-        scale=spec.attention_scale,
-        query_norm=make_norm(spec, f"{name}.q_norm", dtype, head),
-        key_norm=key_norm,
-        value_norm=value_norm,
+        norms=HeadNorms(make_norm(spec, f"{name}.q_norm", dtype, head), key_norm, value_norm),
+        scores=Scores(scale=spec.attention_scale, sliding_window=spec.kv.sliding_windows[place]),
     )
 
 

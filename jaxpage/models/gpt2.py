@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention
+from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear, Part, linear
@@ -103,12 +103,14 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = LayerNorm(width, name=f"{name}.ln_1", epsilon=epsilon, dtype=dtype)
         self.attention = Attention(
             layer_index,
-            conv1d(
-                width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"
+            Projections(
+                conv1d(
+                    width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"
+                ),
+                conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
             ),
-            conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
             head_dim=spec.kv.head_dim,
-            scale=spec.attention_scales[layer_index],
+            scores=Scores(scale=spec.attention_scales[layer_index]),
         )
         self.mlp_norm = LayerNorm(width, name=f"{name}.ln_2", epsilon=epsilon, dtype=dtype)
         self.mlp = MLP(

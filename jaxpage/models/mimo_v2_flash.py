@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxpage.layers.attention import Attention
+from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
@@ -170,14 +170,16 @@ def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike)
         sinks = parameter((num_heads,), axes=("heads",), dtype=dtype, sources=[source])
     return Attention(
         layer_index,
-        linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
-        linear(num_heads * spec.value_head_dim, out, input_axis="heads", bias=False, dtype=dtype),
+        Projections(
+            linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
+            linear(
+                num_heads * spec.value_head_dim, out, input_axis="heads", bias=False, dtype=dtype
+            ),
+        ),
         head_dim=head,
-        value_head_dim=spec.value_head_dim,
-        value_scale=spec.value_scale,
-        sliding_window=window,
         rope=spec.rope_of(layer_index),
-        sinks=sinks,
+        scores=Scores(sliding_window=window, sinks=sinks),
+        values=Values(spec.value_head_dim, spec.value_scale),
     )
 
 

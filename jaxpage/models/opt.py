@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention, query_key_value
+from jaxpage.layers.attention import Attention, Projections, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear, Part, linear
@@ -98,8 +98,12 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = norm("self_attn_layer_norm")
         self.attention = Attention(
             layer_index,
-            query_key_value(width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype),
-            projection(width, width, "self_attn.out_proj", "embed", "heads"),
+            Projections(
+                query_key_value(
+                    width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype
+                ),
+                projection(width, width, "self_attn.out_proj", "embed", "heads"),
+            ),
             head_dim=spec.kv.head_dim,
         )
         self.mlp_norm = norm("final_layer_norm")

@@ -13,25 +13,25 @@ from jaxpage.models.base import Family
 from jaxpage.models.multimodal import MULTIMODAL, text_family, text_module
 
 FAMILIES = {
-    "LlamaForCausalLM": "llama",
+    "LlamaForCausalLM": "llama:Llama",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral:Mistral",
+    "Qwen2ForCausalLM": "qwen:Qwen2",
+    "Qwen3ForCausalLM": "qwen:Qwen3",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen2VLForConditionalGeneration": "qwen2",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2",
-    "Qwen3VLForConditionalGeneration": "qwen3",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Gemma3ForConditionalGeneration": "gemma3",
+    "Qwen2VLForConditionalGeneration": "qwen:Qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen:Qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen:Qwen3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen:Qwen3VLMoeText",
+    "Mistral3ForConditionalGeneration": "mistral:Mistral",
+    "Gemma3ForConditionalGeneration": "gemma:Gemma3",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2MoeForCausalLM": "qwen:Qwen2Moe",
+    "Qwen3MoeForCausalLM": "qwen:Qwen3Moe",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
     "FlexOlmoForCausalLM": "flex_olmo",
@@ -53,23 +53,23 @@ FAMILIES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
-    "GraniteMoeForCausalLM": "granitemoe",
-    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
-    "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "GraniteMoeForCausalLM": "granite:GraniteMoe",
+    "GraniteMoeSWAForCausalLM": "granite:GraniteMoeSWA",
+    "GraniteMoeSharedForCausalLM": "granite:GraniteMoeShared",
     "PhimoeForCausalLM": "phimoe",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
-    "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2",
-    "VaultGemmaForCausalLM": "vaultgemma",
-    "Gemma3ForCausalLM": "gemma3",
+    "GemmaForCausalLM": "gemma:Gemma",
+    "Gemma2ForCausalLM": "gemma:Gemma2",
+    "VaultGemmaForCausalLM": "gemma:VaultGemma",
+    "Gemma3ForCausalLM": "gemma:Gemma3",
     "Gemma3nForCausalLM": "gemma3n",
     "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
-    "GraniteForCausalLM": "granite",
-    "GraniteSWAForCausalLM": "granite_swa",
+    "GraniteForCausalLM": "granite:Granite",
+    "GraniteSWAForCausalLM": "granite:GraniteSWA",
     "SeedOssForCausalLM": "seed_oss",
     "Exaone4ForCausalLM": "exaone4",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
@@ -79,7 +79,7 @@ FAMILIES = {
     "HeliumForCausalLM": "helium",
     "NemotronForCausalLM": "nemotron",
     "Jais2ForCausalLM": "jais2",
-    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid:GraniteMoeHybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
     "NemotronHForCausalLM": "nemotron_h",
@@ -167,20 +167,23 @@ def load_family(config: Mapping[str, Any]) -> Family:
     if name in FAMILIES and name not in _registered:
         if name in MULTIMODAL:
             return _text_family(name, text_module(name, config))
-        return _import(FAMILIES[name])
+        return load_page(FAMILIES[name])
     if name not in _registered:
         _register_installed(name, brings_code=bool(config.get("auto_map")))
     return _registered[name]
 
 
-def _import(module: str) -> Family:
-    return cast(Family, importlib.import_module(f"jaxpage.models.{module}"))
+def load_page(name: str) -> Family:
+    """Returns the family of a class of a page, `module:class`."""
+    module, _, family = name.partition(":")
+    page = importlib.import_module(f"jaxpage.models.{module}")
+    return cast(Family, getattr(page, family) if family else page)
 
 
 # Families are compared by identity, so that each is made once.
 @functools.cache
 def _text_family(architecture: str, module: str) -> Family:
-    return text_family(architecture, _import(module))
+    return text_family(architecture, load_page(module))
 
 
 def _list_known() -> set[str]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention, query_key_value
+from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
@@ -35,6 +35,7 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
 from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.parts.scope import Scope
 from jaxpage.models.recurrent import RecurrentLayer, RecurrentSpec, make_recurrent
 
 prefix = "model."
@@ -69,7 +70,7 @@ class RotaryDecoderSpec:
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
     attention_scale: float | None = None  # None for head_dim ** -0.5
     attention_softcap: float | None = None
-    attention_limit: float | None = None  # see `Attention.limit`
+    attention_limit: float | None = None  # see `Attention.clip_qkv`
     sinks: bool = False  # True if attention has sinks
     alibi_slopes: tuple[float, ...] | None = None  # see `AttentionOptions`
     latent: LatentSpec | None = None  # latent attention, if the model has it
@@ -241,39 +242,45 @@ def make_attention(
 
     return Attention(
         layer_index,
-        query_key_value(
-            input_width or width,
-            queries * (2 if spec.attention_gated else 1),
-            keys,
-            name=name,
-            fused=spec.names.fused,
-            is_grouped=is_grouped,
-            bias=spec.attention_input_bias,
-            dtype=dtype,
-        ),
-        linear(
-            queries,
-            Part(width, "embed", f"{name}.{spec.names.output}"),
-            input_axis="heads",
-            bias=spec.attention_output_bias,
-            dtype=dtype,
+        Projections(
+            query_key_value(
+                input_width or width,
+                queries * (2 if spec.attention_gated else 1),
+                keys,
+                name=name,
+                fused=spec.names.fused,
+                is_grouped=is_grouped,
+                bias=spec.attention_input_bias,
+                dtype=dtype,
+            ),
+            linear(
+                queries,
+                Part(width, "embed", f"{name}.{spec.names.output}"),
+                input_axis="heads",
+                bias=spec.attention_output_bias,
+                dtype=dtype,
+            ),
+            num_groups=spec.kv.num_kv_heads if is_grouped else None,
+            gates=_gates(spec, input_width or width, name, dtype),
+            num_gates=head if spec.attention_gated else spec.separate_gates,
         ),
         head_dim=head,
-        sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
-        scale=spec.attention_scale,
-        query_norm=head_norm(queries, "heads", name=query_name),
-        key_norm=head_norm(keys, "kv_heads", name=key_name),
-        norm_together=spec.form.together,
-        turned_first=spec.form.turned_first,
-        num_groups=spec.kv.num_kv_heads if is_grouped else None,
-        logit_softcap=spec.attention_softcap,
-        temperature_tuning=spec.temperature_tuning,
-        limit=spec.attention_limit,
-        sinks=_sinks(spec, name, dtype),
-        alibi_slopes=spec.alibi_slopes,
-        num_gates=head if spec.attention_gated else spec.separate_gates,
-        gates=_gates(spec, input_width or width, name, dtype),
+        norms=HeadNorms(
+            query=head_norm(queries, "heads", name=query_name),
+            key=head_norm(keys, "kv_heads", name=key_name),
+            over_all_heads=spec.form.together,
+            after_rotation=spec.form.turned_first,
+        ),
+        scores=Scores(
+            scale=spec.attention_scale,
+            sliding_window=spec.kv.sliding_windows[layer_index],
+            logit_softcap=spec.attention_softcap,
+            temperature_tuning=spec.temperature_tuning,
+            sinks=_sinks(spec, name, dtype),
+            alibi_slopes=spec.alibi_slopes,
+        ),
+        clip_qkv=spec.attention_limit,
     )
 
 
@@ -476,6 +483,17 @@ class RotaryDecoder(nnx.Module):
         self.embedding_scale = spec.embedding_scale
         self.logit_scale = spec.logit_scale
         self.logit_softcap = spec.logit_softcap
+
+    @classmethod
+    def make_block(cls, spec: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer, as `Decoder.make_block` does."""
+        return cls.layer(spec, index, name=at.name, dtype=at.dtype)
+
+    @classmethod
+    def make_norm(cls, spec: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states, as `Decoder.make_norm` does."""
+        epsilon = spec.norm_epsilon
+        return spec.form.norm(spec.hidden_size, name=at.name, epsilon=epsilon, dtype=at.dtype)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext

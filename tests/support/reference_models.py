@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +21,7 @@ from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
-from jaxpage.models.registry import FAMILIES, load_family
+from jaxpage.models.registry import FAMILIES, load_family, load_page
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors
 from tests.support.model_configs import MODELS, config_json
@@ -88,13 +87,10 @@ layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dty
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """The two tables: header and rows."""
-    families = {
-        name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()
-    }
     described, used = [], []
     errors = measured_errors.read()["errors"]
-    for architecture, name in FAMILIES.items():
-        what = (families[name].__doc__ or "").strip().splitlines()[0]
+    for architecture, entry in FAMILIES.items():
+        what = (load_page(entry).__doc__ or "").strip().splitlines()[0]
         family = load_family({"architectures": [architecture]})
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
         if cases:
