@@ -106,8 +106,10 @@ MULTIMODAL = {
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
     ),
-    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_5"}),
-    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_moe_text": "qwen3_5_moe"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_next:Qwen3_5"}),
+    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
+        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
+    ),
 }
 
 
