@@ -1,4 +1,4 @@
-"""Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of a key.
+"""Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
 
 Of four layers three keep a state, which the delta rule changes token by token. The fourth keeps
 latents: it has the latent attention of DeepSeek-V3, without rotary embedding.
@@ -173,7 +173,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
 
 
 class KimiLinear(Llama, config=KimiLinearConfig):
-    """Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of a key.
+    """Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
 
     Every fourth layer has the latent attention of DeepSeek-V3 without rotary embedding.
     """

@@ -92,7 +92,7 @@ class HybridConfig(DecoderConfig):
 
     @classmethod
     def read_draft_heads(cls, fields: Fields) -> MtpNames:
-        """Returns the names of MTP heads, which cannot be used if they have a table of their own."""
+        """Returns the names of MTP heads, which cannot be used with a token table of their own."""
         has_table = fields.flag("mtp_use_dedicated_embeddings", False)
         refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
         count = fields.integer(cls.draft_field, 1, least=0)

@@ -72,6 +72,28 @@ def delta_net(
     )
 
 
+def delta_net_of_tensors(
+    config: DecoderConfig, widths: DeltaWidths, index: int, at: Scope
+) -> GatedDeltaNet:
+    """Returns a gated delta net with a tensor for each projection (OLMo Hybrid).
+
+    The arguments are those of `delta_net`.
+    """
+    width, heads = config.hidden_size, widths.value_heads
+    queries_and_keys = ("q_proj", widths.keys), ("k_proj", widths.keys)
+    values_and_gates = ("v_proj", widths.values), ("g_proj", widths.values)
+    return delta_net(
+        config,
+        widths,
+        index,
+        at,
+        input=projection(width, at, *queries_and_keys, *values_and_gates),
+        beta_step=projection(width, at, ("b_proj", heads), ("a_proj", heads)),
+        norm="o_norm",
+        output="o_proj",
+    )
+
+
 def mamba2(
     config: DecoderConfig,
     spec: MambaSpec,
@@ -145,9 +167,7 @@ def mamba1(
         input=projection(
             config.hidden_size, at, ("in_proj", 2 * inner), bias=spec.bias, each=(inner, inner)
         ),
-        vectors=projection(
-            inner, at, ("x_proj", spec.rank + 2 * vector), axes=("heads", None)
-        ),
+        vectors=projection(inner, at, ("x_proj", spec.rank + 2 * vector), axes=("heads", None)),
         norms=norms,
         time_steps=projection(spec.rank, at, ("dt_proj", inner), axes=(None, "heads")),
         output=projection(inner, at, output, axes=("heads", "embed"), bias=spec.bias),
