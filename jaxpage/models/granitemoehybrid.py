@@ -20,7 +20,7 @@ from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
 from jaxpage.models.parts.experts import ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.recurrences import recurrent_layer
+from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
 FULL = "full_attention"
@@ -88,7 +88,7 @@ class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
         has_state = config.kv.state_of(index) is not None
         return Block(
             attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=recurrent_layer(config, config.recurrent, index, at)
+            attention=mamba2(config, config.recurrent, index, at / "mamba")
             if has_state
             else cls.make_attention(config, index, at / "self_attn"),
             mlp_norm=rms_norm(config, at / "post_attention_layernorm"),

@@ -71,10 +71,10 @@ MULTIMODAL = {
         {"num_attention_heads": 8, "vocab_size": 262_208},
     ),
     "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma3n_text": "gemma3n"}, _GEMMA, "images, videos and sound"
+        {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
     ),
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma4_text": "gemma4"}, _GEMMA, "images, videos and sound"
+        {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
         {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
@@ -106,8 +106,10 @@ MULTIMODAL = {
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
     ),
-    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_5"}),
-    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_moe_text": "qwen3_5_moe"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_next:Qwen3_5"}),
+    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
+        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from jaxpage.models.delta_config import check_activation, check_heads
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.olmo2 import FORM
-from jaxpage.models.qwen3_5 import FULL, LINEAR
+from jaxpage.models.qwen3_next import FULL, LINEAR
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
@@ -35,8 +36,8 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
 from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.parts.recurrences import delta_net_of_tensors
 from jaxpage.models.parts.scope import Scope
-from jaxpage.models.recurrent import RecurrentLayer, RecurrentSpec, make_recurrent
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
@@ -74,7 +75,7 @@ class RotaryDecoderSpec:
     sinks: bool = False  # True if attention has sinks
     alibi_slopes: tuple[float, ...] | None = None  # see `AttentionOptions`
     latent: LatentSpec | None = None  # latent attention, if the model has it
-    recurrent: RecurrentSpec | None = None  # the layers that have a state in `kv.states`
+    recurrent: DeltaWidths | None = None  # the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     separate_gates: int = 0  # the gates of each head for which there is a product of their own
     temperature_tuning: tuple[float, int, int] | None = None  # see `Attention`
@@ -286,18 +287,12 @@ def make_attention(
 
 def make_mixer(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
-) -> Attention | LatentAttention | RecurrentLayer:
+) -> Attention | LatentAttention | GatedDeltaNet:
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
     if spec.recurrent is None or spec.kv.state_of(layer_index) is None:
         return make_attention(spec, layer_index, name=f"{name}.{spec.names.attention}", dtype=dtype)
-    return make_recurrent(
-        spec.recurrent,
-        layer_index,
-        width=spec.hidden_size,
-        epsilon=spec.norm_epsilon,
-        layer=name,
-        dtype=dtype,
-    )
+    at = Scope(f"{name}.linear_attn", dtype)
+    return delta_net_of_tensors(cast(Any, spec), spec.recurrent, layer_index, at)
 
 
 def _gates(spec: RotaryDecoderSpec, input_width: int, name: str, dtype: DTypeLike) -> Linear | None:
@@ -414,7 +409,7 @@ class DecoderLayer(nnx.Module):
 
     def mixer(
         self, spec: Any, layer_index: int, *, name: str, dtype: DTypeLike
-    ) -> Attention | LatentAttention | RecurrentLayer:
+    ) -> Attention | LatentAttention | GatedDeltaNet:
         """Returns what `make_mixer` makes; a family may make another one."""
         return make_mixer(spec, layer_index, name=name, dtype=dtype)
 

@@ -76,5 +76,31 @@ class Block(nnx.Module):
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
 
 
+class HalfBlock(nnx.Module):
+    """Computes `x + mixer(norm(x))`, in a decoder whose layers have one half each."""
+
+    def __init__(self, norm: Norm, mixer: Any, *, has_pages: bool = True):
+        """Makes the block.
+
+        Args:
+            norm: The norm before the half.
+            mixer: Attention, a recurrent layer, or a feed-forward half.
+            has_pages: False if it is a feed-forward half, to which the pages of a layer are empty.
+        """
+        self.norm = norm
+        self.mixer = mixer
+        self.has_pages = has_pages
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: Any, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Returns the output of the layer and its pages."""
+        normed_TD = self.norm(x_TD)
+        if not self.has_pages:
+            return x_TD + self.mixer(normed_TD), layer_pages
+        mixed_TD, layer_pages = self.mixer(normed_TD, layer_pages, context)
+        return x_TD + mixed_TD, layer_pages
+
+
 def _apply(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x_TD if norm is None else norm(x_TD)

@@ -115,7 +115,8 @@ class Decoder(nnx.Module):
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
         hidden_TD = self.embed(token_ids_T, context.positions_T)
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+        places = self.config.layer_places
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context, places)
 
     def embed(
         self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -72,6 +72,11 @@ class DecoderConfig:
         """Returns the number of layers of the decoder."""
         return self.kv.num_decoder_layers
 
+    @property
+    def layer_places(self) -> Sequence[int | tuple[int, ...]] | None:
+        """Returns for each layer the place of its pages; see `run_layers`."""
+        return None
+
     def of_draft_layer(self) -> DecoderConfig:
         """Returns the config of the one layer of an MTP head, which attends to all positions."""
         kv = KVSpec(1, self.kv.num_kv_heads, self.kv.head_dim, (None,), self.kv.value_width)
@@ -104,7 +109,7 @@ def read_common(
         num_kv_heads: The number of key/value heads.
         max_position_embeddings: The number of positions.
         head_dim: The width of a head; None to call `read_head_dim`.
-        kv: Further fields of `KVSpec`.
+        kv: The fields of `KVSpec` that differ from what the other arguments say.
         sliding_windows: The window of each layer; None if no layer has one.
         rope: The rotation and the number of positions for which it holds; None to call
             `Fields.rope`.
@@ -129,7 +134,7 @@ def read_common(
         "intermediate_size": intermediate_size or fields.integer("intermediate_size"),
         "num_query_heads": num_query_heads,
         "max_position_embeddings": length,
-        "kv": KVSpec(num_layers, num_kv_heads, head_dim, windows, **(kv or {})),
+        "kv": replace(KVSpec(num_layers, num_kv_heads, head_dim, windows), **(kv or {})),
         "rope": rotation,
         "norm_epsilon": fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
         "activation": activation if isinstance(activation, str) else fields.activation(*activation),
