@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,13 +408,16 @@ def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str,
     }
 
 
-def on_layers(part: str, **attributes: Any) -> dict[str, Any]:
-    """Returns a planted mistake: a part of every layer, or "" for the layers, has other attributes."""
+def on_layers(part: str, *, modules: str = "layers", **attributes: Any) -> dict[str, Any]:
+    """Returns a planted mistake: a part of every layer, or "" for the layers, has other attributes.
+
+    `modules` names the layers in the model.
+    """
 
     def change(family: Any) -> Any:
         def make(spec: Any, *, dtype: Any) -> Any:
             model = family.Model(spec, dtype=dtype)
-            for layer in model.layers:
+            for layer in getattr(model, modules):
                 module = getattr(layer, part) if part else layer
                 for name, value in attributes.items():
                     assert hasattr(module, name), name
@@ -437,6 +440,19 @@ def _form(name: str, **changes: Any) -> dict[str, Any]:
 def _routed(name: str, **changes: Any) -> Any:
     experts = read_spec(name)[1].experts
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
+
+
+def _layer_forms(name: str, field: str, values: Sequence[Any]) -> dict[str, Any]:
+    forms = read_spec(name)[1].layer_forms
+    changed = [
+        dataclasses.replace(form, **{field: value})
+        for form, value in zip(forms, values, strict=True)
+    ]
+    return {"layer_forms": tuple(changed)}
+
+
+def _states(name: str, **changes: Any) -> dict[str, Any]:
+    return {"states": dataclasses.replace(read_spec(name)[1].states, **changes)}
 
 
 def _mamba(name: str, **changes: Any) -> Any:
@@ -556,7 +572,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "the scale of one hidden state's heads": (
         "zamba2-turns",
-        lambda: {"spec": {"attention_scale": 16**-0.5}},
+        lambda: on_layers("attention", modules="blocks", scale=16**-0.5),
     ),
     "rates of other channels": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 0)}),
     "rates of other numbers": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 1)}),
@@ -673,7 +689,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "stablelm-parallel",
         lambda: {"state": swap("norms.0.", "norms.1.")},
     ),
-    "pages of another layer": ("gemma4-shared", lambda: {"spec": {"places": (0, 1, 2, 0, 1)}}),
+    "pages of another layer": (
+        "gemma4-shared",
+        lambda: {"spec": _layer_forms("gemma4-shared", "place", (0, 1, 2, 0, 1))},
+    ),
     "inputs of other layers": (
         "gemma4-shared",
         lambda: {"state": roll("embed_tokens_per_layer.weight", 1)},
@@ -706,7 +725,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
     "another share of gates": (
         "gemma3n-shared",
-        lambda: {"spec": {"sparsities": (0.9, 0.6, 0.0, 0.3, 0.0)}},
+        lambda: {"spec": _layer_forms("gemma3n-shared", "sparsity", (0.9, 0.6, 0.0, 0.3, 0.0))},
     ),
     "predictions of other states": (
         "gemma3n-shared",
@@ -718,9 +737,12 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "scale of the active state forgotten": (
         "gemma3n-shared",
-        lambda: {"spec": {"scales_active": False}},
+        lambda: {"spec": _states("gemma3n-shared", scales_active=False)},
     ),
-    "the first state is active": ("gemma3n-two-states", lambda: {"spec": {"active": 0}}),
+    "the first state is active": (
+        "gemma3n-two-states",
+        lambda: {"spec": _states("gemma3n-two-states", active=0)},
+    ),
     "a product of low rank dropped": (
         "gemma3n-shared",
         lambda: {"state": zero("linear_right.weight")},
