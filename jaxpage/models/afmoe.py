@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.block_form import BlockForm
-from jaxpage.models.deepseek_v3 import first_dense
+from jaxpage.models.corrected_experts import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of

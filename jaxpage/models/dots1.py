@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.deepseek_v3 import first_dense, read_corrected_experts
+from jaxpage.models.corrected_experts import first_dense, read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import REQUIRED, Fields
 from jaxpage.models.layer_windows import windows_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.deepseek_v3 import first_dense
+from jaxpage.models.corrected_experts import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.lfm2 import FULL, lfm2_knobs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.deepseek_v3 import sparse_by_type
+from jaxpage.models.corrected_experts import sparse_by_type
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
