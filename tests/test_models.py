@@ -619,7 +619,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"state": zero("shared_mlp.output_linear.weight")},
     ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
-    "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
+    "norms after experts forgotten": ("axk1-groups", lambda: on_layers("", post_mlp_norm=None)),
     "queries of latents that do not grow": (
         "mistral4-growth",
         lambda: {"spec": {"temperature_tuning": None}},
