@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
 from jaxpage.models.llama import Llama
@@ -19,7 +17,7 @@ class MistralConfig(DecoderConfig):
     model_type = "mistral"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> MistralConfig:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", 4096)
         uniform = "full_attention" if window is None else "sliding_attention"

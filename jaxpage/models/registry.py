@@ -137,8 +137,8 @@ def register_model(architecture: str, module: Any) -> None:
 
     Args:
         architecture: The name, as config.json has it.
-        module: A module, or an object, with `Spec`, `Model`, `prefix` and `ignored` (see
-            CONTRIBUTING.md, "A model family").
+        module: A class that derives from `Decoder`, or a module or an object with `Spec`, `Model`,
+            `prefix` and `ignored` (see CONTRIBUTING.md, "A model family").
 
     Raises:
         TypeError: The module lacks one of them.
