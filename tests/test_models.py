@@ -421,7 +421,8 @@ def on_layers(part: str, **attributes: Any) -> dict[str, Any]:
                     setattr(module, name, value)
             return model
 
-        return SimpleNamespace(Model=make, prefix=family.prefix, ignored=family.ignored)
+        names = {"prefix": family.prefix, "ignored": family.ignored}
+        return type("Mistaken", (), {"Model": staticmethod(make), **names})  # it has a hash
 
     return {"family": change}
 

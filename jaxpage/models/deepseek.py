@@ -8,7 +8,7 @@ all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a soft
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -50,7 +50,7 @@ class DeepseekV2Config(ExpertsConfig):
     latent: LatentSpec
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
         if fields.get("norm_topk_prob", False):
             error = RefusedField("norm_topk_prob = true is not supported for this family")
@@ -102,7 +102,7 @@ class DeepseekV3Config(DeepseekV2Config):
     aliases = ALIASES
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> DeepseekV3Config:
         """Returns what the fields say."""
         return cls(
             **read_latent_decoder(fields, longest=4096, query_rank=1536),
@@ -128,7 +128,7 @@ class YoutuConfig(DeepseekV2Config):
     aliases = {}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> YoutuConfig:
         """Returns what the fields say."""
         return cls(
             **read_latent_decoder(fields, longest=131_072, query_rank=1536, tied=True),
@@ -152,7 +152,7 @@ class AXK1Config(DeepseekV2Config):
     aliases = {"n_routed_experts": "num_local_experts"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> AXK1Config:
         """Returns what the fields say."""
         heads = read_numbered_names(fields)
         return cls(

@@ -6,7 +6,7 @@ Flash has its latent attention as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -41,7 +41,7 @@ class Glm4MoeConfig(ExpertsConfig):
     has_head_norms: bool
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Glm4MoeConfig:
         """Returns what the fields say."""
         head_dim = read_head_dim(fields)
         longest = fields.integer("max_position_embeddings", 131_072)
@@ -89,7 +89,7 @@ class Glm4MoeLiteConfig(DeepseekV2Config):
     aliases = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Glm4MoeLiteConfig:
         """Returns what the fields say."""
         num_layers = fields.integer("num_hidden_layers")
         return cls(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -45,7 +45,7 @@ class Mistral4Config(DeepseekV2Config):
         return config
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Mistral4Config:
         """Returns what the fields say."""
         longest = fields.integer("max_position_embeddings", 1_048_576)
         return cls(
