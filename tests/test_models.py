@@ -735,7 +735,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "norm of the second half after the first": (
         "gpt-neox-parallel",
-        lambda: {"spec": _form("gpt-neox-parallel", parallel=False)},
+        lambda: {"spec": {"parallel": False}},
     ),
     "heads of one product shifted": (
         "gpt-neox-parallel",

@@ -19,10 +19,11 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertsConfig
 from jaxpage.models.parts.latent import read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
+from jaxpage.models.qwen import Qwen3Moe
 
 EPSILON = ("rms_norm_eps", 1e-5)
 
@@ -64,9 +65,10 @@ class Glm4MoeConfig(ExpertsConfig):
         )
 
 
-class Glm4Moe(Llama, config=Glm4MoeConfig):
+class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
     """GLM-4.5 to 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
 
+    expert_names = DEEPSEEK_NAMES
     # The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
     ignored = (*Llama.ignored, "*layers.92.*", "*layers.46.*")
 
@@ -75,11 +77,6 @@ class Glm4Moe(Llama, config=Glm4MoeConfig):
         """Returns the attention of a layer."""
         norms = norms_of_heads(config, at, rms_norm) if config.has_head_norms else HeadNorms()
         return grouped_query_attention(config, index, at, output_bias=False, norms=norms)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=DEEPSEEK_NAMES)
 
 
 class Glm4MoeLiteConfig(DeepseekV2Config):
