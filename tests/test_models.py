@@ -424,7 +424,8 @@ def on_layers(part: str, *, modules: str = "layers", **attributes: Any) -> dict[
                     setattr(module, name, value)
             return model
 
-        return SimpleNamespace(Model=make, prefix=family.prefix, ignored=family.ignored)
+        names = {"prefix": family.prefix, "ignored": family.ignored}
+        return type("Mistaken", (), {"Model": staticmethod(make), **names})  # it has a hash
 
     return {"family": change}
 
@@ -635,7 +636,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"state": zero("shared_mlp.output_linear.weight")},
     ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
-    "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
+    "norms after experts forgotten": ("axk1-groups", lambda: on_layers("", post_mlp_norm=None)),
     "queries of latents that do not grow": (
         "mistral4-growth",
         lambda: {"spec": {"temperature_tuning": None}},
@@ -756,7 +757,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "norm of the second half after the first": (
         "gpt-neox-parallel",
-        lambda: {"spec": _form("gpt-neox-parallel", parallel=False)},
+        lambda: {"spec": {"parallel": False}},
     ),
     "heads of one product shifted": (
         "gpt-neox-parallel",

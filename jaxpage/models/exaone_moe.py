@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpage.models import rotary_decoder
-from jaxpage.models.deepseek_v3 import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.exaone4 import usual_types
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields

@@ -80,7 +80,7 @@ MULTIMODAL = {
         {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": MultimodalCheckpoint(
-        {"mistral": "mistral:Mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
+        {"mistral": "mistral:Mistral", "ministral3": "ministral3", "mistral4": "mistral4:Mistral4"},
         _LLAVA,
         "images",
         tied_by_files=True,

@@ -33,9 +33,9 @@ from jaxpage.models.config_fields import WrongField
 from jaxpage.models.decoder_names import LLAMA_MODULES, DecoderNames
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.latent import LatentSpec, make_latent_attention
 from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.parts.latent import LatentSpec, latent_attention
 from jaxpage.models.parts.recurrences import delta_net_of_tensors
 from jaxpage.models.parts.scope import Scope
 
@@ -216,15 +216,12 @@ def make_attention(
         dtype: The type of the parameters.
     """
     if spec.latent is not None:
-        return make_latent_attention(
+        return latent_attention(
+            spec,  # type: ignore[arg-type]
             spec.latent,
             layer_index,
-            width=spec.hidden_size,
-            num_heads=spec.num_query_heads,
-            rope=spec.rope_of(layer_index),
+            Scope(name, dtype),
             temperature_tuning=spec.temperature_tuning,
-            name=name,
-            dtype=dtype,
         )
     width = spec.hidden_size
     head = spec.kv.head_dim

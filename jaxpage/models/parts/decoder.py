@@ -79,15 +79,7 @@ class Decoder(nnx.Module):
             bias=self.head_bias,
             dtype=dtype,
         )
-        self.positions = None
-        if names.positions is not None:
-            self.positions = Embedding(
-                config.max_position_embeddings,
-                config.hidden_size,
-                name=(at / names.positions).name,
-                axis=None,
-                dtype=dtype,
-            )
+        self.positions = self.make_positions(config, at)
         self.layers = nnx.List(
             self.make_block(config, index, at / f"{names.layers}.{index}")
             for index in range(config.num_layers)
@@ -104,6 +96,25 @@ class Decoder(nnx.Module):
             index: The number of the layer.
             at: The scope of the layer.
         """
+
+    @classmethod
+    def make_positions(cls, config: Any, at: Scope, *, padding: int = 0) -> Embedding | None:
+        """Returns the table of learned positions; None if there is none.
+
+        Args:
+            config: The config of the model.
+            at: The scope of the decoder.
+            padding: The number of rows before those of positions.
+        """
+        if cls.names.positions is None:
+            return None
+        return Embedding(
+            config.max_position_embeddings + padding,
+            config.hidden_size,
+            name=(at / cls.names.positions).name,
+            axis=None,
+            dtype=at.dtype,
+        )
 
     @classmethod
     def make_norm(cls, config: Any, at: Scope) -> Norm:
