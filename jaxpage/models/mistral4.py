@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models import ministral3
+from jaxpage.models import mistral
 from jaxpage.models.deepseek_v3 import first_dense, latent_knobs, read_corrected_experts
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
@@ -18,7 +18,7 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
-    **ministral3.ROPE,
+    **mistral.ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 
@@ -47,7 +47,7 @@ class Spec(RotaryDecoderSpec):
                 ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=first_dense(fields, 0),
-                temperature_tuning=ministral3.read_growth(fields, longest),
+                temperature_tuning=mistral.read_growth(fields, longest),
                 **latent_knobs(
                     fields, longest=longest, rank=256, query_rank=1024, plain=64, turns_share=True
                 ),
