@@ -247,7 +247,7 @@ def test_a_gpu_that_jax_does_not_lower_kernels_for_is_refused(monkeypatch, kind,
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
-    def on(capability, stored="bfloat16", family=llama, dtype="auto"):
+    def on(capability, stored="bfloat16", family=Llama, dtype="auto"):
         device = gpu(capability)
         device.memory_stats = lambda: {"bytes_limit": 2**34}
         return choose_dtype(dtype, DeviceSpec.of(device, 0.9), stored, family)
@@ -431,7 +431,7 @@ def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
         "num_hidden_layers": 16,
         "head_dim": 64,
     }
-    spec = llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
+    spec = Llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
     config = EngineConfig(kv_cache_dtype="int8")
 
     def plan(device="gpu (NVIDIA H200)", **settings):

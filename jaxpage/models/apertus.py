@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -41,7 +41,7 @@ class ApertusConfig(DecoderConfig):
     xielu: bool = False
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> ApertusConfig:
         """Returns what a config.json says; `xielu` is no activation function of other families."""
         learned = config.get("hidden_act", "xielu") == "xielu"
         read = super().from_config({**config, "hidden_act": "silu"} if learned else config)
@@ -54,7 +54,7 @@ class ApertusConfig(DecoderConfig):
         return config if rope else {**config, "rope_parameters": ROPE}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> ApertusConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

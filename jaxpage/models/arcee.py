@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -19,7 +19,7 @@ class ArceeConfig(DecoderConfig):
     model_type = "arcee"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> ArceeConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

@@ -6,7 +6,7 @@ They have LayerNorm without biases, and rotate interleaved.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 from flax import nnx
@@ -47,7 +47,7 @@ class CohereConfig(DecoderConfig):
     use_qk_norm: bool = False
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> CohereConfig:
         """Returns what the fields say."""
         longest = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(longest, THETA)["rope_type"] == "default":
@@ -111,7 +111,7 @@ class Cohere2Config(CohereConfig):
     model_type = "cohere2"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Cohere2Config:
         """Returns what the fields say."""
         head_dim = read_head_dim(fields)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 4))

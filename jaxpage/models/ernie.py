@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -50,7 +50,7 @@ class Ernie4_5Config(DecoderConfig):
     model_type = "ernie4_5"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Ernie4_5Config:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128)
         return cls(**read_ernie(fields, head_dim or decoder_config.read_head_dim(fields), 2))
@@ -70,7 +70,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
     aliases = {"moe_num_experts": "num_experts", "num_experts_per_tok": "moe_k"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Ernie4_5MoeConfig:
         """Returns what the fields say."""
         fields.only(moe_norm_min=1e-12)
         width = ("moe_intermediate_size", 1536)

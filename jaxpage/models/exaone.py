@@ -6,7 +6,7 @@ In larger models three of four layers have windows and rotate; the others have n
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -70,7 +70,7 @@ class Exaone4Config(DecoderConfig):
     model_type = "exaone4"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Exaone4Config:
         """Returns what the fields say."""
         return cls(**read_exaone(fields, fields.optional_integer("sliding_window", 4096)))
 
@@ -97,7 +97,7 @@ class ExaoneMoeConfig(ExpertsConfig):
     model_type = "exaone_moe"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> ExaoneMoeConfig:
         """Returns what the fields say."""
         return cls(
             **read_exaone(fields, fields.integer("sliding_window", 4096)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -22,7 +22,7 @@ class GlmConfig(DecoderConfig):
     model_type = "glm"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GlmConfig:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128)
         return cls(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -20,7 +20,7 @@ class HeliumConfig(DecoderConfig):
     model_type = "helium"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> HeliumConfig:
         """Returns what the fields say."""
         head_dim = fields.integer("head_dim", 128)
         usual = fields.divide("hidden_size", "num_attention_heads")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -61,7 +61,7 @@ class HunYuanDenseConfig(DecoderConfig):
     model_type = "hunyuan_v1_dense"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> HunYuanDenseConfig:
         """Returns what the fields say."""
         return cls(**read_hunyuan(fields))
 
@@ -89,7 +89,7 @@ class HunYuanMoeConfig(ExpertsConfig):
         return {**config, **{name: _one_of(config[name]) for name in names}}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> HunYuanMoeConfig:
         """Returns what the fields say."""
         width = fields.integer("intermediate_size")
         return cls(

@@ -13,7 +13,7 @@ layers are full ones. In some or all layers experts take the place of the feed-f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -60,7 +60,7 @@ class Llama4Config(ExpertsConfig):
     temperature_tuning: tuple[float, int, int] | None
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Llama4Config:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128) or decoder_config.read_head_dim(fields)
         longest = fields.integer("max_position_embeddings", 131_072)
@@ -131,7 +131,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 class Llama4(Llama, config=Llama4Config):
-    """Llama 4, text (Meta, 2025), attends to chunks of positions, except in layers without rotation."""
+    """Llama 4, text (Meta, 2025), attends to chunks of positions in the layers that rotate."""
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

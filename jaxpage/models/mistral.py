@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -46,7 +46,7 @@ class MistralConfig(DecoderConfig):
     model_type = "mistral"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> MistralConfig:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", 4096)
         uniform = "full_attention" if window is None else "sliding_attention"
@@ -74,7 +74,7 @@ class MixtralConfig(ExpertsConfig):
     aliases = {"num_local_experts": "num_experts"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> MixtralConfig:
         """Returns what the fields say."""
         num_layers = fields.integer("num_hidden_layers")
         return cls(
@@ -125,7 +125,7 @@ class Ministral3Config(DecoderConfig):
         return config if is_stated else {**config, "rope_parameters": ROPE}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128)
         longest = fields.integer("max_position_embeddings", 262_144)

@@ -6,7 +6,7 @@ Token embeddings are normalised too. The rotary embedding turns in the opposite 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class NanoChatConfig(DecoderConfig):
     logit_softcap: float | None
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         longest = fields.integer("max_position_embeddings", 2048)

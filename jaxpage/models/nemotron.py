@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -20,7 +20,7 @@ class NemotronConfig(DecoderConfig):
     model_type = "nemotron"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> NemotronConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -59,7 +59,7 @@ class Jais2Config(DecoderConfig):
     model_type = "jais2"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Jais2Config:
         """Returns what the fields say."""
         return cls(
             **read_common(

@@ -7,7 +7,7 @@ well. OLMo Hybrid is in `olmo_hybrid.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -40,7 +40,7 @@ class OlmoConfig(DecoderConfig):
     clip_qkv: float | None
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> OlmoConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -74,7 +74,7 @@ class Olmo2Config(DecoderConfig):
     model_type = "olmo2"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Olmo2Config:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -118,7 +118,7 @@ class Olmo3Config(DecoderConfig):
     model_type = "olmo3"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Olmo3Config:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         types = layer_types(fields, 4)
@@ -157,7 +157,7 @@ class OlmoeConfig(ExpertsConfig):
     clip_qkv: float | None
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> OlmoeConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -201,7 +201,7 @@ class FlexOlmoConfig(ExpertsConfig):
     aliases = {"num_experts": "num_local_experts"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> FlexOlmoConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

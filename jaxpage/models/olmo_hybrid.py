@@ -7,7 +7,7 @@ attention and after the MLP, as in OLMo 2. Published models have no rotary embed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -41,7 +41,7 @@ class OlmoHybridConfig(DecoderConfig):
     recurrent: DeltaWidths
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> OlmoHybridConfig:
         """Returns what the fields say."""
         check_activation(fields)
         types = _layer_types(fields)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -46,7 +46,7 @@ class PhiConfig(DecoderConfig):
     qk_layernorm: bool
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> PhiConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -110,7 +110,7 @@ class Phi3Config(DecoderConfig):
     model_type = "phi3"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Phi3Config:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", None)
         return cls(
@@ -156,7 +156,7 @@ class PhimoeConfig(ExpertsConfig):
         return without(config, LENGTH) if has_length else config
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
         fields.only(num_experts_per_tok=2)
         num_layers = fields.integer("num_hidden_layers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -27,7 +27,7 @@ class SeedOssConfig(DecoderConfig):
     attention_out_bias: bool
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> SeedOssConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

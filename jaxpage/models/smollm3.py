@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import rotating_layers, windows_of
 from jaxpage.models.llama import Llama
@@ -21,7 +19,7 @@ class SmolLM3Config(DecoderConfig):
     model_type = "smollm3"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> SmolLM3Config:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         longest = fields.integer("max_position_embeddings", 32768)

@@ -6,7 +6,7 @@ Some of its models compute both halves of a layer in parallel, or have a norm fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -36,7 +36,7 @@ class StableLmConfig(DecoderConfig):
     qk_layernorm: bool
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> StableLmConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

@@ -5,7 +5,7 @@ Its window is that of all layers.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -23,7 +23,7 @@ class Starcoder2Config(DecoderConfig):
     model_type = "starcoder2"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Starcoder2Config:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", None)
         bias = fields.flag("use_bias", True)
