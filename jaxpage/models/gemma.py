@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class GemmaConfig(DecoderConfig):
         return {**config, "hidden_act": ACTIVATION} if is_legacy else config
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GemmaConfig:
         """Returns what the fields say."""
         used = fields.get("hidden_act", ACTIVATION)
         other = fields.get("hidden_activation", None)
@@ -113,7 +113,7 @@ class Gemma2Config(DecoderConfig):
     logit_softcap: float | None
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Gemma2Config:
         """Returns what the fields say."""
         types = layer_types(fields, 2)
         window = fields.optional_integer("sliding_window", 4096)
@@ -124,7 +124,7 @@ class Gemma2Config(DecoderConfig):
         )
 
     @classmethod
-    def read_gemma(cls, fields: Fields, **options: Any) -> Self:
+    def read_gemma(cls, fields: Fields, **options: Any) -> Gemma2Config:
         """Returns what the fields say that Gemma 2 and 3 have in common.
 
         Args:
@@ -215,7 +215,7 @@ class Gemma3Config(Gemma2Config):
     default_softcaps = (None, None)
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Gemma2Config:
         """Returns what the fields say."""
         if fields.get("attn_logit_softcapping", None) is not None:
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"

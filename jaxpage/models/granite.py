@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 from flax import nnx
@@ -72,7 +72,7 @@ class GraniteConfig(DecoderConfig):
     factors: GraniteFactors
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GraniteConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -129,7 +129,7 @@ class GraniteMoeConfig(ExpertsConfig):
     factors: GraniteFactors
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GraniteMoeConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -191,7 +191,7 @@ class GraniteSWAConfig(GraniteConfig):
     model_type = "granite_swa"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GraniteSWAConfig:
         """Returns what the fields say."""
         return cls(
             **read_swash(fields, kv_heads=4, longest=8192, epsilon=1e-5, tied=True),
@@ -267,7 +267,7 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     model_type = "granitemoe_swa"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
         """Returns what the fields say."""
         return cls(
             **read_swash(fields, kv_heads=None, longest=2048, epsilon=1e-6, tied=False),

@@ -7,7 +7,7 @@ of Granite 4 without the letter H have attention in all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -43,7 +43,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
     recurrent: MambaSpec
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> GraniteMoeHybridConfig:
         """Returns what the fields say."""
         num_layers = fields.integer("num_hidden_layers")
         types = fields.layer_types(

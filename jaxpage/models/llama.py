@@ -5,7 +5,7 @@ See Touvron et al., 2023, and Grattafiori et al., 2024.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -29,7 +29,7 @@ class LlamaConfig(DecoderConfig):
     model_type = "llama"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> LlamaConfig:
         """Returns what the fields say."""
         return cls(
             **read_common(

@@ -6,7 +6,7 @@ Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -28,7 +28,7 @@ class Qwen2Config(DecoderConfig):
     model_type = "qwen2"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Qwen2Config:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -59,7 +59,7 @@ class Qwen3Config(DecoderConfig):
     model_type = "qwen3"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Qwen3Config:
         """Returns what the fields say."""
         return cls(
             **read_common(
@@ -90,7 +90,7 @@ class Qwen2MoeConfig(ExpertsConfig):
     model_type = "qwen2_moe"
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Qwen2MoeConfig:
         """Returns what the fields say."""
         if fields.flag("use_sliding_window", False):
             text = "use_sliding_window = true is not supported for this family"
@@ -133,7 +133,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     aliases = {"num_experts": "num_local_experts"}
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> Qwen3MoeConfig:
         """Returns what the fields say."""
         window = None
         if fields.flag("use_sliding_window", False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
@@ -52,7 +52,7 @@ class DecoderConfig:
     not_loaded: str = ""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Returns what a config.json says; see `SpecFactory`."""
         with Fields(cls.complete(config), cls.model_type, cls.aliases) as fields:
             return cls.read(fields)
@@ -63,7 +63,7 @@ class DecoderConfig:
         return config
 
     @classmethod
-    def read(cls, fields: Fields) -> Self:
+    def read(cls, fields: Fields) -> DecoderConfig:
         """Reads the fields; each family has its own way."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class DecoderConfig:
         """Returns the number of layers of the decoder."""
         return self.kv.num_decoder_layers
 
-    def of_draft_layer(self) -> Self:
+    def of_draft_layer(self) -> DecoderConfig:
         """Returns the config of the one layer of an MTP head, which attends to all positions."""
         kv = KVSpec(1, self.kv.num_kv_heads, self.kv.head_dim, (None,), self.kv.value_width)
         return replace(self, kv=kv, rope_by_layer=())

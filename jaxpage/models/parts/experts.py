@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import MLP, GatedMLP
@@ -30,7 +29,7 @@ class ExpertsConfig(DecoderConfig):
         """Returns the experts of a layer; None if it has a feed-forward half without."""
         return self.experts if self.sparse_layers[index] else None
 
-    def of_draft_layer(self) -> Self:
+    def of_draft_layer(self) -> ExpertsConfig:
         """Returns the config of an MTP head's layer, which has experts if the model has."""
         return replace(super().of_draft_layer(), sparse_layers=(self.experts is not None,))
 
