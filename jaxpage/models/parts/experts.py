@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import MLP, GatedMLP
@@ -31,7 +32,8 @@ class ExpertsConfig(DecoderConfig):
 
     def of_draft_layer(self) -> ExpertsConfig:
         """Returns the config of an MTP head's layer, which has experts if the model has."""
-        return replace(super().of_draft_layer(), sparse_layers=(self.experts is not None,))
+        config = cast(ExpertsConfig, super().of_draft_layer())
+        return replace(config, sparse_layers=(self.experts is not None,))
 
 
 def mlp_or_experts(
