@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -38,14 +38,7 @@ class ApertusConfig(DecoderConfig):
 
     model_type = "apertus"
 
-    xielu: bool = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ApertusConfig:
-        """Returns what a config.json says; `xielu` is no activation function of other families."""
-        learned = config.get("hidden_act", "xielu") == "xielu"
-        read = super().from_config({**config, "hidden_act": "silu"} if learned else config)
-        return replace(read, xielu=learned)
+    xielu: bool
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,6 +49,7 @@ class ApertusConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> ApertusConfig:
         """Returns what the fields say."""
+        learned = fields.get("hidden_act", "xielu") == "xielu"
         return cls(
             **read_common(
                 fields,
@@ -63,8 +57,10 @@ class ApertusConfig(DecoderConfig):
                 max_position_embeddings=fields.integer("max_position_embeddings", 65_536),
                 rope={"theta": 12_000_000.0},
                 epsilon=("rms_norm_eps", 1e-5),
+                activation="silu" if learned else ("hidden_act", "silu"),
             ),
             attention_bias=fields.flag("attention_bias", False),
+            xielu=learned,
         )
 
 
