@@ -722,7 +722,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             }
         },
     ),
-    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"norm_heads": False}}),
+    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"use_qk_norm": False}}),
     "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
     "another share of gates": (
         "gemma3n-shared",
@@ -748,12 +748,12 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gemma3n-shared",
         lambda: {"state": zero("linear_right.weight")},
     ),
-    "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
-    "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
+    "limit forgotten": ("olmo-limits", lambda: {"spec": {"clip_qkv": None}}),
+    "another limit": ("olmoe-many", lambda: {"spec": {"clip_qkv": 2.0}}),
     "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
     "norms before the rotation": (
         "hunyuan-v1-dense-norms",
-        lambda: {"spec": _form("hunyuan-v1-dense-norms", turned_first=False)},
+        lambda: on_layers("attention", norm_after_rotation=False),
     ),
     "norm of the second half after the first": (
         "gpt-neox-parallel",
@@ -765,7 +765,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "scales stored less 1": (
         "nemotron-plain",
-        lambda: {"spec": _form("nemotron-plain", kind="layer")},
+        lambda: on_layers("attention_norm", offset=0.0),
     ),
     "curvatures swapped": ("apertus-learned", lambda: {"state": swap("alpha_p", "alpha_n")}),
     "corrections of softmax scores forgotten": (

@@ -25,14 +25,14 @@ from flax import nnx
 from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.deepseek_v3 import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.delta_config import check_activation
 from jaxpage.models.experts import ExpertNames
 from jaxpage.models.fields import Fields
-from jaxpage.models.latent import LatentSpec, make_latent_attention, read_widths
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import read_common
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net
 from jaxpage.models.parts.scope import Scope
@@ -190,16 +190,7 @@ class KimiLinear(Llama, config=KimiLinearConfig):
         """Returns the delta rule of a layer that keeps a state, or its latent attention."""
         if config.kv.state_of(index) is not None:
             return cls.make_delta_net(config, index, at)
-        return make_latent_attention(
-            config.latent,
-            index,
-            width=config.hidden_size,
-            num_heads=config.num_query_heads,
-            rope=config.rope_of(index),
-            temperature_tuning=None,
-            name=at.name,
-            dtype=at.dtype,
-        )
+        return latent_attention(config, config.latent, index, at)
 
     @classmethod
     def make_delta_net(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.deepseek_v3 import first_dense
+from jaxpage.models.corrected_experts import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import NO_ROPE, Fields
 from jaxpage.models.layer_windows import windows_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models import ministral3
+from jaxpage.models import mistral
 from jaxpage.models.corrected_experts import first_dense, read_corrected_experts
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.fields import Fields
@@ -19,7 +19,7 @@ from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
 from jaxpage.models.parts.scope import Scope
 
 ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
-    **ministral3.ROPE,
+    **mistral.ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 
@@ -63,7 +63,7 @@ class Mistral4Config(DeepseekV2Config):
                 corrected=False,
             ),
             sparse_layers=first_dense(fields, 0),
-            temperature_tuning=ministral3.read_growth(fields, longest),
+            temperature_tuning=mistral.read_growth(fields, longest),
         )
 
 

@@ -61,7 +61,7 @@ _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
-        {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}
+        {"exaone4": "exaone:Exaone4", "exaone4_5_text": "exaone:Exaone4"}
     ),
     "Gemma3ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3_text": "gemma:Gemma3"},
@@ -77,10 +77,14 @@ MULTIMODAL = {
         {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
-        {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
+        {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": MultimodalCheckpoint(
-        {"mistral": "mistral:Mistral", "ministral3": "ministral3", "mistral4": "mistral4:Mistral4"},
+        {
+            "mistral": "mistral:Mistral",
+            "ministral3": "mistral:Ministral3",
+            "mistral4": "mistral4:Mistral4",
+        },
         _LLAVA,
         "images",
         tied_by_files=True,

@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
             name=(at / names.tokens).name,
             heads=names.heads,
             tied=config.tie_word_embeddings,
-            bias=self.head_bias,
+            bias=self.has_head_bias(config),
             dtype=dtype,
         )
         self.positions = self.make_positions(config, at)
@@ -120,6 +120,11 @@ class Decoder(nnx.Module):
     def make_norm(cls, config: Any, at: Scope) -> Norm:
         """Returns a norm of hidden states, of the kind that the family has."""
         return rms_norm(config, at)
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns whether logits have biases, which in some families the config says."""
+        return cls.head_bias
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext

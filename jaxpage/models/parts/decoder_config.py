@@ -96,7 +96,7 @@ def read_common(
     head_dim: int | None = None,
     kv: Mapping[str, Any] | None = None,
     sliding_windows: tuple[int | None, ...] | None = None,
-    rope: tuple[Rope, int] | None = None,
+    rope: tuple[Rope, int] | Mapping[str, Any] | None = None,
     epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
     activation: tuple[str, str] | str = ("hidden_act", "silu"),
     intermediate_size: int | None = None,
@@ -111,8 +111,8 @@ def read_common(
         head_dim: The width of a head; None to call `read_head_dim`.
         kv: The fields of `KVSpec` that differ from what the other arguments say.
         sliding_windows: The window of each layer; None if no layer has one.
-        rope: The rotation and the number of positions for which it holds; None to call
-            `Fields.rope`.
+        rope: The rotation and the number of positions for which it holds; or arguments with which
+            to call `Fields.rope`.
         epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
         activation: The field of the activation, and its default; the activation itself if it has no
             field.
@@ -126,7 +126,9 @@ def read_common(
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
         fields.note(WrongField(text), **heads)
     head_dim = head_dim or read_head_dim(fields)
-    rotation, length = rope or fields.rope(head_dim, max_position_embeddings)
+    if not isinstance(rope, tuple):
+        rope = fields.rope(head_dim, max_position_embeddings, **(rope or {}))
+    rotation, length = rope
     windows = sliding_windows or (None,) * num_layers
     return {
         "vocab_size": fields.integer("vocab_size"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.parameter import stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -35,6 +37,11 @@ def rms_norm(
         offset=offset,
         dtype="float32" if at is None else at.dtype,
     )
+
+
+def unscaled_rms_norm(config: DecoderConfig, at: Scope, **options: Any) -> RMSNorm:
+    """Returns an RMS norm without a scale, so that no checkpoint has it; see `rms_norm`."""
+    return rms_norm(config, None, **options)
 
 
 def layer_norm(
