@@ -104,17 +104,17 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm4",
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
-    "FalconForCausalLM": "falcon",
-    "OPTForCausalLM": "opt",
+    "FalconForCausalLM": "falcon:Falcon",
+    "OPTForCausalLM": "opt:OPT",
     "GPT2LMHeadModel": "gpt2:GPT2",
     "GPTBigCodeForCausalLM": "gpt2:GPTBigCode",
     "GPTNeoForCausalLM": "gpt_neox:GPTNeo",
     "GPTNeoXForCausalLM": "gpt_neox:GPTNeoX",
     "GPTJForCausalLM": "gpt_neox:GPTJ",
     "CodeGenForCausalLM": "gpt_neox:CodeGen",
-    "XGLMForCausalLM": "xglm",
-    "BloomForCausalLM": "bloom",
-    "MptForCausalLM": "mpt",
+    "XGLMForCausalLM": "opt:XGLM",
+    "BloomForCausalLM": "bloom:Bloom",
+    "MptForCausalLM": "bloom:Mpt",
 }
 
 # Names that published files have for architectures of which transformers writes the name otherwise.
