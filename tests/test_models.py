@@ -499,7 +499,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "slopes of the heads beside": (
         "mpt-six-heads",
-        lambda: {"spec": {"alibi_slopes": alibi_slopes(7)[1:]}},
+        lambda: on_layers("attention", alibi_slopes=alibi_slopes(7)[1:]),
     ),
     "slopes that are not scaled": (
         "falcon-alibi",

@@ -29,7 +29,7 @@ from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
-NUM_PARTS = 4  # The number of devices among which models of CodeGen were divided in training.
+NUM_PARTS = 4  # The parts of the product of CodeGen.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,10 @@ class AttentionInParts(Attention):
 
 
 class CodeGen(GPTJ, config=CodeGenConfig):
-    """CodeGen (Salesforce, 2022) is GPT-J with one product for queries, values and keys, in parts."""
+    """CodeGen (Salesforce, 2022) is GPT-J with one product for queries, values and keys.
+
+    The product has a part for each device among which a model was divided in training.
+    """
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
