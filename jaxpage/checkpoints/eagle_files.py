@@ -21,7 +21,7 @@ from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, r
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
-from jaxpage.models import DecoderConfig, Eagle3Spec, EagleSpec, ignored, weights_of
+from jaxpage.models import DecoderConfig, Eagle3Spec, EagleSpec, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ EagleMethod = Literal["eagle", "eagle3"]
 EAGLE_FILES = ("config.json", SINGLE, INDEX)
 TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
 TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
-_INVERSE = "t2d"  # the inverse of d2t, as booleans
+# The inverse of d2t, as booleans, and the frequencies of a rotation.
+_IGNORED = ("t2d", "*rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
     plan = LoadPlan(directory, "safetensors")
     token_map = None
     if spec is not None:
-        plan = fit_stored(
-            plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems
-        )
+        plan = fit_stored(plan, stored, weights_of(spec.make("float32")), _IGNORED, problems)
         if map_info is not None:
             token_map = read_token_map(
                 map_info, target.spec.vocab_size, problems, differences=method == "eagle3"

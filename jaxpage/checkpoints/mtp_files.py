@@ -24,8 +24,8 @@ from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import (
+    DecoderConfig,
     Family,
-    ModelSpec,
     MtpHead,
     MtpNames,
     other_names,
@@ -49,7 +49,7 @@ class MtpFiles:
         plan: The tensors that fill its parameters.
     """
 
-    spec: ModelSpec
+    spec: DecoderConfig
     family: Family
     names: MtpNames
     scheme: Scheme | None
@@ -72,7 +72,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
     """
     spec = target.spec
     names = getattr(spec, "draft_heads", None)
-    if names is None:
+    if not isinstance(spec, DecoderConfig) or names is None:
         raise UnsupportedError(
             f"{WHAT} needs a model with MTP heads, and config.json in {target.directory} counts "
             "none (num_nextn_predict_layers, mtp_num_hidden_layers); use another method"

@@ -19,13 +19,12 @@ from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import layer_types, windows_of
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 

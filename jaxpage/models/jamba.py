@@ -19,11 +19,11 @@ from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.mamba_config import read_rank
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1
 from jaxpage.models.parts.scope import Scope

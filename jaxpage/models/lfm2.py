@@ -20,7 +20,6 @@ from jaxpage.models.corrected_experts import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import NO_ROPE, Fields
 from jaxpage.models.layer_windows import windows_of
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
@@ -31,7 +30,7 @@ from jaxpage.models.parts.decoder_config import (
     read_head_dim,
 )
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.recurrences import gated_convolution
 from jaxpage.models.parts.scope import Scope

@@ -23,11 +23,11 @@ from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import rotating_layers
 from jaxpage.models.llama import Llama
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import unscaled_rms_norm
 from jaxpage.models.parts.scope import Scope
 

@@ -49,11 +49,10 @@ from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
 from jaxpage.models.mamba_config import read_groups, read_time_steps
-from jaxpage.models.mlp import MLPNames
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2

@@ -84,7 +84,7 @@ class Decoder(nnx.Module):
             self.make_block(config, index, at / f"{names.layers}.{index}")
             for index in range(config.num_layers)
         )
-        self.norm: Norm | None = self.make_norm(config, at / names.norm)
+        self.norm: Any = self.make_norm(config, at / names.norm)
 
     @classmethod
     @abstractmethod

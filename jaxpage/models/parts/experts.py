@@ -8,9 +8,8 @@ from typing import cast
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
-from jaxpage.models.mlp import LLAMA_NAMES, MLPNames
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp
 from jaxpage.models.parts.scope import Scope
 
 

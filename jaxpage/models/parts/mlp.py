@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
-from jaxpage.models.mlp import LLAMA_NAMES, MLPNames, make_gated_mlp
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.scope import Scope
+
+
+@dataclass(frozen=True)
+class MLPNames:
+    """Holds the names of a gated feed-forward half.
+
+    Attributes:
+        module: The half, in its layer.
+        gate: The product for the gates; None where no file has it apart from the ups.
+        up: The product for the ups; None like `gate`.
+        down: The product for the output.
+        fused: The product for both gates and ups, in files that join them.
+    """
+
+    module: str = "mlp"
+    gate: str | None = "gate_proj"
+    up: str | None = "up_proj"
+    down: str = "down_proj"
+    fused: str | None = "gate_up_proj"
+
+
+LLAMA_NAMES = MLPNames()
 
 
 def gated_mlp(
@@ -20,15 +43,28 @@ def gated_mlp(
         names: The names of its products.
         width: The number of gates; None for `intermediate_size` of the config.
     """
-    return make_gated_mlp(
-        names,
+    inner = width or config.intermediate_size
+
+    def name_part(part: str | None) -> str | None:
+        return part and (at / part).name
+
+    gate_up = linear(
         config.hidden_size,
-        width or config.intermediate_size,
-        module=at.name,
+        Part(inner, "ffn", name_part(names.gate)),
+        Part(inner, "ffn", name_part(names.up)),
+        fused=name_part(names.fused),
+        input_axis="embed",
         bias=config.mlp_bias,
-        activation=config.activation,
         dtype=at.dtype,
     )
+    down = linear(
+        inner,
+        Part(config.hidden_size, "embed", name_part(names.down)),
+        input_axis="ffn",
+        bias=config.mlp_bias,
+        dtype=at.dtype,
+    )
+    return GatedMLP(gate_up, down, activation=config.activation)
 
 
 def plain_mlp(
