@@ -96,7 +96,11 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         if cases:
             family = load_family(config_json(cases[0]))
         configs = [config_json(case) for case in cases]
-        specs = [load_family(config).Spec.from_config(config) for config in configs]
+        families = [load_family(config) for config in configs]
+        specs = [
+            each.Spec.from_config(config) for each, config in zip(families, configs, strict=True)
+        ]
+        models = list(zip(families, specs, strict=True))
         error = measured_errors.greatest(errors, architecture)
         described.append((f"`{architecture}`", what, ", ".join(cases), error, _refused(cases)))
         used.append(
@@ -108,11 +112,11 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
                     if config["architectures"] == [architecture]
                 ),
                 _experts(family, cases),
-                _lora(family, specs),
+                _lora(models),
                 _drafts([spec.kv for spec in specs]),
                 "yes" if _takes(_as_draft_model, specs) else "",
                 ", ".join(dtype for dtype in CACHE_DTYPES if _takes(partial(_cache, dtype), specs)),
-                "" if _has(family, specs, Experts) else "yes",
+                "" if _has(models, Experts) else "yes",
             )
         )
     yield ("architecture", "what it is", "cases", "error", "refused"), described
@@ -139,8 +143,9 @@ def _refused(cases: list[str]) -> str:
     return ", ".join(dict.fromkeys(named))
 
 
-def _has(family: Any, specs: list[Any], kind: type[nnx.Module]) -> bool:
-    return any(isinstance(module, kind) for spec in specs for _, module in _modules(family, spec))
+def _has(models: list[tuple[Any, Any]], kind: type[nnx.Module]) -> bool:
+    """Whether a model has such a module; models are families with specs."""
+    return any(isinstance(module, kind) for model in models for _, module in _modules(*model))
 
 
 @lru_cache(maxsize=16)  # the columns of an architecture ask one after the other
@@ -158,7 +163,7 @@ def _experts(family: Any, cases: list[str]) -> str:
         name: METHODS[config["quant_method"]](QuantizationFields(config))
         for name, (config, _) in FORMATS.items()
     }
-    if not _has(family, [family.Spec.from_config(config_json(cases[0]))], ExpertLinear):
+    if not _has([(family, family.Spec.from_config(config_json(cases[0])))], ExpertLinear):
         return ""
     spec = family.Spec.from_config(config_json(cases[0], **_WIDE))
     experts = [
@@ -179,10 +184,10 @@ def _experts(family: Any, cases: list[str]) -> str:
     return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
 
 
-def _lora(family: Any, specs: list[Any]) -> str:
+def _lora(models: list[tuple[Any, Any]]) -> str:
     """The linear layers that an adapter may change: all, or all but some."""
-    others = ["experts"] if _has(family, specs, ExpertLinear) else []
-    for spec in specs:
+    others = ["experts"] if _has(models, ExpertLinear) else []
+    for family, spec in models:
         targets = lora_targets(family, spec)
         names = [
             part.name
