@@ -180,7 +180,7 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     )
 
 
-class Mamba2(Mamba, config=Mamba2Config):
+class Mamba2Decoder(Mamba, config=Mamba2Config):
     """Mamba 2 alone (Dao and Gu, 2024) has no attention and no feed-forward layers.
 
     What a sequence keeps does not grow with its length.

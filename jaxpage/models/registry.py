@@ -85,7 +85,7 @@ FAMILIES = {
     "NemotronHForCausalLM": "nemotron_h:NemotronH",
     "MambaForCausalLM": "mamba:Mamba",
     "FalconMambaForCausalLM": "mamba:FalconMamba",
-    "Mamba2ForCausalLM": "mamba:Mamba2",
+    "Mamba2ForCausalLM": "mamba:Mamba2Decoder",
     "Zamba2ForCausalLM": "zamba2:Zamba2",
     "JambaForCausalLM": "jamba:Jamba",
     "Lfm2ForCausalLM": "lfm2:Lfm2",

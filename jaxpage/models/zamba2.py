@@ -250,7 +250,7 @@ def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32
     return Scope(f"{config.name}.layers.{layer}.shared_transformer", dtype)
 
 
-class Adapter(nnx.Module):
+class BlockAdapter(nnx.Module):
     """Computes low-rank projections of one input, for each projection of a block to which they add.
 
     Attributes:
@@ -318,8 +318,8 @@ class SharedBlock(nnx.Module):
     def __call__(
         self,
         both_TI: Float[Array, "T I"],
-        of_attention: Adapter | None,
-        of_mlp: Adapter,
+        of_attention: BlockAdapter | None,
+        of_mlp: BlockAdapter,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
@@ -385,7 +385,7 @@ class Zamba2Layer(nnx.Module):
 
 def _make_adapters(
     config: Zamba2Config, index: int, block_number: int, at: Scope
-) -> tuple[Adapter | None, Adapter]:
+) -> tuple[BlockAdapter | None, BlockAdapter]:
     """Returns what a hybrid layer adds to the projections of attention and of the MLP.
 
     Files have it in the block, in lists with an entry for each hybrid layer.
@@ -397,10 +397,10 @@ def _make_adapters(
     if blocks.adapts_attention:
         names = [f"linear_{kind}_adapter_list.{number}" for kind in "qkv"]
         sizes = 2 * width, 2 * width
-        of_attention = Adapter(block / "self_attn", names, blocks.rank, sizes, "heads")
+        of_attention = BlockAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
     names = [f"gate_up_proj_adapter_list.{number}"]
     sizes = width, 2 * config.intermediate_size
-    return of_attention, Adapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
+    return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
 class Zamba2(Decoder, config=Zamba2Config):
