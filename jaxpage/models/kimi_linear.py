@@ -1,17 +1,18 @@
 """Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
 
-Of four layers three keep a state, which the delta rule changes token by token. The fourth keeps
-latents: it has the latent attention of DeepSeek-V3, without rotary embedding.
+In three of four layers the rule changes a matrix for each head, token by token, which takes the
+place of keys and values (see `layers/delta_net.py`). The others have the latent attention of
+DeepSeek-V3 without rotary embedding, which keeps a latent for each token. For example:
 
-    layer      1      2      3      4      5      6      7      8      9
-    has        delta  delta  delta  delta  latent delta  delta  delta  latent
-    half       MLP    experts from here on, with one expert that takes all tokens
+    layer          1       2        3        4        5        6        7        8
+    self_attn      delta   delta    delta    latent   delta    delta    delta    latent
+    feed-forward   MLP     experts, one of which takes all tokens
 
-In most families with a delta rule, a value head has one decay. Here it has one for each channel of
-its keys. The time steps of all these channels would need a wide weight, so that they come from two
-narrow ones in a row, and so do the gates of the outputs:
+In other families with this rule a head forgets with one rate at each token. Here each channel of
+its keys has a rate of its own, so that a token has as many time steps as channels. Two projections
+in a row give them, through the width of one head, and two others give the gates of the outputs:
 
-    time steps = f_b_proj(f_a_proj(x))      gates = sigmoid(g_b_proj(g_a_proj(x)))
+    time steps = f_b_proj(f_a_proj(x))        gates = sigmoid(g_b_proj(g_a_proj(x)))
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class KimiLinear(Llama, config=KimiLinearConfig):
     def make_delta_net(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the delta rule of a layer."""
         width, delta = config.hidden_size, config.recurrent
-        rank = delta.key  # the width between two projections in a row
+        rank = delta.key  # the width between the two projections in a row
         inner, outer = ("embed", None), (None, "heads")
         return delta_net(
             config,

@@ -5,25 +5,24 @@ Most layers have Mamba 2 alone:
     x ──┬── norm ── mamba ── (+) ──
         └─────────────────────┘
 
-A hybrid layer calls a shared block first. What the block returns goes into Mamba with x:
+A hybrid layer calls a shared block first. Mamba takes what the block returns, added to x:
 
     x ──┬── [x, embedding] ── block ── linear ── (+) ── norm ── mamba ── (+) ──
         ├─────────────────────────────────────────┘                      │
         └────────────────────────────────────────────────────────────────┘
 
-The block takes x next to the embedding of the token, which is the input of the first layer: two
+The block takes x next to the embedding of the token, which is what the first layer takes: two
 hidden states in a row. It is `mlp(norm(attention(norm(both))))`, without sums in between. There are
-`num_mem_blocks` blocks, and the hybrid layers take them in turn. With blocks A and B:
+`num_mem_blocks` blocks, and the hybrid layers call them in turn. With blocks A and B:
 
-    layer                  0    1         2    3         4         5
-    block                       A              B         A
-    layers of the cache    0    1 2       3    4 5       6 7       8
-                           state
-                                keys and values, state
+    layer     0          1                    2          3                    4
+    block                A                               B                    A
+    cache     0 state    1 keys and values    3 state    4 keys and values    6 keys and values
+                         2 state                         5 state              7 state
 
-The weights of a block are held once, whichever layers call it. A hybrid layer adds low-rank
-projections of its own to those of the block (as LoRA does), so that a block differs a little from
-layer to layer.
+The weights of a block are held once, whichever layers call it; keys and values are of the layer
+that calls. A hybrid layer also adds low-rank projections of its own to the projections of the block
+(as LoRA does), so that a block differs a little from call to call.
 """
 
 from __future__ import annotations
@@ -250,19 +249,19 @@ def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32
     return Scope(f"{config.name}.layers.{layer}.shared_transformer", dtype)
 
 
-class LowRankAdapter(nnx.Module):
-    """Computes low-rank projections of one input, for each projection of a block to which they add.
+class BlockAdapter(nnx.Module):
+    """Computes what a hybrid layer adds to projections of its block that have one input.
 
     Attributes:
-        down: The projection to all their ranks.
-        up: For each of them the projection to its output.
+        down: The projection to the low ranks of all of them.
+        up: For each of them the projection from its low rank to what is added.
     """
 
     def __init__(self, at: Scope, names: list[str], rank: int, sizes: tuple[int, int], axis: str):
         """Makes the projections.
 
         Args:
-            at: The scope of the module of the block that has them.
+            at: The scope of the half of the block that has them.
             names: Their names.
             rank: Their rank.
             sizes: The numbers of inputs and of outputs of each.
@@ -277,21 +276,22 @@ class LowRankAdapter(nnx.Module):
         replace_modules(self, _share)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
-        """Returns the outputs."""
+        """Returns what is added to each projection."""
         ranks = jnp.split(self.down(x_TD), len(self.up), axis=-1)
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
 
 def _share(path: Path, module: nnx.Module) -> nnx.Module | None:
-    """Returns a linear layer of a block as one whose weights have names in several layers."""
+    """Returns a linear layer as one that several layers have, which takes no LoRA adapters."""
     return Linear(replace(module.spec, shared=True)) if isinstance(module, Linear) else None
 
 
 class SharedBlock(nnx.Module):
     """Computes `mlp(norm(attention(norm(both))))`, with what a layer adds to its projections.
 
-    `both` is a hidden state and an embedding. The attention has the number of the first layer of
-    the cache with its keys and values, because all layers of one kind are in one cache group.
+    `both` is a hidden state and an embedding. Attention writes the pages of the layer that calls.
+    Its number in the cache is that of its first caller: the keys and values of all callers are in
+    one cache group.
     """
 
     def __init__(self, config: Zamba2Config, layer: int, dtype: DTypeLike):
@@ -304,7 +304,7 @@ class SharedBlock(nnx.Module):
         """
         at = scope_of_block(config, layer, dtype)
         both = 2 * config.hidden_size
-        # Heads share the width of two hidden states; their scores are scaled as if it were one.
+        # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
         place = config.layer_places[layer][0]
         self.norm = rms_norm(config, at / "input_layernorm", width=both)
@@ -318,8 +318,8 @@ class SharedBlock(nnx.Module):
     def __call__(
         self,
         both_TI: Float[Array, "T I"],
-        of_attention: LowRankAdapter | None,
-        of_mlp: LowRankAdapter,
+        of_attention: BlockAdapter | None,
+        of_mlp: BlockAdapter,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
@@ -385,7 +385,7 @@ class Zamba2Layer(nnx.Module):
 
 def _make_adapters(
     config: Zamba2Config, index: int, block_number: int, at: Scope
-) -> tuple[LowRankAdapter | None, LowRankAdapter]:
+) -> tuple[BlockAdapter | None, BlockAdapter]:
     """Returns what a hybrid layer adds to the projections of attention and of the MLP.
 
     Files have it in the block, in lists with an entry for each hybrid layer.
@@ -397,10 +397,10 @@ def _make_adapters(
     if blocks.adapts_attention:
         names = [f"linear_{kind}_adapter_list.{number}" for kind in "qkv"]
         sizes = 2 * width, 2 * width
-        of_attention = LowRankAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
+        of_attention = BlockAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
     names = [f"gate_up_proj_adapter_list.{number}"]
     sizes = width, 2 * config.intermediate_size
-    return of_attention, LowRankAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
+    return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
 class Zamba2(Decoder, config=Zamba2Config):
