@@ -11,9 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
+from flax import nnx  # noqa: E402
+
 from jaxpage import LLM, SamplingParams  # noqa: E402
-from jaxpage.models.registry import FAMILIES, load_family  # noqa: E402
+from jaxpage.models.base import make_model  # noqa: E402
+from jaxpage.models.registry import load_family  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
+from tests.support.family_names import FAMILY_OF  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
 from tests.support.model_forms import SIZES  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
@@ -72,7 +76,7 @@ SIXTEEN = {"hidden_size": 64, "head_dim": 16}
 # A model of each family, one of the above where there is one: engines of the same model share what
 # is compiled.
 OF_FAMILY = {
-    FAMILIES[config_json(name)["architectures"][0]]: name
+    FAMILY_OF[config_json(name)["architectures"][0]]: name
     for name in (*reversed(MODELS), *ONE_OF_EACH)
 }
 # More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and
@@ -81,24 +85,15 @@ ELSEWHERE = {"llama", "mistral", "opt", "qwen3_5"}
 # Of the others these, which have every trait of all; the rest in a sweep.
 ALWAYS = (
     *("afmoe", "apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
-    *(
-        "falcon_h1",
-        "falcon_mamba",
-        "gemma2",
-        "gemma3n",
-        "gemma4",
-        "gpt2",
-        "gpt_oss",
-        "gptj",
-        "granitemoehybrid",
-    ),
-    *("jamba", "kimi_linear", "lfm2", "lfm3", "llama4", "mamba", "mimo_v2_flash", "ministral3"),
-    *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo3", "olmo_hybrid", "olmoe", "phimoe"),
-    *("qwen3", "qwen3_next", "stablelm", "xglm", "zamba2"),
+    *("falcon_h1", "falcon_mamba", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_oss"),
+    *("granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm3", "llama4", "mamba"),
+    *("mimo_v2_flash", "ministral3", "mistral4", "nanochat", "nemotron", "nemotron_h", "olmo"),
+    *("olmo3", "olmo_hybrid", "olmoe", "phimoe", "qwen3_next", "stablelm", "starcoder2", "xglm"),
+    "zamba2",
 )
-# Fields of a spec that are names of tensors.
-NAMES = ("names", "mlp_names", "expert_names", "name", "draft_heads", "not_loaded")
-KINDS = ("activation", "kind", "head_scales")
+# Attributes of modules that say nothing of their operations.
+PASSED_OVER = ("config", "name", "layer_index", "index", "convolution_index")
+KINDS = ("activation", "kind", "norm")
 
 
 @torch.no_grad()
@@ -146,7 +141,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
 
 
 def test_there_is_a_model_of_each_family():
-    assert OF_FAMILY.keys() == set(FAMILIES.values())
+    assert OF_FAMILY.keys() == set(FAMILY_OF.values())
 
 
 def family_and_config(family: str) -> tuple[Any, dict[str, Any]]:
@@ -160,7 +155,9 @@ def family_and_config(family: str) -> tuple[Any, dict[str, Any]]:
 def traits(value: Any, name: str) -> set[str]:
     """What decides which operations a model has: kinds, flags, and which numbers are given, but not how large they are."""
     if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value) if field.name not in NAMES]
+        fields = [
+            field.name for field in dataclasses.fields(value) if field.name not in PASSED_OVER
+        ]
         inner = [traits(getattr(value, field), f"{name}.{field}") for field in fields]
         return {f"{name}: {type(value).__name__}"}.union(*inner)
     if isinstance(value, tuple):
@@ -172,11 +169,26 @@ def traits(value: Any, name: str) -> set[str]:
     return {f"{name} = {value}"}
 
 
+def traits_of_model(model: Any) -> set[str]:
+    """The kinds of its modules, what each of them holds, and the methods that its family overrides."""
+    found = {getattr(type(model), name).__qualname__ for name in ("__call__", "embed", "logits")}
+    for _, module in nnx.iter_modules(model):
+        kind = "model" if module is model else type(module).__name__
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Module | nnx.Variable):
+                found.add(f"{kind}.{name}: {type(value).__name__}")
+            elif name not in PASSED_OVER and not name.startswith("_"):
+                found |= traits(value, f"{kind}.{name}")
+    return found
+
+
 def test_those_that_run_always_have_every_trait_of_all():
     found = {}
     for family in OF_FAMILY:
         module, config = family_and_config(family)
-        found[family] = traits(module.Spec.from_config(config), "spec") | {str(module.Model)}
+        spec = module.Spec.from_config(config)
+        model = make_model(module, spec, "float32", None)
+        found[family] = traits(spec.kv, "kv") | traits_of_model(model)
     assert len(set().union(*found.values())) > 200
     kept = set().union(*(found[family] for family in {*ALWAYS, *ELSEWHERE}))
     assert {family: own - kept for family, own in found.items() if own - kept} == {}

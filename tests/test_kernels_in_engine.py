@@ -23,8 +23,10 @@ from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import TableShape, size_when_packed, unpack, views
 from jaxpage.device.pages.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
+from jaxpage.models.gemma import Gemma2, Gemma3
+from jaxpage.models.glm import Glm4
+from jaxpage.models.llama import Llama
 from jaxpage.settings import engine_config
 from pallas_kernels import (
     BACKENDS,
@@ -240,7 +242,7 @@ def test_a_gpu_that_jax_does_not_lower_kernels_for_is_refused(monkeypatch, kind,
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
-    def on(capability, stored="bfloat16", family=llama, dtype="auto"):
+    def on(capability, stored="bfloat16", family=Llama, dtype="auto"):
         device = gpu(capability)
         device.memory_stats = lambda: {"bytes_limit": 2**34}
         return choose_dtype(dtype, DeviceSpec.of(device, 0.9), stored, family)
@@ -251,7 +253,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
         "7.5", dtype="float32"
     )
     assert not caplog.records
-    assert on("7.5") == "float16" and on("7.0", family=gemma2) == "float32"
+    assert on("7.5") == "float16" and on("7.0", family=Gemma2) == "float32"
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
         "dtype 'auto' is float16",
         "dtype 'auto' is float32",
@@ -274,7 +276,7 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
         DeviceSpec("gpu (x)", 1),
         DeviceSpec("gpu (y)", 1, "", has_bfloat16=False),
     )
-    for family in (gemma2, gemma3, glm4):
+    for family in (Gemma2, Gemma3, Glm4):
         for device, instead in ((cpu, "bfloat16"), (new, "bfloat16"), (old, "float32")):
             with pytest.raises(
                 UnsupportedError, match=f"^dtype 'float16': .*overflow; use dtype '{instead}'"
@@ -285,7 +287,7 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
             "bfloat16",
             "float32",
         ]
-    assert on(new, llama) == on(new, llama, "auto") == on(cpu, llama) == "float16"
+    assert on(new, Llama) == on(new, Llama, "auto") == on(cpu, Llama) == "float16"
 
 
 def attended(backend):
@@ -424,7 +426,7 @@ def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
         "num_hidden_layers": 16,
         "head_dim": 64,
     }
-    spec = llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
+    spec = Llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
     config = EngineConfig(kv_cache_dtype="int8")
 
     def plan(device="gpu (NVIDIA H200)", **settings):

@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +111,7 @@ def largest_difference(name: str, **changes: Any) -> float:
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
+    family = changes.get("family", lambda family: family)(family)
     parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
     logits = logits_of(family, spec, parameters, token_ids, attend=changes.get("attend"))
     return float(np.abs(logits - expected).max())
@@ -407,6 +408,28 @@ def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str,
     }
 
 
+def on_layers(part: str, *, modules: str = "layers", **attributes: Any) -> dict[str, Any]:
+    """Returns a planted mistake: a part of every layer, or "" for the layers, has other attributes.
+
+    `modules` names the layers in the model.
+    """
+
+    def change(family: Any) -> Any:
+        def make(spec: Any, *, dtype: Any) -> Any:
+            model = family.Model(spec, dtype=dtype)
+            for layer in getattr(model, modules):
+                module = getattr(layer, part) if part else layer
+                for name, value in attributes.items():
+                    assert hasattr(module, name), name
+                    setattr(module, name, value)
+            return model
+
+        names = {"prefix": family.prefix, "ignored": family.ignored}
+        return type("Mistaken", (), {"Model": staticmethod(make), **names})  # it has a hash
+
+    return {"family": change}
+
+
 def _rope(name: str, **changes: Any) -> dict[str, Any]:
     return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
 
@@ -418,6 +441,19 @@ def _form(name: str, **changes: Any) -> dict[str, Any]:
 def _routed(name: str, **changes: Any) -> Any:
     experts = read_spec(name)[1].experts
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
+
+
+def _layer_forms(name: str, field: str, values: Sequence[Any]) -> dict[str, Any]:
+    forms = read_spec(name)[1].layer_forms
+    changed = [
+        dataclasses.replace(form, **{field: value})
+        for form, value in zip(forms, values, strict=True)
+    ]
+    return {"layer_forms": tuple(changed)}
+
+
+def _states(name: str, **changes: Any) -> dict[str, Any]:
+    return {"states": dataclasses.replace(read_spec(name)[1].states, **changes)}
 
 
 def _mamba(name: str, **changes: Any) -> Any:
@@ -463,7 +499,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "slopes of the heads beside": (
         "mpt-six-heads",
-        lambda: {"spec": {"alibi_slopes": alibi_slopes(7)[1:]}},
+        lambda: on_layers("attention", alibi_slopes=alibi_slopes(7)[1:]),
     ),
     "slopes that are not scaled": (
         "falcon-alibi",
@@ -537,7 +573,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "the scale of one hidden state's heads": (
         "zamba2-turns",
-        lambda: {"spec": {"attention_scale": 16**-0.5}},
+        lambda: on_layers("attention", modules="blocks", scale=16**-0.5),
     ),
     "rates of other channels": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 0)}),
     "rates of other numbers": ("jamba-mixed", lambda: {"state": roll("mamba.A_log", 1)}),
@@ -600,7 +636,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"state": zero("shared_mlp.output_linear.weight")},
     ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
-    "norms after experts forgotten": ("axk1-groups", lambda: {"spec": {"form_by_layer": ()}}),
+    "norms after experts forgotten": ("axk1-groups", lambda: on_layers("", post_mlp_norm=None)),
     "queries of latents that do not grow": (
         "mistral4-growth",
         lambda: {"spec": {"temperature_tuning": None}},
@@ -654,7 +690,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "stablelm-parallel",
         lambda: {"state": swap("norms.0.", "norms.1.")},
     ),
-    "pages of another layer": ("gemma4-shared", lambda: {"spec": {"places": (0, 1, 2, 0, 1)}}),
+    "pages of another layer": (
+        "gemma4-shared",
+        lambda: {"spec": _layer_forms("gemma4-shared", "place", (0, 1, 2, 0, 1))},
+    ),
     "inputs of other layers": (
         "gemma4-shared",
         lambda: {"state": roll("embed_tokens_per_layer.weight", 1)},
@@ -683,11 +722,11 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             }
         },
     ),
-    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"norm_heads": False}}),
+    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"use_qk_norm": False}}),
     "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
     "another share of gates": (
         "gemma3n-shared",
-        lambda: {"spec": {"sparsities": (0.9, 0.6, 0.0, 0.3, 0.0)}},
+        lambda: {"spec": _layer_forms("gemma3n-shared", "sparsity", (0.9, 0.6, 0.0, 0.3, 0.0))},
     ),
     "predictions of other states": (
         "gemma3n-shared",
@@ -699,23 +738,26 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "scale of the active state forgotten": (
         "gemma3n-shared",
-        lambda: {"spec": {"scales_active": False}},
+        lambda: {"spec": _states("gemma3n-shared", scales_active=False)},
     ),
-    "the first state is active": ("gemma3n-two-states", lambda: {"spec": {"active": 0}}),
+    "the first state is active": (
+        "gemma3n-two-states",
+        lambda: {"spec": _states("gemma3n-two-states", active=0)},
+    ),
     "a product of low rank dropped": (
         "gemma3n-shared",
         lambda: {"state": zero("linear_right.weight")},
     ),
-    "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
-    "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
+    "limit forgotten": ("olmo-limits", lambda: {"spec": {"clip_qkv": None}}),
+    "another limit": ("olmoe-many", lambda: {"spec": {"clip_qkv": 2.0}}),
     "bias of the head dropped": ("phi-parallel", lambda: {"state": zero("lm_head.bias")}),
     "norms before the rotation": (
         "hunyuan-v1-dense-norms",
-        lambda: {"spec": _form("hunyuan-v1-dense-norms", turned_first=False)},
+        lambda: on_layers("attention", norm_after_rotation=False),
     ),
     "norm of the second half after the first": (
         "gpt-neox-parallel",
-        lambda: {"spec": _form("gpt-neox-parallel", parallel=False)},
+        lambda: {"spec": {"parallel": False}},
     ),
     "heads of one product shifted": (
         "gpt-neox-parallel",
@@ -723,7 +765,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "scales stored less 1": (
         "nemotron-plain",
-        lambda: {"spec": _form("nemotron-plain", kind="layer")},
+        lambda: on_layers("attention_norm", offset=0.0),
     ),
     "curvatures swapped": ("apertus-learned", lambda: {"state": swap("alpha_p", "alpha_n")}),
     "corrections of softmax scores forgotten": (
@@ -1037,13 +1079,12 @@ def test_a_reader_of_fields_raises_all_at_the_end_of_its_block_and_at_once_outsi
     }
     with pytest.raises(ExceptionGroup) as caught:
         load_family(config).Spec.from_config(config)
-    named = {field for error in caught.value.exceptions for field in error.fields}
-    assert named == {"hidden_act", "mlp_bias", "is_causal"}
-    assert [isinstance(error, CheckpointError) for error in caught.value.exceptions] == [
-        False,
-        True,
-        False,
-    ]
+    is_wrong = {
+        field: isinstance(error, CheckpointError)
+        for error in caught.value.exceptions
+        for field in error.fields
+    }
+    assert is_wrong == {"hidden_act": False, "mlp_bias": True, "is_causal": False}
     with pytest.raises(UnsupportedError, match="is_causal"):
         Fields(config, "llama").integer("vocab_size")
     fields = Fields({"mlp_bias": 0}, "llama")

@@ -16,7 +16,6 @@ from jaxpage.device import steps
 from jaxpage.device.inputs.step_inputs import at_step
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
-from jaxpage.models.registry import FAMILIES
 from jaxpage.replay import replay
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.draft import PLACEHOLDER
@@ -30,6 +29,7 @@ from tests.support.engines import (
     run_giving_way,
     tokens_of,
 )
+from tests.support.family_names import FAMILY_OF
 from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
@@ -357,7 +357,7 @@ def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     return now._replace(slots_ZT=at_step(inputs, jnp.int32(0), token_ids_B).slots_ZT)
 
 
-OF_FAMILY = {FAMILIES[config_json(name)["architectures"][0]]: name for name in reversed(MODELS)}
+OF_FAMILY = {FAMILY_OF[config_json(name)["architectures"][0]]: name for name in reversed(MODELS)}
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("scan", marks=pytest.mark.sweep)])

@@ -6,6 +6,7 @@ The step provides `attend`; its implementation is in `jaxpage/device/`.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,109 +20,158 @@ from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 
 
-class Attention(nnx.Module):
-    """Projects to queries, keys and values in one product, attends, and projects to the output.
-
-    Norms of queries and keys, and their rotation, are optional.
+@dataclass(frozen=True)
+class Projections:
+    """Holds the products of attention.
 
     Attributes:
-        layer_index: The layer's place in its model.
         query_key_value: The product for queries, keys and values: three parts in this order. Where
             it has two, the keys before their norm are the values too; where it has one, the layer
             reads the keys and values of another one, whose number and pages it has.
         output: The product for the output.
-        head_dim: The width of a head (H).
-        value_head_dim: The width of a value head, at most `head_dim`. The cache pads narrower
-            values with zeros.
-        value_scale: The factor by which values are multiplied.
-        scale: The factor of the scores; `head_dim ** -0.5` where None is given.
+        num_groups: The number of key/value heads, where `query_key_value` is one part that has for
+            each of them its queries, its key and its value (Falcon); otherwise None.
+        gates: The product for the gates; None if there are none, or `query_key_value` has them
+            after the queries of each head (Qwen3-Next).
+        num_gates: The number of gates of a query head: none, one for each channel (Qwen3-Next,
+            Trinity), or one (LFM3). They follow their head in what `Attention.project` returns, and
+            their sigmoids multiply the head's output.
+    """
+
+    query_key_value: Linear
+    output: Linear
+    num_groups: int | None = None
+    gates: Linear | None = None
+    num_gates: int = 0
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Holds the norms of queries, keys and values; None for each that does not exist.
+
+    Attributes:
+        query: The norm of queries.
+        key: The norm of keys.
+        value: The norm of values.
+        over_all_heads: True if those of queries and keys are over all heads together, not over each
+            head.
+        after_rotation: True if those of queries and keys follow the rotation (HunYuan).
+    """
+
+    query: RMSNorm | LayerNorm | HeadNorm | None = None
+    key: RMSNorm | LayerNorm | HeadNorm | None = None
+    value: RMSNorm | None = None
+    over_all_heads: bool = False
+    after_rotation: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Says how scores are made of queries and keys.
+
+    Attributes:
+        scale: The factor of the scores; None for `head_dim ** -0.5`.
         sliding_window: See `AttentionOptions`.
         chunked: True if this window does not slide: it is the size of chunks of positions
-            (`AttentionOptions.attention_chunk`). A family sets it.
-        rope: The rotation of queries and keys; None if there is none.
-        query_norm: The norm of queries; None if there is none.
-        key_norm: The norm of keys; None if there is none.
-        value_norm: The norm of values; None if there is none.
-        norm_together: True if the norms are over all heads together, not over each head.
-        turned_first: True if queries and keys are turned before the norms (HunYuan).
+            (`AttentionOptions.attention_chunk`).
         logit_softcap: See `AttentionOptions`.
         temperature_tuning: Three numbers (b, n, s): queries are multiplied by
             `1 + b log(1 + floor((position + s) / n))` (Llama 4, Ministral 3).
         sinks: See `AttentionOptions`.
         alibi_slopes: See `AttentionOptions`: those of all query heads of the model.
-        num_groups: The number of key/value heads, where `query_key_value` is one part that has for
-            each of them its queries, its key and its value (Falcon); otherwise None.
-        limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
-            together (`clip_qkv` of OLMo); None to leave them.
-        num_gates: The number of gates of a query head: none, one for each channel (Qwen3-Next,
-            Trinity), or one (LFM3). They follow their head in what `project` returns, and their
-            sigmoids multiply the head's output.
-        gates: The product for the gates; None if there are none, or `query_key_value` has them
-            after the queries of each head (Qwen3-Next).
+    """
+
+    scale: float | None = None
+    sliding_window: int | None = None
+    chunked: bool = False
+    logit_softcap: float | None = None
+    temperature_tuning: tuple[float, int, int] | None = None
+    sinks: nnx.Param[jax.Array] | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Values:
+    """Says how values differ from keys.
+
+    Attributes:
+        head_dim: The width of a value head, at most that of keys; None for the same. The cache pads
+            narrower values with zeros.
+        scale: The factor by which values are multiplied.
+    """
+
+    head_dim: int | None = None
+    scale: float = 1.0
+
+
+class Attention(nnx.Module):
+    """Projects to queries, keys and values in one product, attends, and projects to the output.
+
+    Norms of queries and keys, and their rotation, are optional. The module has the attributes of
+    the records that it is made of.
     """
 
     def __init__(
         self,
         layer_index: int,
-        query_key_value: Linear,
-        output: Linear,
+        projections: Projections,
         *,
         head_dim: int,
-        value_head_dim: int | None = None,
-        value_scale: float = 1.0,
-        scale: float | None = None,
-        sliding_window: int | None = None,
         rope: Rope | None = None,
-        query_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
-        key_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
-        value_norm: RMSNorm | None = None,
-        norm_together: bool = False,
-        turned_first: bool = False,
-        logit_softcap: float | None = None,
-        temperature_tuning: tuple[float, int, int] | None = None,
-        sinks: nnx.Param[jax.Array] | None = None,
-        alibi_slopes: tuple[float, ...] | None = None,
-        num_groups: int | None = None,
-        limit: float | None = None,
-        num_gates: int = 0,
-        gates: Linear | None = None,
+        norms: HeadNorms = HeadNorms(),
+        scores: Scores = Scores(),
+        values: Values = Values(),
+        clip_qkv: float | None = None,
     ):
+        """Makes the layer.
+
+        Args:
+            layer_index: The layer's place in its model.
+            projections: The products.
+            head_dim: The width of a head (H).
+            rope: The rotation of queries and keys; None if there is none.
+            norms: The norms of queries, keys and values.
+            scores: How scores are made.
+            values: How values differ from keys.
+            clip_qkv: Queries, keys and values are cut to -clip_qkv to clip_qkv, after norms over
+                all heads together (OLMo); None to leave them.
+        """
         self.layer_index = layer_index
-        self.query_key_value = query_key_value
-        self.output = output
-        self.query_norm = query_norm
-        self.key_norm = key_norm
-        self.value_norm = value_norm
-        self.norm_together = norm_together
-        self.turned_first = turned_first
-        self.logit_softcap = logit_softcap
-        self.temperature_tuning = temperature_tuning
-        self.sinks = sinks
-        self.alibi_slopes = alibi_slopes
-        self.num_groups = num_groups
-        self.num_gates = num_gates
-        self.gates = gates
-        self.limit = limit
+        self.query_key_value = projections.query_key_value
+        self.output = projections.output
+        self.num_groups = projections.num_groups
+        self.num_gates = projections.num_gates
+        self.gates = projections.gates
+        self.query_norm = norms.query
+        self.key_norm = norms.key
+        self.value_norm = norms.value
+        self.norm_over_all_heads = norms.over_all_heads
+        self.norm_after_rotation = norms.after_rotation
+        self.logit_softcap = scores.logit_softcap
+        self.temperature_tuning = scores.temperature_tuning
+        self.sinks = scores.sinks
+        self.alibi_slopes = scores.alibi_slopes
+        self.sliding_window = scores.sliding_window
+        self.chunked = scores.chunked
+        self.scale = head_dim**-0.5 if scores.scale is None else scores.scale
         self.head_dim = head_dim
-        self.value_head_dim = value_head_dim or head_dim
-        self.value_scale = value_scale
-        self.sliding_window = sliding_window
-        self.chunked = False
+        self.value_head_dim = values.head_dim or head_dim
+        self.value_scale = values.scale
+        self.clip_qkv = clip_qkv
         self.rope = rope
-        self.scale = head_dim**-0.5 if scale is None else scale
 
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        if self.rope is not None and self._turns_alone:
+        if self.rope is not None and self._only_rotates:
             num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
-            turned = context.angles(self.rope).split_and_rotate(
+            rotated = context.angles(self.rope).split_and_rotate(
                 self.query_key_value(x_TI), num_keys, self.head_dim
             )
-            return self._over_heads(*turned, layer_pages, context)
+            return self._over_heads(*rotated, layer_pages, context)
         q, k, v = self.project(x_TI)
-        if self.norm_together:
+        if self.norm_over_all_heads:
             q, k = self._norm(q, k)
         return self.attend(q, k, v, layer_pages, context)
 
@@ -172,10 +222,10 @@ class Attention(nnx.Module):
         Norms over all heads together must have been applied already. `place` says which of the
         equal parts of the model's heads these are.
         """
-        if self.limit is not None:
-            q = jnp.clip(q, -self.limit, self.limit)
-            k = None if k is None else jnp.clip(k, -self.limit, self.limit)
-            v = None if v is None else jnp.clip(v, -self.limit, self.limit)
+        if self.clip_qkv is not None:
+            q = jnp.clip(q, -self.clip_qkv, self.clip_qkv)
+            k = None if k is None else jnp.clip(k, -self.clip_qkv, self.clip_qkv)
+            v = None if v is None else jnp.clip(v, -self.clip_qkv, self.clip_qkv)
         gate_TNH = None
         if self.num_gates:
             q_TNG = q.reshape(len(q), -1, self.head_dim + self.num_gates)
@@ -184,7 +234,7 @@ class Attention(nnx.Module):
         q_TNH = q.reshape(heads)
         k_TKH = None if k is None else k.reshape(heads)
         v_TKH = None if v is None else self._values(v)
-        if not self.norm_together and not self.turned_first:
+        if not self.norm_over_all_heads and not self.norm_after_rotation:
             q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
         if self.value_norm is not None and v_TKH is not None:
             v_TKH = self.value_norm(v_TKH)
@@ -192,16 +242,16 @@ class Attention(nnx.Module):
             angles = context.angles(self.rope)
             q_TNH = angles.rotate(q_TNH)
             k_TKH = None if k_TKH is None else angles.rotate(k_TKH)
-        if self.turned_first:
+        if self.norm_after_rotation:
             q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
         return self._over_heads(q_TNH, k_TKH, v_TKH, layer_pages, context, gate_TNH, place)
 
     @property
-    def _turns_alone(self) -> bool:
+    def _only_rotates(self) -> bool:
         """Returns whether nothing but a rotation is between the product and attention."""
         norms = (self.query_norm, self.key_norm, self.value_norm)
         parts = self.query_key_value.spec.parts
-        is_plain = self.limit is None and not self.num_gates and norms == (None, None, None)
+        is_plain = self.clip_qkv is None and not self.num_gates and norms == (None, None, None)
         is_usual = self.value_head_dim == self.head_dim and self.value_scale == 1.0
         return len(parts) == 3 and is_plain and is_usual
 
@@ -215,7 +265,7 @@ class Attention(nnx.Module):
         gate_TNH: jax.Array | None = None,
         place: jax.Array | int = 0,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output for queries and keys that have been normed and turned."""
+        """Returns the output for queries and keys that have been normed and rotated."""
         if self.temperature_tuning is not None:
             q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
         options = AttentionOptions(
@@ -256,13 +306,13 @@ class Attention(nnx.Module):
 
 
 def scale_by_position(
-    q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], growth: tuple[float, int, int]
+    q_TNH: Float[Array, "T N H"], positions_T: Int[Array, "T"], tuning: tuple[float, int, int]
 ) -> Float[Array, "T N H"]:
-    """Returns queries scaled by their positions; see `Attention.temperature_tuning`."""
-    rate, length, start = growth
+    """Returns queries scaled by their positions; see `Scores.temperature_tuning`."""
+    rate, length, start = tuning
     position_T = (positions_T + start).astype(jnp.float32)
-    growth_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
-    return q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
+    factor_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
+    return q_TNH * factor_T[:, None, None].astype(q_TNH.dtype)
 
 
 def query_key_value(
@@ -284,7 +334,7 @@ def query_key_value(
         num_keys: The rows of the keys, and of the values.
         name: The module of the checkpoint that has these modules.
         fused: The product in files of a family whose products are never apart.
-        is_grouped: True if that product is one part; see `Attention.num_groups`.
+        is_grouped: True if that product is one part; see `Projections.num_groups`.
         bias: True if the products have biases.
         dtype: The type of the weights.
     """

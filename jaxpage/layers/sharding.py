@@ -275,7 +275,7 @@ class ShardedAttention(nnx.Module):
             part = shard_of(whole, sharding)
             part.output = partial_of(whole.output, sharding)
             part.num_groups = groups
-            if whole.norm_together:
+            if whole.norm_over_all_heads:
                 part.query_norm = part.key_norm = None
             return part
 
@@ -283,7 +283,7 @@ class ShardedAttention(nnx.Module):
         self.output = Summed(whole.output, sharding)
         self.sharding = sharding
         self.query_norm, self.key_norm = (
-            (whole.query_norm, whole.key_norm) if whole.norm_together else (None, None)
+            (whole.query_norm, whole.key_norm) if whole.norm_over_all_heads else (None, None)
         )
 
     def __call__(

@@ -1,8 +1,8 @@
-"""Holds the model families, one file each.
+"""Holds the model families, a page for each lineage, and the parts that they are made of.
 
-A family has a spec that is read from config.json, and Flax NNX modules that declare their weights.
-The names are loaded at first use. Formats of quantised weights have a door of their own,
-`jaxpage.models.quantization`. Other rooms take, of families:
+A family has a config that is read from config.json, and is a Flax NNX module of `parts`, whose
+layers declare their weights. The names are loaded at first use. Formats of quantised weights have a
+door of their own, `jaxpage.models.quantization`. Other rooms take, of families:
 
     load_family          finds the family of a model
     register_model       adds a family
@@ -11,7 +11,7 @@ The names are loaded at first use. Formats of quantised weights have a door of t
     Family               has a spec and a model
     Model                is the module of a model
     ModelSpec            says what config.json says of a model
-    RotaryDecoderSpec    is the spec of most families
+    DecoderConfig        holds what the configs of most families say
     KVSpec               says what a sequence keeps for each position
     ConfigFields         reads the fields of a config
     FieldError           is an error about a field, the two others among them
@@ -31,7 +31,6 @@ Of modules and their weights:
     num_bytes            counts the bytes of weights
     FLOATS               names the types that a model's weights may have
     find_ignored_tensors names the tensors of a checkpoint that are not loaded
-    ignored              names those of a decoder
     Path                 is the place of a module or parameter in a model
     Rule                 gives the modules that replace those of a family
     replace_modules      replaces them
@@ -62,7 +61,6 @@ And of what comes next to a model:
     EagleSpec, Eagle3Spec     are the specs of EAGLE heads
     MedusaSpec, MedusaHeads   are Medusa's heads
     MtpHead, MtpNames    are an MTP head, and the names of its tensors in a checkpoint
-    layer_spec           gives the spec of its layer
 """
 
 from __future__ import annotations
@@ -102,13 +100,13 @@ if TYPE_CHECKING:
     from jaxpage.models.fields import text_part
     from jaxpage.models.lora_layers import LoRASpec, LoRATarget, adapter_weights, lora_targets
     from jaxpage.models.medusa import MedusaHeads, MedusaSpec
-    from jaxpage.models.mtp import MtpHead, layer_spec
+    from jaxpage.models.mtp import MtpHead
     from jaxpage.models.mtp_names import MtpNames
     from jaxpage.models.multimodal import leaves_tying_open
     from jaxpage.models.packing import Packing, pack_modules
+    from jaxpage.models.parts.decoder_config import DecoderConfig
     from jaxpage.models.registry import ENTRY_POINTS, FAMILIES, load_family, register_model
     from jaxpage.models.replacing import Path, Rule, replace_modules
-    from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
     from jaxpage.models.weights import FLOATS, Weight, num_bytes, weights_of
 
 __all__ = [
@@ -117,6 +115,7 @@ __all__ = [
     "FLOATS",
     "LOGICAL_SHARDS",
     "ConfigFields",
+    "DecoderConfig",
     "Divisions",
     "DraftModel",
     "Drafter",
@@ -137,7 +136,6 @@ __all__ = [
     "Path",
     "Place",
     "RefusedField",
-    "RotaryDecoderSpec",
     "Rule",
     "ShardedWeight",
     "Weight",
@@ -147,11 +145,9 @@ __all__ = [
     "adapter_weights",
     "entry_at",
     "find_ignored_tensors",
-    "ignored",
     "join",
     "join_weights",
     "kv_of_shard",
-    "layer_spec",
     "leaves_tying_open",
     "load_family",
     "lora_targets",
@@ -197,7 +193,6 @@ _HOMES = {
     "MedusaHeads": "jaxpage.models.medusa",
     "MedusaSpec": "jaxpage.models.medusa",
     "MtpHead": "jaxpage.models.mtp",
-    "layer_spec": "jaxpage.models.mtp",
     "MtpNames": "jaxpage.models.mtp_names",
     "leaves_tying_open": "jaxpage.models.multimodal",
     "Packing": "jaxpage.models.packing",
@@ -209,8 +204,7 @@ _HOMES = {
     "Path": "jaxpage.models.replacing",
     "Rule": "jaxpage.models.replacing",
     "replace_modules": "jaxpage.models.replacing",
-    "RotaryDecoderSpec": "jaxpage.models.rotary_decoder",
-    "ignored": "jaxpage.models.rotary_decoder",
+    "DecoderConfig": "jaxpage.models.parts.decoder_config",
     "Divisions": "jaxpage.models.dividing",
     "LOGICAL_SHARDS": "jaxpage.models.dividing",
     "Place": "jaxpage.models.dividing",

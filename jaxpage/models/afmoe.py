@@ -7,34 +7,25 @@ have none. Attention and the MLP each have a norm before and a norm after.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+from flax import nnx
+
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.block_form import BlockForm
-from jaxpage.models.deepseek_v3 import first_dense
+from jaxpage.models.corrected_experts import first_dense
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-FORM = BlockForm(
-    norms=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_mlp_layernorm",
-        "post_mlp_layernorm",
-    )
-)
 NAMES = ExpertNames(
     router="router.gate",
     shared=("shared_experts", None),
@@ -43,36 +34,42 @@ NAMES = ExpertNames(
 )
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `AfmoeConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class AfmoeConfig(ExpertsConfig):
+    """Reads transformers' `AfmoeConfig`.
+
+    Attributes:
+        embedding_scale: The factor of embeddings.
+    """
+
+    model_type = "afmoe"
+
+    embedding_scale: float
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "afmoe") as fields:
-            head_dim = fields.integer("head_dim", 128)
-            types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
-            window = fields.optional_integer("sliding_window", 1024)
-            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
-            is_scaled = fields.flag("mup_enabled", False)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> AfmoeConfig:
+        """Returns what the fields say."""
+        head_dim = fields.integer("head_dim", 128)
+        types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
+        window = fields.optional_integer("sliding_window", 1024)
+        rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
+        is_scaled = fields.flag("mup_enabled", False)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
                 sliding_windows=windows_of(fields, types, window),
-                attention_bias=fields.flag("attention_bias", False),
                 rope=(rope, longest),
-                rope_by_layer=rope_with_windows(rope, types),
                 epsilon=("rms_norm_eps", 1e-5),
-                form=FORM,
-                norm_heads=True,
-                separate_gates=head_dim,
-                embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
-                experts=_read_experts(fields),
-                expert_names=NAMES,
-                sparse_layers=first_dense(fields, 1, "num_dense_layers"),
-            )
+            ),
+            rope_by_layer=rope_with_windows(rope, types),
+            attention_bias=fields.flag("attention_bias", False),
+            embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
+            experts=_read_experts(fields),
+            sparse_layers=first_dense(fields, 1, "num_dense_layers"),
+        )
 
 
 def _read_experts(fields: Fields) -> ExpertsSpec:
@@ -90,3 +87,30 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
         routing={"sigmoid": True, "corrected": True, "factor": factor},
         shared_width=fields.integer(*width) * fields.integer("num_shared_experts", 2),
     )
+
+
+class Afmoe(Decoder, config=AfmoeConfig):
+    """Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing."""
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=rms_norm(config, at / "pre_mlp_layernorm"),
+            mlp=mlp_or_experts(config, index, at, names=NAMES),
+            post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, with a gate for each channel of a head's output."""
+        gates = Gates(config.kv.head_dim, "gate_proj")
+        norms = norms_of_heads(config, at, rms_norm)
+        return grouped_query_attention(config, index, at, norms=norms, gates=gates)
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer."""
+        return super().embed(token_ids_T, positions_T) * self.config.embedding_scale

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.fields import Fields
+from jaxpage.models.parts.decoder_config import read_common
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -20,21 +21,24 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return (*first, *odd_slopes)
 
 
-def alibi_sizes(fields: Fields, longest: int) -> dict[str, Any]:
-    """Returns the arguments of a spec with ALiBi in place of positions, and as many K/V heads as Q.
+def read_without_positions(fields: Fields, longest: int, **options: Any) -> dict[str, Any]:
+    """Returns what `read_common` does for a model with ALiBi and as many K/V heads as queries.
 
-    The feed-forward width is four times that of the model.
+    The feed-forward width is four times that of the model, and the tables are tied by default.
 
     Args:
         fields: The fields of the config, with the usual names for width and heads.
         longest: The longest sequence of the config; ALiBi has no limit of its own.
+        **options: Further arguments of `read_common`.
     """
-    num_heads = fields.integer("num_attention_heads")
-    return {
-        "num_kv_heads": num_heads,
-        "head_dim": fields.divide("hidden_size", "num_attention_heads"),
-        "max_position_embeddings": longest,
-        "feed_forward_width": 4 * fields.integer("hidden_size"),
-        "rope": (NO_ROTATION, longest),
-        "alibi_slopes": alibi_slopes(num_heads),
-    }
+    return read_common(
+        fields,
+        num_kv_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.divide("hidden_size", "num_attention_heads"),
+        max_position_embeddings=longest,
+        intermediate_size=4 * fields.integer("hidden_size"),
+        rope=(NO_ROTATION, longest),
+        epsilon=("layer_norm_epsilon", 1e-5),
+        tied=True,
+        **options,
+    )

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from flax import nnx
+
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
+class ArceeConfig(DecoderConfig):
     """Reads transformers' `ArceeConfig`."""
 
+    model_type = "arcee"
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "arcee") as fields:
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> ArceeConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                attention_bias=fields.flag("attention_bias", False),
-                mlp_bias=fields.flag("mlp_bias", False),
-                plain_mlp=("up_proj", "down_proj"),
                 epsilon=("rms_norm_eps", 1e-5),
                 activation=("hidden_act", "relu2"),
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+        )
+
+
+class Arcee(Llama, config=ArceeConfig):
+    """Arcee (AFM-4.5B, 2025) is Llama with a feed-forward half without gates, of squared ReLU."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "up_proj", "down_proj")

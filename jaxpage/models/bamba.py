@@ -1,67 +1,94 @@
-"""Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, and attention in the others."""
+"""Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, attention in the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
+from flax import nnx
+
+from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields, without
+from jaxpage.models.llama import Llama
 from jaxpage.models.mamba_config import read_mamba
-from jaxpage.models.mlp import MLPNames
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import ModuleNames
+from jaxpage.models.parts.decoder_config import (
+    DecoderConfig,
     key_value_heads,
-    prefix,
+    read_common,
     read_head_dim,
 )
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-MLP_NAMES = MLPNames("feed_forward")
-FORM = BlockForm(norms=("input_layernorm", None, "pre_ff_layernorm", None))
-NAMES = DecoderNames(norm="final_layernorm")
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.recurrences import mamba2
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(DecoderConfig):
     """Reads transformers' `BambaConfig`.
 
-    The share of a head that is turned is a half, unless `rope_parameters` says otherwise.
+    The share of a head that is rotated is a half, unless `rope_parameters` says otherwise.
+
+    Attributes:
+        recurrent: The layers of which `kv.states` has a state.
     """
 
+    model_type = "bamba"
+
+    recurrent: MambaSpec
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        config = without(config, "partial_rotary_factor")
-        with Fields(config, "bamba") as fields:
-            num_layers = fields.integer("num_hidden_layers")
-            attending = fields.get("attn_layer_indices", None) or []
-            if not isinstance(attending, list):
-                text = f"attn_layer_indices must be a list, not {attending!r}"
-                fields.note(WrongField(text), attn_layer_indices=None)
-                attending = []
-            mamba = read_mamba(fields)
-            head_dim = read_head_dim(fields)
-            longest = fields.integer("max_position_embeddings", 262_144)
-            return cls._from_fields(
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config without a share that transformers passes over."""
+        return without(config, "partial_rotary_factor")
+
+    @classmethod
+    def read(cls, fields: Fields) -> BambaConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        attending = fields.get("attn_layer_indices", None) or []
+        if not isinstance(attending, list):
+            text = f"attn_layer_indices must be a list, not {attending!r}"
+            fields.note(WrongField(text), attn_layer_indices=None)
+            attending = []
+        mamba = read_mamba(fields)
+        states = tuple(None if index in attending else mamba.state for index in range(num_layers))
+        head_dim = read_head_dim(fields)
+        longest = fields.integer("max_position_embeddings", 262_144)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                states=tuple(
-                    None if index in attending else mamba.state for index in range(num_layers)
-                ),
-                attention_bias=fields.flag("attention_bias", False),
                 rope=fields.rope(head_dim, longest, partial=0.5),
                 epsilon=("rms_norm_eps", 1e-5),
-                mlp_bias=fields.flag("mlp_bias", False),
-                form=FORM,
-                names=NAMES,
-                mlp_names=MLP_NAMES,
-                recurrent=mamba,
-            )
+                kv={"states": states},
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+            recurrent=mamba,
+        )
+
+
+class Bamba(Llama, config=BambaConfig):
+    """Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, attention in the others."""
+
+    names = ModuleNames(norm="final_layernorm")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer, with Mamba 2 in the place of attention where it keeps a state."""
+        has_state = config.kv.state_of(index) is not None
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=mamba2(config, config.recurrent, index, at / "mamba")
+            if has_state
+            else cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=rms_norm(config, at / "pre_ff_layernorm"),
+            mlp=gated_mlp(config, at / "feed_forward"),
+        )

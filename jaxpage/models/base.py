@@ -164,7 +164,7 @@ def run_layers(
     hidden_TD: jax.Array,
     pages: Pages,
     context: ForwardContext,
-    places: Sequence[int] | None = None,
+    places: Sequence[int | tuple[int, ...]] | None = None,
 ) -> Hidden:
     """Runs layers and a final norm, and returns what `Model.__call__` returns.
 
@@ -174,13 +174,20 @@ def run_layers(
         hidden_TD: The input of the first layer.
         pages: The pages of all layers that keep something.
         context: The context.
-        places: For each layer, the place of its pages, which layers may share; None if each has its
-            own.
+        places: For each layer, the place of its pages, which layers may share. A layer with several
+            places takes and returns the pages of all of them as a tuple; those without any have an
+            empty one. None if each layer has one place of its own.
     """
     entering = [hidden_TD]
     new_pages = list(pages)
     for layer, place in zip(layers, places or range(len(pages)), strict=True):
-        hidden_TD, new_pages[place] = layer(hidden_TD, new_pages[place], context)
+        if isinstance(place, int):
+            hidden_TD, new_pages[place] = layer(hidden_TD, new_pages[place], context)
+        else:
+            of_layer: Any = tuple(new_pages[each] for each in place)
+            hidden_TD, of_layer = layer(hidden_TD, of_layer, context)
+            for each, layer_pages in zip(place, of_layer, strict=True):
+                new_pages[each] = layer_pages
         entering.append(hidden_TD)
     output_TD = hidden_TD if norm is None else norm(hidden_TD)
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)

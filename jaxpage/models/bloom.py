@@ -1,70 +1,178 @@
-"""BLOOM and BLOOMZ (BigScience, 2022) have ALiBi in place of positions, and LayerNorm."""
+"""BLOOM (BigScience, 2022) and MPT (MosaicML, 2023) have ALiBi in place of positions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 
-from jaxpage.models.alibi import alibi_sizes
-from jaxpage.models.block_form import BlockForm
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.falcon import NAMES
+from jaxpage.layers.attention import Scores
+from jaxpage.layers.norms import LayerNorm
+from jaxpage.models.alibi import alibi_slopes, read_without_positions
+from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+# The fields of `attn_config` that are read or refused.
+ATTENTION = (
+    *("attn_type", "clip_qkv", "softmax_scale", "prefix_lm", "qk_ln", "alibi", "alibi_bias_max"),
+    *("attn_uses_sequence_id", "rope", "kv_n_heads", "sliding_window_size"),
+)
 
-prefix = "transformer."
-ignored: tuple[str, ...] = ()
-ALIASES = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 
-
-class Spec(RotaryDecoderSpec):
+class BloomConfig(DecoderConfig):
     """Reads transformers' `BloomConfig`.
 
     `pretraining_tp` and `slow_but_exact` are about the order of sums.
     """
 
+    model_type = "bloom"
+    aliases = {
+        "hidden_size": "n_embed",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "bloom", {**ALIASES, "hidden_size": "n_embed"}) as fields:
-            if fields.flag("apply_residual_connection_post_layernorm", False):
-                text = "apply_residual_connection_post_layernorm = true is not supported"
-                error = RefusedField(text)
-                fields.note(error, apply_residual_connection_post_layernorm=False)
-            return cls._from_fields(
-                fields,
-                **alibi_sizes(fields, fields.integer("seq_length", 2048)),
-                attention_bias=True,
-                mlp_bias=True,
-                plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation="gelu_new",
-                form=BlockForm(kind="layer"),
-                name="transformer",
-                names=NAMES,
-                tied=True,
-            )
-
-
-class Model(RotaryDecoder):
-    """Computes a BLOOM model, which has a norm after the token table; see `models.base.Model`."""
-
-    def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
-        super().__init__(spec, dtype=dtype)
-        self.tokens_norm = spec.form.norm(
-            spec.hidden_size,
-            name=f"{spec.name}.word_embeddings_layernorm",
-            epsilon=spec.norm_epsilon,
-            dtype=dtype,
+    def read(cls, fields: Fields) -> BloomConfig:
+        """Returns what the fields say."""
+        if fields.flag("apply_residual_connection_post_layernorm", False):
+            text = "apply_residual_connection_post_layernorm = true is not supported"
+            fields.note(RefusedField(text), apply_residual_connection_post_layernorm=False)
+        longest = fields.integer("seq_length", 2048)
+        return cls(
+            **read_without_positions(fields, longest, activation="gelu_new"),
+            attention_bias=True,
+            mlp_bias=True,
+            name="transformer",
         )
 
-    def embed(
-        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
-    ) -> Float[Array, "T D"]:
+
+class Bloom(Decoder, config=BloomConfig):
+    """BLOOM and BLOOMZ (BigScience, 2022) have ALiBi in place of positions, and LayerNorm.
+
+    One of the norms follows the token table.
+    """
+
+    prefix = "transformer."
+    ignored = ()
+    names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+
+    def __init__(self, config: BloomConfig, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        at = Scope(config.name, dtype)
+        self.tokens_norm = layer_norm(config, at / "word_embeddings_layernorm")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=grouped_query_attention(
+                config,
+                index,
+                at / "self_attention",
+                names=AttentionNames(output="dense", fused="query_key_value"),
+                scores=Scores(alibi_slopes=alibi_slopes(config.num_query_heads)),
+            ),
+            mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
+            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer."""
         return self.tokens_norm(super().embed(token_ids_T, positions_T))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MptConfig(DecoderConfig):
+    """Reads transformers' `MptConfig`.
+
+    Dropouts and `embedding_fraction` are for training. What MosaicML's own code has and
+    transformers' has not, such as logits with a scale, is refused.
+
+    Attributes:
+        attention_scale: The factor of scores; None for `head_dim ** -0.5`.
+        clip_qkv: See `Attention`.
+    """
+
+    model_type = "mpt"
+    aliases = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    }
+
+    attention_scale: float | None
+    clip_qkv: float | None
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the fields of `attn_config` next to its own."""
+        stated = config.get("attn_config")
+        attention = stated if isinstance(stated, dict) else {}
+        return {**config, **{name: attention[name] for name in ATTENTION if name in attention}}
+
+    @classmethod
+    def read(cls, fields: Fields) -> MptConfig:
+        """Returns what the fields say."""
+        if not isinstance(attention := fields.get("attn_config", None), dict | None):
+            error = WrongField(f"attn_config must be an object or null, not {attention!r}")
+            fields.note(error, attn_config=None)
+        fields.only(attn_type="multihead_attention", alibi=True, alibi_bias_max=8)
+        fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
+        fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
+        fields.only(expansion_ratio=4, no_bias=True, logit_scale=None)
+        longest = fields.integer("max_seq_len", 2048)
+        return cls(
+            **read_without_positions(fields, longest, activation="gelu"),
+            attention_scale=fields.optional_number("softmax_scale", None),
+            clip_qkv=fields.optional_number("clip_qkv", None),
+            name="transformer",
+        )
+
+
+class Mpt(Decoder, config=MptConfig):
+    """MPT (MosaicML, 2023) has ALiBi in place of positions, and LayerNorm without biases."""
+
+    prefix = "transformer."
+    ignored = ()
+    names = ModuleNames(tokens="wte", layers="blocks", norm="norm_f")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        slopes = alibi_slopes(config.num_query_heads)
+        return Block(
+            attention_norm=cls.make_norm(config, at / "norm_1"),
+            attention=grouped_query_attention(
+                config,
+                index,
+                at / "attn",
+                names=AttentionNames(output="out_proj", fused="Wqkv", in_groups=False),
+                scores=Scores(scale=config.attention_scale, alibi_slopes=slopes),
+                clip_qkv=config.clip_qkv,
+            ),
+            mlp_norm=cls.make_norm(config, at / "norm_2"),
+            mlp=plain_mlp(config, at / "ffn", "up_proj", "down_proj"),
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at, bias=False)

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.attention import Attention, HeadNorms
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Part, linear
@@ -25,7 +26,12 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafter import output_alone
-from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, make_attention, make_mlp
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,10 @@ class EagleSpec:
     """Holds what both kinds have in common.
 
     Attributes:
-        decoder: The sizes of its layers. `vocab_size` is the target's.
+        decoder: The config of its layers. `vocab_size` is the target's.
+        input_bias: True if the products for queries, keys and values have biases.
+        output_bias: True if the product for the output of attention has a bias.
+        has_head_norms: True if queries and keys have norms.
         table_rows: The rows of its head: V, or the number of tokens that a head with a vocabulary
             of its own knows.
         token_map: True if the rows of the head are those of a token map, not of the ids.
@@ -43,8 +52,11 @@ class EagleSpec:
         aux_layers: See `models.drafter.Drafter`; only EAGLE-3 has any.
     """
 
-    decoder: RotaryDecoderSpec
+    decoder: DecoderConfig
     table_rows: int
+    input_bias: bool = False
+    output_bias: bool = False
+    has_head_norms: bool = False
     token_map: bool = False
     fc_bias: bool = False
     own_tokens: bool = False
@@ -133,12 +145,8 @@ class Eagle(_Eagle):
 
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, 2 * spec.decoder.hidden_size, dtype=dtype)
-        self.layers = nnx.List(
-            DecoderLayer(
-                spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype
-            )
-            for index in range(spec.decoder.kv.num_layers)
-        )
+        self.layers = nnx.List(_make_layers(spec, 0, dtype))
+        self.layers[0].attention_norm = None
 
     def __call__(
         self,
@@ -151,6 +159,38 @@ class Eagle(_Eagle):
         both = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
         output_TD, pages, _ = run_layers(self.layers, None, self.fc(both), pages, context)
         return output_TD, pages
+
+
+def _make_attention(
+    spec: EagleSpec, index: int, at: Scope, input_width: int | None = None
+) -> Attention:
+    decoder = spec.decoder
+    return grouped_query_attention(
+        decoder,
+        index,
+        at,
+        input_bias=spec.input_bias,
+        output_bias=spec.output_bias,
+        norms=norms_of_heads(decoder, at, rms_norm) if spec.has_head_norms else HeadNorms(),
+        input_width=input_width,
+    )
+
+
+def _make_layers(spec: EagleSpec, first: int, dtype: DTypeLike) -> list[Block]:
+    """Returns the layers from this number on."""
+    return [
+        _make_block(spec, index, Scope(f"layers.{index}", dtype))
+        for index in range(first, spec.decoder.kv.num_layers)
+    ]
+
+
+def _make_block(spec: EagleSpec, index: int, at: Scope) -> Block:
+    return Block(
+        attention_norm=rms_norm(spec.decoder, at / "input_layernorm"),
+        attention=_make_attention(spec, index, at / "self_attn"),
+        mlp_norm=rms_norm(spec.decoder, at / "post_attention_layernorm"),
+        mlp=gated_mlp(spec.decoder, at / "mlp"),
+    )
 
 
 class FusionLayer(nnx.Module):
@@ -172,11 +212,11 @@ class FusionLayer(nnx.Module):
 
         self.embedding_norm = norm("input_layernorm")
         self.feature_norm = norm("hidden_norm")
-        self.attention = make_attention(
-            decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.hidden_size, dtype=dtype
+        self.attention = _make_attention(
+            spec, 0, Scope(f"{name}.self_attn", dtype), input_width=2 * decoder.hidden_size
         )
         self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp = make_mlp(decoder, name=f"{name}.mlp", dtype=dtype)
+        self.mlp = gated_mlp(decoder, Scope(f"{name}.mlp", dtype))
         self.norm_before_residual = spec.norm_before_residual
 
     def __call__(
@@ -216,10 +256,7 @@ class Eagle3(_Eagle):
         ]
         self.state_norms = nnx.List(each) if spec.norm_each else None
         self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
-        self.layers = nnx.List(
-            DecoderLayer(decoder, index, name=f"layers.{index}", dtype=dtype)
-            for index in range(1, decoder.kv.num_layers)
-        )
+        self.layers = nnx.List(_make_layers(spec, 1, dtype))
         self.norm = norm(decoder.hidden_size, name="norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:

@@ -6,62 +6,73 @@ RefinedWeb (RW) have ALiBi in place of the rotation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
+from jaxpage.layers.attention import Scores
+from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.alibi import alibi_slopes
-from jaxpage.models.block_form import BlockForm
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.decoder_names import DecoderNames
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-prefix = "transformer."
-NAMES = DecoderNames(
-    tokens="word_embeddings",
-    layers="h",
-    norm="ln_f",
-    attention="self_attention",
-    fused="query_key_value",
-    output="dense",
-)
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `FalconConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class FalconConfig(DecoderConfig):
+    """Reads transformers' `FalconConfig`.
+
+    Attributes:
+        alibi_slopes: The slopes of ALiBi; None in a model that rotates.
+        parallel: True if both halves of a layer take its input.
+        num_norms: The number of norms of a layer: one, or one for each half.
+    """
+
+    model_type = "falcon"
+    aliases = {"hidden_size": "n_embed"}
+
+    alibi_slopes: tuple[float, ...] | None
+    parallel: bool
+    num_norms: int
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
-            num_heads = fields.integer("num_attention_heads")
-            width = fields.integer("hidden_size")
-            head_dim = fields.divide("hidden_size", "num_attention_heads")
-            longest = fields.integer("max_position_embeddings", 2048)
-            has_alibi = fields.flag("alibi", False)
-            bias = fields.flag("bias", False)
-            return cls._from_fields(
-                fields,
-                num_kv_heads=_kv_heads(fields, num_heads),
-                head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=(NO_ROTATION, longest) if has_alibi else None,
-                alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
-                feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
-                attention_bias=bias,
-                mlp_bias=bias,
-                plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation=("activation", "gelu"),
-                form=_form(fields),
-                name="transformer",
-                names=NAMES,
-                tied=True,
-            )
+    def read(cls, fields: Fields) -> FalconConfig:
+        """Returns what the fields say."""
+        num_heads = fields.integer("num_attention_heads")
+        width = fields.integer("hidden_size")
+        head_dim = fields.divide("hidden_size", "num_attention_heads")
+        longest = fields.integer("max_position_embeddings", 2048)
+        has_alibi = fields.flag("alibi", False)
+        bias = fields.flag("bias", False)
+        common = read_common(
+            fields,
+            num_kv_heads=_kv_heads(fields, num_heads),
+            head_dim=head_dim,
+            max_position_embeddings=longest,
+            rope=(NO_ROTATION, longest) if has_alibi else None,
+            intermediate_size=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
+            epsilon=("layer_norm_epsilon", 1e-5),
+            activation=("activation", "gelu"),
+            tied=True,
+        )
+        parallel, num_norms = _order(fields)
+        return cls(
+            **common,
+            attention_bias=bias,
+            mlp_bias=bias,
+            name="transformer",
+            alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
+            parallel=parallel,
+            num_norms=num_norms,
+        )
 
 
 def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
@@ -83,8 +94,8 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
     return count
 
 
-def _form(fields: Fields) -> BlockForm:
-    """Returns the norms of a layer, and the order of its halves."""
+def _order(fields: Fields) -> tuple[bool, int]:
+    """Returns whether the halves of a layer are parallel, and how many norms it has."""
     new = fields.flag("new_decoder_architecture", False)
     parallel = fields.flag("parallel_attn", True)
     if new and not parallel:
@@ -92,10 +103,42 @@ def _form(fields: Fields) -> BlockForm:
         fields.note(RefusedField(text), parallel_attn=True)
         parallel = True
     if not parallel:
-        return BlockForm(kind="layer")
+        return False, 2
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
         text = f"num_ln_in_parallel_attn = {count} is not supported for this form"
         fields.note(RefusedField(text), num_ln_in_parallel_attn=None)
-    before, before_mlp = ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm", None)
-    return BlockForm(norms=(before, None, before_mlp, None), kind="layer", parallel=True)
+    return True, count
+
+
+class Falcon(Decoder, config=FalconConfig):
+    """Falcon computes both halves of a layer in parallel (Almazrouei et al., 2023)."""
+
+    prefix = "transformer."
+    names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        has_two = config.num_norms == 2
+        first, second = "input_layernorm", "post_attention_layernorm"
+        if config.parallel and has_two:
+            first, second = "ln_attn", "ln_mlp"
+        return Block(
+            attention_norm=layer_norm(config, at / first),
+            attention=grouped_query_attention(
+                config,
+                index,
+                at / "self_attention",
+                names=AttentionNames(output="dense", fused="query_key_value"),
+                scores=Scores(alibi_slopes=config.alibi_slopes),
+            ),
+            mlp_norm=layer_norm(config, at / second) if has_two else None,
+            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            parallel=config.parallel,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxpage.errors import CheckpointError
@@ -259,6 +260,7 @@ class Fields(ConfigFields):
         partial: float | None = None,
         aliases: Mapping[str, str] | None = None,
         original: int | None = None,
+        interleaved: bool = False,
     ) -> tuple[Rope, int]:
         """Returns the rotary embedding and the number of positions for which it holds.
 
@@ -273,9 +275,11 @@ class Fields(ConfigFields):
             aliases: Other names of rope types in this family.
             original: The default of `original_max_position_embeddings` at the top of the file, in a
                 family whose config class has that field.
+            interleaved: See `Rope`.
         """
         parameters = self.rope_parameters(max_position_embeddings, theta, original)
-        return self.rope_of(parameters, head_dim, max_position_embeddings, partial, aliases)
+        rope, reach = self.rope_of(parameters, head_dim, max_position_embeddings, partial, aliases)
+        return replace(rope, interleaved=interleaved), reach
 
     def ropes_by_type(
         self,

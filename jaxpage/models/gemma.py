@@ -1,61 +1,44 @@
-"""Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU.
+"""Gemma 1 to 3, text (Gemma Team, Google, 2024 and 2025), and VaultGemma.
 
-The scale of its norms is stored less 1.
+Norms store their scales less 1, and embeddings grow by the root of their width. Gemma 2 adds norms
+after both halves, windows, and soft caps of scores and logits; Gemma 3 has norms of queries and
+keys in place of the caps. VaultGemma was trained with differential privacy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from jaxpage.models.block_form import BlockForm
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.layers.attention import HeadNorms, Scores
+from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-FORM = BlockForm(kind="rms+1")
 ACTIVATION = "gelu_pytorch_tanh"
+THETA = {
+    "full_attention": ("rope_theta", 1_000_000.0),
+    "sliding_attention": ("rope_local_base_freq", 10_000.0),
+}
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `GemmaConfig`.
-
-    In `hidden_act`, "gelu" is a legacy value that means the tanh approximation.
-    """
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        if config.get("hidden_act") == "gelu":
-            config = {**config, "hidden_act": ACTIVATION}
-        with Fields(config, "gemma") as fields:
-            used = fields.get("hidden_act", ACTIVATION)
-            other = fields.get("hidden_activation", None)
-            if other not in (None, used):
-                text = f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, which is used"
-                fields.note(RefusedField(text), hidden_activation=None)
-            refuse_bidirectional(fields)
-            return cls._from_fields(
-                fields,
-                num_kv_heads=key_value_heads(fields, 16),
-                head_dim=fields.integer("head_dim", 256),
-                max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-                attention_bias=fields.flag("attention_bias", False),
-                activation=("hidden_act", ACTIVATION),
-                embedding_scale=math.sqrt(fields.integer("hidden_size")),
-                form=FORM,
-                tied=True,
-            )
+def gemma_norm(config: Any, at: Scope, **options: Any) -> RMSNorm:
+    """Returns a norm whose stored scale is less 1; the options are those of `rms_norm`."""
+    return rms_norm(config, at, offset=1.0, **options)
 
 
 def refuse_bidirectional(fields: Fields) -> None:
@@ -63,3 +46,197 @@ def refuse_bidirectional(fields: Fields) -> None:
     if fields.get("use_bidirectional_attention", None):
         text = "use_bidirectional_attention (attention to later tokens) is not supported"
         fields.note(RefusedField(text), use_bidirectional_attention=None)
+
+
+class GemmaConfig(DecoderConfig):
+    """Reads transformers' `GemmaConfig`.
+
+    In `hidden_act`, "gelu" is a legacy value that means the tanh approximation.
+    """
+
+    model_type = "gemma"
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the activation that it means."""
+        is_legacy = config.get("hidden_act") == "gelu"
+        return {**config, "hidden_act": ACTIVATION} if is_legacy else config
+
+    @classmethod
+    def read(cls, fields: Fields) -> GemmaConfig:
+        """Returns what the fields say."""
+        used = fields.get("hidden_act", ACTIVATION)
+        other = fields.get("hidden_activation", None)
+        if other not in (None, used):
+            text = f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, which is used"
+            fields.note(RefusedField(text), hidden_activation=None)
+        refuse_bidirectional(fields)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 16),
+                head_dim=fields.integer("head_dim", 256),
+                max_position_embeddings=fields.integer("max_position_embeddings", 8192),
+                activation=("hidden_act", ACTIVATION),
+                tied=True,
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+        )
+
+
+class Gemma(Llama, config=GemmaConfig):
+    """Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU."""
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
+        """Returns a norm of hidden states."""
+        return gemma_norm(config, at)
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer."""
+        return super().embed(token_ids_T, positions_T) * math.sqrt(self.config.hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Config(DecoderConfig):
+    """Reads transformers' `Gemma2Config`.
+
+    Attributes:
+        scores: The scale of scores, and their soft cap.
+        logit_softcap: The soft cap of logits; None for none.
+    """
+
+    model_type = "gemma2"
+    default_softcaps: ClassVar[tuple[float | None, float | None]] = (50.0, 30.0)
+
+    scores: Scores
+    logit_softcap: float | None
+
+    @classmethod
+    def read(cls, fields: Fields) -> Gemma2Config:
+        """Returns what the fields say."""
+        types = layer_types(fields, 2)
+        window = fields.optional_integer("sliding_window", 4096)
+        return cls.read_gemma(
+            fields,
+            max_position_embeddings=fields.integer("max_position_embeddings", 8192),
+            sliding_windows=windows_of(fields, types, window),
+        )
+
+    @classmethod
+    def read_gemma(cls, fields: Fields, **options: Any) -> Gemma2Config:
+        """Returns what the fields say that Gemma 2 and 3 have in common.
+
+        Args:
+            fields: The fields of the config.
+            **options: Further arguments of `read_common`.
+        """
+        refuse_bidirectional(fields)
+        score_cap, logit_cap = cls.default_softcaps
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 4),
+                head_dim=fields.integer("head_dim", 256),
+                activation=("hidden_activation", ACTIVATION),
+                tied=True,
+                **options,
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            scores=Scores(
+                scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+                logit_softcap=fields.optional_number("attn_logit_softcapping", score_cap),
+            ),
+            logit_softcap=fields.optional_number("final_logit_softcapping", logit_cap),
+        )
+
+
+class Gemma2(Gemma, config=Gemma2Config):
+    """Gemma 2 (Gemma Team, 2024) has windows in every second layer, and four norms in a layer."""
+
+    OVERFLOWS_FLOAT16 = True
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=gemma_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            post_attention_norm=gemma_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=gemma_norm(config, at / "pre_feedforward_layernorm"),
+            mlp=gated_mlp(config, at / "mlp"),
+            post_mlp_norm=gemma_norm(config, at / "post_feedforward_layernorm"),
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = cls.make_head_norms(config, at)
+        return grouped_query_attention(config, index, at, scores=config.scores, norms=norms)
+
+    @classmethod
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, of which Gemma 2 has none."""
+        return HeadNorms()
+
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
+        """Returns the logits in float32."""
+        logits_BV = super().logits(hidden_BD)
+        cap = self.config.logit_softcap
+        return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+
+
+class VaultGemmaConfig(Gemma2Config):
+    """Reads transformers' `VaultGemmaConfig`."""
+
+    model_type = "vaultgemma"
+
+
+class VaultGemma(Gemma2, config=VaultGemmaConfig):
+    """VaultGemma (Google, 2025) is Gemma 2 with two norms in a layer."""
+
+    OVERFLOWS_FLOAT16 = False
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=gemma_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=gemma_norm(config, at / "pre_feedforward_layernorm"),
+            mlp=gated_mlp(config, at / "mlp"),
+        )
+
+
+class Gemma3Config(Gemma2Config):
+    """Reads transformers' `Gemma3TextConfig`."""
+
+    model_type = "gemma3_text"
+    default_softcaps = (None, None)
+
+    @classmethod
+    def read(cls, fields: Fields) -> Gemma2Config:
+        """Returns what the fields say."""
+        if fields.get("attn_logit_softcapping", None) is not None:
+            text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+            fields.note(RefusedField(text), attn_logit_softcapping=None)
+        types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
+        window = fields.optional_integer("sliding_window", 4096)
+        longest = fields.integer("max_position_embeddings", 131_072)
+        ropes, reach = fields.ropes_by_type(fields.integer("head_dim", 256), longest, THETA)
+        config = cls.read_gemma(
+            fields,
+            max_position_embeddings=reach,
+            sliding_windows=windows_of(fields, types, window),
+            rope=(ropes["full_attention"], reach),
+        )
+        return replace(config, rope_by_layer=tuple(ropes[kind] for kind in types))
+
+
+class Gemma3(Gemma2, config=Gemma3Config):
+    """Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys."""
+
+    @classmethod
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys."""
+        return norms_of_heads(config, at, gemma_norm)

@@ -11,10 +11,7 @@ Gemma 4, and a product of low rank next to attention (LAuReL; Menghani et al., 2
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -28,105 +25,114 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import mean
+from jaxpage.layers.norms import RMSNorm, mean
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.gemma import ACTIVATION
+from jaxpage.models.gemma import ACTIVATION, Gemma2
 from jaxpage.models.gemma4_layer import (
     FULL,
     SLIDING,
     GatedInput,
-    Gemma4Spec,
+    Gemma4LayersConfig,
+    InputsForm,
+    LayerForm,
     PerLayerInputs,
+    cache_of_types,
     find_shared_layers,
-    make_attention,
-    make_norm,
-    make_product,
+    gemma4_attention,
+    undivided,
 )
 from jaxpage.models.layer_windows import layer_types
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    make_mlp,
-    prefix,
-)
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
-
-OVERFLOWS_FLOAT16 = True
 ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
 
 
+@dataclass(frozen=True)
+class StatesForm:
+    """Describes the hidden states, and what a layer adds to them.
+
+    Attributes:
+        count: The number of hidden states.
+        active: The number of the state that layers compute.
+        scales_active: True if the layer's own input is gated by the corrected state times a scale.
+        low_rank: The rank of the product next to attention.
+    """
+
+    count: int
+    active: int
+    scales_active: bool
+    low_rank: int
+
+    @classmethod
+    def read(cls, fields: Fields) -> StatesForm:
+        """Returns what the fields say."""
+        count = fields.integer("altup_num_inputs", 4)
+        active = fields.integer("altup_active_idx", 0, least=0)
+        if active >= count:
+            text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
+            fields.note(WrongField(text), altup_active_idx=0, altup_num_inputs=4)
+        return cls(
+            count,
+            active,
+            scales_active=fields.flag("altup_correct_scale", True),
+            low_rank=fields.integer("laurel_rank", 64),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Spec(Gemma4Spec):
+class Gemma3nConfig(Gemma4LayersConfig):
     """Reads transformers' `Gemma3nTextConfig`; the clip of AltUp is for training.
 
     Attributes:
-        inner_widths: The width of the feed-forward half of each layer.
-        sparsities: For each layer, the share of its gates that are cut off; 0 for none.
-        low_rank: The rank of the product next to attention.
-        num_states: The number of hidden states.
-        active: The place of the state that layers compute.
-        scales_active: True if the layer's own input is gated by the corrected state times a scale.
+        states: The hidden states.
     """
 
-    inner_widths: tuple[int, ...] = ()
-    sparsities: tuple[float, ...] = ()
-    low_rank: int = 0
-    num_states: int = 1
-    active: int = 0
-    scales_active: bool = True
+    model_type = "gemma3n_text"
+
+    states: StatesForm
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "gemma3n_text") as fields:
-            head_dim = fields.integer("head_dim", 256)
-            types = layer_types(fields, 5)
-            longest = fields.integer("max_position_embeddings", 32_768)
-            ropes, longest = fields.ropes_by_type(head_dim, longest, ROPES)
-            places = find_shared_layers(fields, types, 15)
-            widths = _inner_widths(fields, len(types))
-            spec = cls._from_fields(
+    def read(cls, fields: Fields) -> Gemma3nConfig:
+        """Returns what the fields say."""
+        head_dim = fields.integer("head_dim", 256)
+        types = layer_types(fields, 5)
+        longest = fields.integer("max_position_embeddings", 32_768)
+        ropes, longest = fields.ropes_by_type(head_dim, longest, ROPES)
+        places = find_shared_layers(fields, types, 15)
+        widths = _inner_widths(fields, len(types))
+        sparsities = _sparsities(fields, len(types))
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                attention_bias=fields.flag("attention_bias", False),
                 rope=(ropes[FULL], longest),
-                rope_by_layer=tuple(ropes[kind] for kind in types),
                 activation=("hidden_activation", ACTIVATION),
-                feed_forward_width=max(widths),
+                intermediate_size=max(widths),
                 tied=True,
-                attention_scale=1.0,
-                embedding_scale=math.sqrt(fields.integer("hidden_size")),
-                logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
-                layer_types=types,
-                places=places,
-                input_width=fields.integer("hidden_size_per_layer_input", 256),
-                input_vocab_size=fields.integer("vocab_size_per_layer_input", 262_144),
-                inner_widths=widths,
-                sparsities=_sparsities(fields, len(types)),
-                low_rank=fields.integer("laurel_rank", 64),
-                scales_active=fields.flag("altup_correct_scale", True),
-                **_states(fields),
-            )
-            window = fields.integer("sliding_window", 512)
-            windows = tuple(window if kind == SLIDING else None for kind in types)
-            num_with_pages = 1 + max(places)
-            kv = KVSpec(
-                num_with_pages,
-                spec.kv.num_kv_heads,
-                head_dim,
-                windows[:num_with_pages],
-                decoder_layers=len(types),
-            )
-            return dataclasses.replace(spec, kv=kv)
+                kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            layer_forms=tuple(
+                LayerForm(place, width, sparsity=sparsity)
+                for place, width, sparsity in zip(places, widths, sparsities, strict=True)
+            ),
+            inputs=InputsForm(
+                fields.integer("hidden_size_per_layer_input", 256),
+                fields.integer("vocab_size_per_layer_input", 262_144),
+            ),
+            logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
+            states=StatesForm.read(fields),
+        )
 
 
 def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -157,16 +163,6 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     return tuple(map(float, shares))
 
 
-def _states(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of the spec about the hidden states."""
-    count = fields.integer("altup_num_inputs", 4)
-    active = fields.integer("altup_active_idx", 0, least=0)
-    if active >= count:
-        text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
-        fields.note(WrongField(text), altup_active_idx=0, altup_num_inputs=4)
-    return {"num_states": count, "active": active}
-
-
 class SparseMLP(nnx.Module):
     """Computes `down(activation(sparse(gate(x))) * up(x))`, where most gates become 0.
 
@@ -175,14 +171,13 @@ class SparseMLP(nnx.Module):
     is not divided.
     """
 
-    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        inner = spec.inner_widths[layer_index]
-        width = spec.hidden_size
-        self.gate = make_product(width, inner, f"{name}.gate_proj", dtype)
-        self.up = make_product(width, inner, f"{name}.up_proj", dtype)
-        self.down = make_product(inner, width, f"{name}.down_proj", dtype)
-        self.deviations = NormalDist().inv_cdf(spec.sparsities[layer_index])
-        self.activation = spec.activation
+    def __init__(self, config: Gemma3nConfig, form: LayerForm, at: Scope):
+        width, inner = config.hidden_size, form.intermediate_size
+        self.gate = undivided(width, at, "gate_proj", inner)
+        self.up = undivided(width, at, "up_proj", inner)
+        self.down = undivided(inner, at, "down_proj", width)
+        self.deviations = NormalDist().inv_cdf(form.sparsity)
+        self.activation = config.activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
@@ -198,16 +193,15 @@ class SparseMLP(nnx.Module):
 class AltUp(nnx.Module):
     """Predicts all hidden states of a layer, and corrects them by its output."""
 
-    def __init__(self, spec: Spec, *, name: str, dtype: DTypeLike):
-        width = spec.hidden_size
-        count = spec.num_states
-        self.norm = make_norm(spec, f"{name}.router_norm", dtype)
-        self.router = make_product(width, count, f"{name}.modality_router", dtype)
-        self.prediction = make_product(count, count**2, f"{name}.prediction_coefs", dtype)
-        self.correction = make_product(count, count, f"{name}.correction_coefs", dtype)
-        scale = tensor(f"{name}.correct_output_scale", width)
-        self.scale = parameter((width,), axes=("embed",), dtype=dtype, sources=[scale])
-        self.active = spec.active
+    def __init__(self, config: Gemma3nConfig, at: Scope):
+        width, count = config.hidden_size, config.states.count
+        self.norm = rms_norm(config, at / "router_norm")
+        self.router = undivided(width, at, "modality_router", count)
+        self.prediction = undivided(count, at, "prediction_coefs", count**2)
+        self.correction = undivided(count, at, "correction_coefs", count)
+        scale = tensor((at / "correct_output_scale").name, width)
+        self.scale = parameter((width,), axes=("embed",), dtype=at.dtype, sources=[scale])
+        self.active = config.states.active
         self.input_scale = 1 / width
 
     def _modalities(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T U"]:
@@ -242,36 +236,26 @@ class AltUp(nnx.Module):
 class Gemma3nLayer(nnx.Module):
     """Computes the active state of a layer, and corrects the predictions of all."""
 
-    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        """Makes the layer.
-
-        Args:
-            spec: The spec of the model.
-            layer_index: The layer's place in its model.
-            name: The layer's name in the checkpoint.
-            dtype: The type of the parameters.
-        """
-        width = spec.hidden_size
-        self.altup = AltUp(spec, name=f"{name}.altup", dtype=dtype)
-        laurel = f"{name}.laurel"
-        self.low = make_product(width, spec.low_rank, f"{laurel}.linear_left", dtype)
-        self.high = make_product(spec.low_rank, width, f"{laurel}.linear_right", dtype)
-        self.behind_low_rank = make_norm(spec, f"{laurel}.post_laurel_norm", dtype)
-        self.attention_norm = make_norm(spec, f"{name}.input_layernorm", dtype)
-        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.post_attention_norm = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
-        self.mlp_norm = make_norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
-        inner = spec.inner_widths[layer_index]
+    def __init__(self, config: Gemma3nConfig, index: int, at: Scope):
+        width, rank, laurel = config.hidden_size, config.states.low_rank, at / "laurel"
+        form, inputs = config.layer_forms[index], config.inputs
+        assert inputs is not None
+        self.altup = AltUp(config, at / "altup")
+        self.low = undivided(width, laurel, "linear_left", rank)
+        self.high = undivided(rank, laurel, "linear_right", width)
+        self.behind_low_rank = rms_norm(config, laurel / "post_laurel_norm")
+        self.attention_norm = rms_norm(config, at / "input_layernorm")
+        self.attention = gemma4_attention(config, index, at / "self_attn")
+        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
         self.mlp = (
-            SparseMLP(spec, layer_index, name=f"{name}.mlp", dtype=dtype)
-            if spec.sparsities[layer_index]
-            else make_mlp(spec, name=f"{name}.mlp", inner_width=inner, dtype=dtype)
+            SparseMLP(config, form, at / "mlp")
+            if form.sparsity
+            else gated_mlp(config, at / "mlp", width=form.intermediate_size)
         )
-        self.post_mlp_norm = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
-        assert spec.input_width is not None
-        self.input = GatedInput(spec, spec.input_width, name=name, dtype=dtype)
-        self.active = spec.active
-        self.scales_active = spec.scales_active
+        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
+        self.input = GatedInput(config, inputs.width, at)
+        self.states = config.states
 
     def __call__(
         self,
@@ -283,56 +267,66 @@ class Gemma3nLayer(nnx.Module):
     ) -> tuple[Float[Array, "U T D"], LayerPages]:
         """Returns the states after the layer and its pages; `input_TI` is its own input."""
         predictions = self.altup.predict(state_UTD)
-        x_TD = predictions[self.active]
+        x_TD = predictions[self.states.active]
         normed_TD = self.attention_norm(x_TD)
         low_rank_TD = normed_TD + self.behind_low_rank(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))
         states = self.altup.correct(predictions, computed_TD)
-        gate_TD = states[self.active]
-        if self.scales_active:
+        gate_TD = states[self.states.active]
+        if self.states.scales_active:
             gate_TD = gate_TD * self.altup.scale[...][None]
         given_TD = self.input(gate_TD, input_TI)
         return jnp.stack([states[0], *(each + given_TD for each in states[1:])]), layer_pages
 
 
-class Model(RotaryDecoder):
-    """Computes Gemma 3n; see `models.base.Model`."""
+class Gemma3n(Gemma2, config=Gemma3nConfig):
+    """Gemma 3n, text (Google, 2025), keeps several hidden states, of which each layer computes one.
 
-    layer = Gemma3nLayer
+    Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
+    """
 
-    def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        super().__init__(spec, dtype=dtype)
+    def __init__(self, config: Gemma3nConfig, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        inputs, at = config.inputs, Scope(config.name, dtype)
+        assert inputs is not None
+        self.inputs = PerLayerInputs(config, inputs, at)
 
-        def products(name: str) -> list[Linear]:
-            width = spec.hidden_size
-            names = (f"{spec.name}.{name}.{place}" for place in range(spec.num_states - 1))
-            return [make_product(width, width, each, dtype) for each in names]
+        def projections(name: str) -> list[Linear]:
+            width, number = config.hidden_size, range(config.states.count - 1)
+            return [undivided(width, at / name, str(each), width) for each in number]
 
-        self.inputs = PerLayerInputs(spec, dtype=dtype)
-        self.input_vocab_size = spec.input_vocab_size
-        self.entering = nnx.List(products("altup_projections"))
-        self.leaving = nnx.List(products("altup_unembed_projections"))
-        self.places = spec.places
-        self.active = spec.active
+        self.entering = nnx.List(projections("altup_projections"))
+        self.leaving = nnx.List(projections("altup_unembed_projections"))
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
+        """Returns a norm of hidden states."""
+        return rms_norm(config, at)
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Gemma3nLayer(config, index, at)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states, which are the active ones."""
-        hidden_TD = self.tokens(token_ids_T) * self.embedding_scale
+        hidden_TD = self.embed(token_ids_T, context.positions_T)
         # Ids that stand for images and sound have no row of their own.
-        known_T = jnp.where(token_ids_T < self.input_vocab_size, token_ids_T, 0)
-        inputs_TLI = self.inputs(known_T, hidden_TD)
+        is_known_T = token_ids_T < self.config.inputs.vocab_size
+        inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)
         layers = [
             functools.partial(layer, input_TI=inputs_TLI[:, number])
             for number, layer in enumerate(self.layers)
         ]
         made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
-        out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, self.places)
-        return out_TD, pages, tuple(each_UTD[self.active] for each_UTD in aux)
+        places = self.config.layer_places
+        out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, places)
+        return out_TD, pages, tuple(each_UTD[self.config.states.active] for each_UTD in aux)
 
     def _leave(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
         """Returns the norm of the mean of all states, each with the size of the first one."""

@@ -1,4 +1,4 @@
-"""Gemma 4, text (Gemma Team, 2026), has wider heads in full layers, and layers that share pages.
+"""Gemma 4, text (Gemma Team, 2026), has wider heads in full layers; some layers share pages.
 
 The last layers of E2B and E4B have no keys and values: they read those of the last layer before
 them that has their type, in its pages. Each layer also takes an input of its own from the token
@@ -10,44 +10,45 @@ them that has their type, in its pages. Each layer also takes an input of its ow
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Routing
-from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.gemma import ACTIVATION
+from jaxpage.models.gemma import ACTIVATION, Gemma2
+from jaxpage.models.gemma4_experts import Gemma4Experts
 from jaxpage.models.gemma4_layer import (
     FULL,
     SLIDING,
-    Gemma4Layer,
-    Gemma4Spec,
+    GatedInput,
+    Gemma4LayersConfig,
+    InputsForm,
+    LayerForm,
     PerLayerInputs,
+    cache_of_types,
     find_shared_layers,
+    gemma4_attention,
 )
 from jaxpage.models.layer_windows import layer_types
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
 from jaxpage.models.proportional_rope import read_rope
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
 
-__all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
-
-OVERFLOWS_FLOAT16 = True
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
@@ -58,52 +59,72 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Spec(Gemma4Spec):
-    """Reads transformers' `Gemma4TextConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(Gemma4LayersConfig):
+    """Reads transformers' `Gemma4TextConfig`.
+
+    Attributes:
+        experts: The experts of each layer; None if there are none.
+    """
+
+    model_type = "gemma4_text"
+
+    experts: ExpertsSpec | None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
+    def from_config(cls, config: Mapping[str, Any]) -> Gemma4Config:
+        """Returns what a config.json says; `per_layer_config` is refused in other families."""
         config = dict(config)
         by_layer = config.pop("per_layer_config", None)
-        with Fields(config, "gemma4_text") as fields:
-            if fields.get("use_bidirectional_attention", None) not in (None, "vision"):
-                text = "use_bidirectional_attention (attention to later tokens) is not supported"
-                fields.note(RefusedField(text), use_bidirectional_attention=None)
-            types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
-            heads = _heads(fields, types, by_layer)
-            ropes, longest = _ropes(fields, heads)
-            places = find_shared_layers(fields, types, 0)
-            spec = cls._from_fields(
+        with Fields(config, cls.model_type) as fields:
+            return cls.read(fields, by_layer)
+
+    @classmethod
+    def read(cls, fields: Fields, by_layer: Any = None) -> Gemma4Config:
+        """Returns what the fields say; for `by_layer` see `_heads`."""
+        if fields.get("use_bidirectional_attention", None) not in (None, "vision"):
+            text = "use_bidirectional_attention (attention to later tokens) is not supported"
+            fields.note(RefusedField(text), use_bidirectional_attention=None)
+        types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
+        heads = _heads(fields, types, by_layer)
+        ropes, longest = _ropes(fields, heads)
+        places = find_shared_layers(fields, types, 0)
+        cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
+        kinds_with_pages = types[: cache["num_layers"]]
+        num_kv_heads, head_dim = heads[SLIDING]
+        return cls(
+            **read_common(
                 fields,
-                num_kv_heads=heads[SLIDING][0],
-                head_dim=heads[SLIDING][1],
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 max_position_embeddings=longest,
-                attention_bias=fields.flag("attention_bias", False),
                 rope=(ropes[FULL], longest),
-                rope_by_layer=tuple(ropes[kind] for kind in types),
                 activation=("hidden_activation", ACTIVATION),
                 tied=True,
-                attention_scale=1.0,
-                embedding_scale=math.sqrt(fields.integer("hidden_size")),
-                logit_softcap=fields.optional_number("final_logit_softcapping", None),
-                layer_types=types,
-                places=places,
-                keys_are_values=fields.flag("attention_k_eq_v", False),
-                wide_mlp=fields.flag("use_double_wide_mlp", False),
-                **_inputs(fields),
-                **_experts(fields),
-            )
-            window = fields.integer("sliding_window", 512)
-            types_with_pages = types[: 1 + max(places)]
-            kv = KVSpec(
-                len(types_with_pages),
-                *heads[SLIDING],
-                tuple(window if kind == SLIDING else None for kind in types_with_pages),
-                decoder_layers=len(types),
-                heads=tuple(heads[kind] for kind in types_with_pages),
-            )
-            return dataclasses.replace(spec, kv=kv)
+                kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            layer_forms=_layer_forms(fields, types, places),
+            inputs=_inputs(fields),
+            logit_softcap=fields.optional_number("final_logit_softcapping", None),
+            experts=_experts(fields),
+        )
+
+
+def _layer_forms(
+    fields: Fields, types: tuple[str, ...], places: tuple[int, ...]
+) -> tuple[LayerForm, ...]:
+    """Returns what differs from layer to layer; layers that share pages may have a wider half."""
+    width = fields.integer("intermediate_size")
+    wide = 2 * width if fields.flag("use_double_wide_mlp", False) else width
+    keys_are_values = fields.flag("attention_k_eq_v", False)
+    return tuple(
+        LayerForm(
+            place, width if place == index else wide, keys_are_values and types[index] == FULL
+        )
+        for index, place in enumerate(places)
+    )
 
 
 def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, tuple[int, int]]:
@@ -166,20 +187,20 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     return ropes, longest
 
 
-def _inputs(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of the spec about the layers' own inputs."""
+def _inputs(fields: Fields) -> InputsForm | None:
+    """Returns what the fields say of the inputs that layers have of their own."""
     width = fields.integer("hidden_size_per_layer_input", 256, least=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
         fields.note(WrongField(text), vocab_size_per_layer_input=size)
-    return {"input_width": width or None, "input_vocab_size": rows}
+    return InputsForm(width, rows) if width else None
 
 
-def _experts(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of the spec about experts."""
+def _experts(fields: Fields) -> ExpertsSpec | None:
+    """Returns what the fields say of experts."""
     if not fields.flag("enable_moe_block", False):
-        return {}
+        return None
     num_experts = fields.integer("num_experts")
     per_token = fields.integer("top_k_experts")
     if per_token > num_experts:
@@ -187,24 +208,72 @@ def _experts(fields: Fields) -> dict[str, Any]:
         fields.note(WrongField(text), top_k_experts=1, num_experts=num_experts)
         per_token = 1
     routing = Routing(num_experts=num_experts, per_token=per_token, normalized=True)
-    return {"experts": ExpertsSpec(routing, fields.integer("moe_intermediate_size"))}
+    return ExpertsSpec(routing, fields.integer("moe_intermediate_size"))
 
 
-class Model(RotaryDecoder):
-    """Computes Gemma 4; see `models.base.Model`."""
+class Gemma4Layer(nnx.Module):
+    """Computes attention, the feed-forward half with or without experts, and the layer's input."""
 
-    layer = Gemma4Layer
+    def __init__(self, config: Gemma4Config, index: int, at: Scope):
+        form = config.layer_forms[index]
+        self.attention_norm = rms_norm(config, at / "input_layernorm")
+        self.attention = gemma4_attention(config, index, at / "self_attn")
+        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
+        self.mlp = gated_mlp(config, at / "mlp", width=form.intermediate_size)
+        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
+        experts, inputs = config.experts, config.inputs
+        self.experts = None if experts is None else Gemma4Experts(config, experts, at)
+        self.input = None if inputs is None else GatedInput(config, inputs.width, at)
+        scalar = tensor((at / "layer_scalar").name, 1)
+        self.scale = parameter((1,), axes=(None,), dtype=at.dtype, sources=[scalar])
 
-    def __init__(self, spec: Gemma4Spec, *, dtype: DTypeLike):
-        super().__init__(spec, dtype=dtype)
-        self.inputs = None if spec.input_width is None else PerLayerInputs(spec, dtype=dtype)
-        self.places = spec.places
+    def __call__(
+        self,
+        x_TD: Float[Array, "T D"],
+        layer_pages: LayerPages,
+        context: ForwardContext,
+        *,
+        input_TI: Float[Array, "T I"] | None = None,
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages; `input_TI` is its input from the token."""
+        attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
+        added_TD = x_TD + self.post_attention_norm(attended_TD)
+        fed_TD = self.mlp(self.mlp_norm(added_TD))
+        if self.experts is not None:
+            fed_TD = self.experts(added_TD, fed_TD)
+        out_TD = added_TD + self.post_mlp_norm(fed_TD)
+        if self.input is not None and input_TI is not None:
+            out_TD = out_TD + self.input(out_TD, input_TI)
+        return out_TD * self.scale[...][None], layer_pages
+
+
+class Gemma4(Gemma2, config=Gemma4Config):
+    """Gemma 4, text (Gemma Team, 2026), has wider heads in full layers; some layers share pages.
+
+    Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
+    """
+
+    def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        inputs, at = config.inputs, Scope(config.name, dtype)
+        self.inputs = None if inputs is None else PerLayerInputs(config, inputs, at)
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
+        """Returns a norm of hidden states."""
+        return rms_norm(config, at)
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Gemma4Layer(config, index, at)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.tokens(token_ids_T) * self.embedding_scale
+        hidden_TD = self.embed(token_ids_T, context.positions_T)
         layers: list[Any] = list(self.layers)
         if self.inputs is not None:
             inputs_TLI = self.inputs(token_ids_T, hidden_TD)
@@ -212,4 +281,5 @@ class Model(RotaryDecoder):
                 functools.partial(layer, input_TI=inputs_TLI[:, number])
                 for number, layer in enumerate(layers)
             ]
-        return run_layers(layers, self.norm, hidden_TD, pages, context, self.places)
+        places = self.config.layer_places
+        return run_layers(layers, self.norm, hidden_TD, pages, context, places)

@@ -1,67 +1,89 @@
-"""Makes the layers of Gemma 4, and the inputs that each layer has of its own.
+"""Holds what the layers of Gemma 4 and of Gemma 3n have in common.
 
-Gemma 3n has some of these parts too.
+Some layers read the pages of another one, heads are wider in full layers, and each layer may have
+an input of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Attention
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts, ExpertsSpec
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import Axis, parameter, tensor
-from jaxpage.layers.routing import Router
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec, make_mlp
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.projection import projection
+from jaxpage.models.parts.scope import Scope
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma4Spec(RotaryDecoderSpec):
-    """Holds what a config says of Gemma 4.
+@dataclass(frozen=True)
+class LayerForm:
+    """Says what differs from layer to layer.
 
     Attributes:
-        layer_types: The type of each layer.
-        places: For each layer, the place of the layer whose pages it reads; its own if it writes
-            them.
-        keys_are_values: True if full layers have no product for values: they take the keys before
-            their norm.
-        wide_mlp: True if layers that share pages have a feed-forward half of twice the width.
-        input_width: The width of the layers' own inputs; None if they have none.
-        input_vocab_size: The rows of the table for these inputs.
+        place: The number of the layer whose pages it reads; its own if it writes them.
+        intermediate_size: The width of its feed-forward half.
+        keys_are_values: True if it has no projection to values, which are the keys before their
+            norm.
+        sparsity: The share of its gates that are cut off; 0 for none.
     """
 
-    layer_types: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
+    place: int
+    intermediate_size: int
     keys_are_values: bool = False
-    wide_mlp: bool = False
-    input_width: int | None = None
-    input_vocab_size: int = 0
+    sparsity: float = 0.0
+
+
+@dataclass(frozen=True)
+class InputsForm:
+    """Describes the inputs that layers have of their own.
+
+    Attributes:
+        width: The width of an input.
+        vocab_size: The number of rows of their table.
+    """
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4LayersConfig(DecoderConfig):
+    """Holds what the configs of Gemma 4 and of Gemma 3n say.
+
+    Attributes:
+        layer_forms: What differs from layer to layer.
+        inputs: The inputs that layers have of their own; None if they have none.
+        logit_softcap: The soft cap of logits; None for none.
+    """
+
+    layer_forms: tuple[LayerForm, ...]
+    inputs: InputsForm | None
+    logit_softcap: float | None
 
     @property
-    def num_layers(self) -> int:
-        """Returns the number of layers, of which `kv` has those that write pages."""
-        return len(self.places)
+    def layer_places(self) -> Sequence[int]:
+        """Returns for each layer the place of its pages; see `run_layers`."""
+        return [form.place for form in self.layer_forms]
 
     @property
     def idle_tensors(self) -> tuple[str, ...]:
         """Returns globs over tensors of layers that share pages; published files have them."""
         return tuple(
             f"*layers.{layer}.self_attn.{part}.*"
-            for layer, place in enumerate(self.places)
+            for layer, place in enumerate(self.layer_places)
             if place != layer
             for part in ("k_proj", "v_proj", "k_norm", "v_norm")
         )
@@ -85,40 +107,46 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
     return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))
 
 
-def make_norm(
-    spec: Gemma4Spec, name: str | None, dtype: DTypeLike, width: int | None = None
-) -> RMSNorm:
-    """Returns a norm over the hidden state, or over a head of this width."""
-    axis = "embed" if width is None else None
-    return RMSNorm(
-        width or spec.hidden_size, name=name, epsilon=spec.norm_epsilon, axis=axis, dtype=dtype
-    )
+def cache_of_types(types: Sequence[str], places: Sequence[int], window: int) -> dict[str, Any]:
+    """Returns the fields of `KVSpec` for a cache whose last layers are read by others.
+
+    Args:
+        types: The type of each layer.
+        places: For each layer, the place of the layer whose pages it reads.
+        window: The window of layers that slide.
+    """
+    types_with_pages = types[: 1 + max(places)]
+    return {
+        "num_layers": len(types_with_pages),
+        "sliding_windows": tuple(window if kind == SLIDING else None for kind in types_with_pages),
+        "decoder_layers": len(types),
+    }
 
 
-def make_product(num_in: int, num_out: int, name: str, dtype: DTypeLike) -> Linear:
-    """Returns a product that is not divided among devices."""
-    return linear(num_in, Part(num_out, None, name), input_axis=None, bias=False, dtype=dtype)
+def undivided(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
+    """Returns a projection that is not divided among devices."""
+    return projection(num_in, at, (name, num_out), axes=(None, None))
 
 
 class PerLayerInputs(nnx.Module):
     """Computes an input for each layer from the token and from its embedding."""
 
-    def __init__(self, spec: Gemma4Spec, *, dtype: DTypeLike):
-        assert spec.input_width is not None
-        width = spec.num_layers * spec.input_width
-        name = spec.name
-        self.table = Embedding(
-            spec.input_vocab_size,
-            width,
-            name=f"{name}.embed_tokens_per_layer",
-            axis=None,
-            dtype=dtype,
-        )
-        module = f"{name}.per_layer_model_projection"
-        self.product = make_product(spec.hidden_size, width, module, dtype)
-        self.norm = make_norm(spec, f"{name}.per_layer_projection_norm", dtype, spec.input_width)
-        self.scale = spec.hidden_size**-0.5
-        self.input_width = spec.input_width
+    def __init__(self, config: Gemma4LayersConfig, inputs: InputsForm, at: Scope):
+        """Makes the table and the projection.
+
+        Args:
+            config: The config of the model.
+            inputs: What it says of the inputs.
+            at: The scope of the decoder.
+        """
+        width = config.num_layers * inputs.width
+        table = (at / "embed_tokens_per_layer").name
+        norm = at / "per_layer_projection_norm"
+        self.table = Embedding(inputs.vocab_size, width, name=table, axis=None, dtype=at.dtype)
+        self.product = undivided(config.hidden_size, at, "per_layer_model_projection", width)
+        self.norm = rms_norm(config, norm, width=inputs.width, axis=None)
+        self.scale = config.hidden_size**-0.5
+        self.input_width = inputs.width
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], embedded_TD: Float[Array, "T D"]
@@ -133,12 +161,12 @@ class PerLayerInputs(nnx.Module):
 class GatedInput(nnx.Module):
     """Takes a layer's own input through a gate that depends on the hidden state."""
 
-    def __init__(self, spec: Gemma4Spec, input_width: int, *, name: str, dtype: DTypeLike):
-        width = spec.hidden_size
-        self.gate = make_product(width, input_width, f"{name}.per_layer_input_gate", dtype)
-        self.product = make_product(input_width, width, f"{name}.per_layer_projection", dtype)
-        self.norm = make_norm(spec, f"{name}.post_per_layer_input_norm", dtype)
-        self.activation = spec.activation
+    def __init__(self, config: Gemma4LayersConfig, input_width: int, layer: Scope):
+        width = config.hidden_size
+        self.gate = undivided(width, layer, "per_layer_input_gate", input_width)
+        self.product = undivided(input_width, layer, "per_layer_projection", width)
+        self.norm = rms_norm(config, layer / "post_per_layer_input_norm")
+        self.activation = config.activation
 
     def __call__(
         self, x_TD: Float[Array, "T D"], input_TI: Float[Array, "T I"]
@@ -148,153 +176,35 @@ class GatedInput(nnx.Module):
         return self.norm(self.product(gate_TI * input_TI))
 
 
-class Gemma4Experts(nnx.Module):
-    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
+def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Attention:
+    """Returns the attention of a layer, without keys and values if it reads those of another.
 
-    The router has a norm of its own, and each expert a factor of its weight.
+    Args:
+        config: The config of the model.
+        index: The number of the layer.
+        at: The scope of the attention.
     """
-
-    def __init__(self, spec: Gemma4Spec, experts: ExpertsSpec, *, name: str, dtype: DTypeLike):
-        width = spec.hidden_size
-        count = experts.routing.num_experts
-        inner = experts.width
-
-        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
-            return ExpertLinear(
-                ExpertLinearSpec(
-                    count,
-                    *sizes,
-                    *axes,
-                    name=f"{name}.experts.{part}",
-                    transposed=False,
-                    modules=(),
-                    bias=False,
-                    dtype=dtype,
-                )
-            )
-
-        both: Axis = (("ffn", inner), ("ffn", inner))
-        self.experts = Experts(
-            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
-            stack("down_proj", (inner, width), ("ffn", "embed")),
-            activation=spec.activation,
-            swiglu=None,
-        )
-        router = f"{name}.router"
-        self.router = Router(
-            experts.routing,
-            width,
-            weight=tensor(f"{router}.proj.weight", count, width),
-            bias=tensor(f"{router}.bias", count),
-            correction=tensor(f"{router}.correction", count),
-            dtype=dtype,
-        )
-        self.router_norm = make_norm(spec, None, dtype)
-        self.router_scale = parameter(
-            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
-        )
-        self.factor = parameter(
-            (count,),
-            axes=(None,),
-            dtype=dtype,
-            sources=[tensor(f"{router}.per_expert_scale", count)],
-        )
-        self.norm = make_norm(spec, f"{name}.pre_feedforward_layernorm_2", dtype)
-        self.behind = make_norm(spec, f"{name}.post_feedforward_layernorm_2", dtype)
-        self.behind_dense = make_norm(spec, f"{name}.post_feedforward_layernorm_1", dtype)
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
-    ) -> Float[Array, "T D"]:
-        """Returns the sum of the experts' output and that of the dense half."""
-        scale = x_TD.shape[1] ** -0.5
-        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
-        expert_TX, weight_TX = self.router(routed_TD)
-        weight_TX = weight_TX * self.factor[...][expert_TX]
-        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
-        return self.behind_dense(dense_TD) + self.behind(made_TD)
-
-
-def make_attention(spec: Gemma4Spec, layer: int, *, name: str, dtype: DTypeLike) -> Attention:
-    """Returns the attention of a layer, without keys and values if it shares pages."""
-    place = spec.places[layer]
-    num_kv_heads, head = spec.kv.heads_of(place)
-    queries = spec.num_query_heads * head
-    parts = [Part(queries, "heads", f"{name}.q_proj")]
+    form = config.layer_forms[index]
+    num_kv_heads, head_dim = config.kv.heads_of(form.place)
+    query_rows = config.num_query_heads * head_dim
+    width, bias = config.hidden_size, config.attention_bias
+    parts = [Part(query_rows, "heads", (at / "q_proj").name)]
     key_norm = value_norm = None
-    if place == layer:
-        projections = ["k_proj", "v_proj"]
-        if spec.keys_are_values and spec.layer_types[layer] == FULL:
-            projections = ["k_proj"]
-        parts += [Part(num_kv_heads * head, "kv_heads", f"{name}.{part}") for part in projections]
-        key_norm = make_norm(spec, f"{name}.k_norm", dtype, head)
-        value_norm = make_norm(spec, None, dtype, head)
-    bias = spec.attention_input_bias
-    width = spec.hidden_size
-    out = Part(width, "embed", f"{name}.o_proj")
+    if form.place == index:
+        names = ["k_proj"] if form.keys_are_values else ["k_proj", "v_proj"]
+        parts += [Part(num_kv_heads * head_dim, "kv_heads", (at / name).name) for name in names]
+        key_norm = rms_norm(config, at / "k_norm", width=head_dim, axis=None)
+        value_norm = rms_norm(config, None, width=head_dim)
+    query_norm = rms_norm(config, at / "q_norm", width=head_dim, axis=None)
+    window = config.kv.sliding_windows[form.place]
     return Attention(
-        place,
-        linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
-        linear(queries, out, input_axis="heads", bias=spec.attention_output_bias, dtype=dtype),
-        head_dim=head,
-        sliding_window=spec.kv.sliding_windows[place],
-        rope=spec.rope_of(layer),
-        scale=spec.attention_scale,
-        query_norm=make_norm(spec, f"{name}.q_norm", dtype, head),
-        key_norm=key_norm,
-        value_norm=value_norm,
+        form.place,
+        Projections(
+            linear(width, *parts, input_axis="embed", bias=bias, dtype=at.dtype),
+            projection(query_rows, at, ("o_proj", width), axes=("heads", "embed"), bias=bias),
+        ),
+        head_dim=head_dim,
+        rope=config.rope_of(index),
+        norms=HeadNorms(query_norm, key_norm, value_norm),
+        scores=Scores(scale=1.0, sliding_window=window),
     )
-
-
-class Gemma4Layer(nnx.Module):
-    """Computes attention, the feed-forward half with or without experts, and the layer's input."""
-
-    def __init__(self, spec: Gemma4Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        """Makes the layer.
-
-        Args:
-            spec: The spec of the model.
-            layer_index: The layer's place in its model.
-            name: The layer's name in the checkpoint.
-            dtype: The type of the parameters.
-        """
-        shares = spec.places[layer_index] != layer_index
-        wide = 2 if shares and spec.wide_mlp else 1
-        self.attention_norm = make_norm(spec, f"{name}.input_layernorm", dtype)
-        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.post_attention_norm = make_norm(spec, f"{name}.post_attention_layernorm", dtype)
-        self.mlp_norm = make_norm(spec, f"{name}.pre_feedforward_layernorm", dtype)
-        inner = wide * spec.feed_forward_width
-        self.mlp = make_mlp(spec, name=f"{name}.mlp", inner_width=inner, dtype=dtype)
-        self.post_mlp_norm = make_norm(spec, f"{name}.post_feedforward_layernorm", dtype)
-        self.experts = (
-            None
-            if spec.experts is None
-            else Gemma4Experts(spec, spec.experts, name=name, dtype=dtype)
-        )
-        self.input = (
-            None
-            if spec.input_width is None
-            else GatedInput(spec, spec.input_width, name=name, dtype=dtype)
-        )
-        scalar = tensor(f"{name}.layer_scalar", 1)
-        self.scale = parameter((1,), axes=(None,), dtype=dtype, sources=[scalar])
-
-    def __call__(
-        self,
-        x_TD: Float[Array, "T D"],
-        layer_pages: LayerPages,
-        context: ForwardContext,
-        *,
-        input_TI: Float[Array, "T I"] | None = None,
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output of the layer and its pages; `input_TI` is its input from the token."""
-        attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
-        added_TD = x_TD + self.post_attention_norm(attended_TD)
-        fed_TD = self.mlp(self.mlp_norm(added_TD))
-        if self.experts is not None:
-            fed_TD = self.experts(added_TD, fed_TD)
-        out_TD = added_TD + self.post_mlp_norm(fed_TD)
-        if self.input is not None and input_TI is not None:
-            out_TD = out_TD + self.input(out_TD, input_TI)
-        return out_TD * self.scale[...][None], layer_pages

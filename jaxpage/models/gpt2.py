@@ -1,161 +1,208 @@
-"""GPT-2 (Radford et al., 2019) has norms first, and learned positions.
+"""GPT-2 (Radford et al., 2019), and GPT-BigCode (SantaCoder and StarCoder, 2023), which is like it.
 
-Queries, keys and values come from one product.
+They have norms first, and learned positions. Queries, keys and values come from one product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.base import KVSpec
 from jaxpage.models.fields import Fields
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.scope import Scope
 
-prefix = "transformer."
-# The causal masks that old checkpoints carry.
-ignored = ("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias")
-
-_ALIASES = {
-    "n_embd": "hidden_size",
-    "n_positions": "max_position_embeddings",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
+EPSILON = ("layer_norm_epsilon", 1e-5)
+
+
+def inner_width(fields: Fields, name: str) -> int:
+    """Returns the width of a feed-forward half; four times the model's where it is null."""
+    return fields.optional_integer(name, None) or 4 * fields.integer("hidden_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """Holds the fields of transformers' `GPT2Config`.
+class GPT2Config(DecoderConfig):
+    """Reads transformers' `GPT2Config`.
 
     `reorder_and_upcast_attn` asks for scores in float32, which they always are here.
+
+    Attributes:
+        attention_scales: The factor of the scores of each layer.
     """
 
-    vocab_size: int
-    hidden_size: int
-    feed_forward_width: int
-    num_query_heads: int
-    max_position_embeddings: int
-    kv: KVSpec
-    activation: str
-    norm_epsilon: float
-    attention_scales: tuple[float, ...]  # per layer
-    tie_word_embeddings: bool
+    model_type = "gpt2"
+    aliases = {alias: name for name, alias in ALIASES.items()}
+
+    attention_scales: tuple[float, ...]
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Spec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "gpt2", _ALIASES) as fields:
-            num_heads, num_layers, width = (
-                fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
-            )
-            head_dim = fields.divide("n_embd", "n_head")
-            scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
-            by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
-            fields.flag("reorder_and_upcast_attn", False)
-            return cls(
-                vocab_size=fields.integer("vocab_size"),
-                hidden_size=width,
-                feed_forward_width=fields.optional_integer("n_inner", None) or 4 * width,
-                num_query_heads=num_heads,
-                max_position_embeddings=fields.integer("n_positions", 1024),
-                kv=KVSpec(num_layers, num_heads, head_dim, (None,) * num_layers),
-                activation=fields.activation("activation_function", "gelu_new"),
-                norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-                attention_scales=tuple(
-                    scale / (index + 1 if by_layer else 1) for index in range(num_layers)
-                ),
-                tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-            )
-
-
-class DecoderLayer(nnx.Module):
-    """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
-
-    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width = spec.hidden_size
-        inner = spec.feed_forward_width
-        epsilon = spec.norm_epsilon
-
-        def conv1d(num_in: int, *axes: str, input_axis: str, module: str) -> Linear:
-            parts = [Part(inner if axis == "ffn" else width, axis, None) for axis in axes]
-            fused = f"{name}.{module}"
-            return linear(
-                num_in,
-                *parts,
-                input_axis=input_axis,
-                bias=True,
-                dtype=dtype,
-                fused=fused,
-                transposed=True,
-            )
-
-        self.attention_norm = LayerNorm(width, name=f"{name}.ln_1", epsilon=epsilon, dtype=dtype)
-        self.attention = Attention(
-            layer_index,
-            conv1d(
-                width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"
+    def read(cls, fields: Fields) -> GPT2Config:
+        """Returns what the fields say, which has its own names in messages."""
+        num_heads, num_layers, width = (
+            fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
+        )
+        head_dim = fields.divide("n_embd", "n_head")
+        scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
+        by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
+        fields.flag("reorder_and_upcast_attn", False)
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=width,
+            intermediate_size=fields.optional_integer("n_inner", None) or 4 * width,
+            num_query_heads=num_heads,
+            max_position_embeddings=fields.integer("n_positions", 1024),
+            kv=KVSpec(num_layers, num_heads, head_dim, (None,) * num_layers),
+            rope=NO_ROTATION,
+            norm_epsilon=fields.number(*EPSILON),
+            activation=fields.activation("activation_function", "gelu_new"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+            name="transformer",
+            attention_scales=tuple(
+                scale / (index + 1 if by_layer else 1) for index in range(num_layers)
             ),
-            conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
-            head_dim=spec.kv.head_dim,
-            scale=spec.attention_scales[layer_index],
-        )
-        self.mlp_norm = LayerNorm(width, name=f"{name}.ln_2", epsilon=epsilon, dtype=dtype)
-        self.mlp = MLP(
-            conv1d(width, "ffn", input_axis="embed", module="mlp.c_fc"),
-            conv1d(inner, "embed", input_axis="ffn", module="mlp.c_proj"),
-            activation=spec.activation,
         )
 
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output of the layer and its pages."""
-        attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
-        x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
+class GPT2(Decoder, config=GPT2Config):
+    """GPT-2 (Radford et al., 2019) has norms first, and learned positions."""
 
-class Model(nnx.Module):
-    """Computes a GPT-2 model; see `models.base.Model`."""
+    prefix = "transformer."
+    # The causal masks that old checkpoints carry.
+    ignored: ClassVar[tuple[str, ...]] = (
+        "*.attn.bias",
+        "*.attn.masked_bias",
+        "*.crossattention.bias",
+    )
+    names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
 
-    def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.hidden_size
-        self.tokens, self.head = token_tables(
-            spec.vocab_size,
-            width,
-            name="transformer.wte",
-            tied=spec.tie_word_embeddings,
-            dtype=dtype,
-        )
-        self.positions = Embedding(
-            spec.max_position_embeddings, width, name="transformer.wpe", axis=None, dtype=dtype
-        )
-        self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
-        )
-        self.norm = LayerNorm(
-            width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=layer_norm(config, at / "ln_1"),
+            attention=cls.make_attention(config, index, at / "attn"),
+            mlp_norm=layer_norm(config, at / "ln_2"),
+            mlp=cls.make_mlp(config, at / "mlp"),
         )
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.tokens(token_ids_T) + self.positions(context.positions_T)
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
 
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns the logits in float32."""
-        return (self.head or self.tokens).logits(hidden_BD)
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        width = config.hidden_size
+        queries, keys, values = (
+            Part(width, axis, None) for axis in ("heads", "kv_heads", "kv_heads")
+        )
+        return Attention(
+            index,
+            Projections(
+                _conv1d(width, at / "c_attn", "embed", queries, keys, values),
+                _conv1d(width, at / "c_proj", "heads", Part(width, "embed", None)),
+            ),
+            head_dim=config.kv.head_dim,
+            scores=Scores(scale=config.attention_scales[index]),
+        )
+
+    @classmethod
+    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        width = config.hidden_size
+        inner = config.intermediate_size
+        return MLP(
+            _conv1d(width, at / "c_fc", "embed", Part(inner, "ffn", None)),
+            _conv1d(inner, at / "c_proj", "ffn", Part(width, "embed", None)),
+            activation=config.activation,
+        )
+
+
+def _conv1d(num_in: int, at: Scope, input_axis: str, *parts: Part) -> Linear:
+    """Returns a product of parts whose weight is stored with its inputs first."""
+    return linear(
+        num_in,
+        *parts,
+        fused=at.name,
+        input_axis=input_axis,
+        bias=True,
+        transposed=True,
+        dtype=at.dtype,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTBigCodeConfig(DecoderConfig):
+    """Reads transformers' `GPTBigCodeConfig`.
+
+    Dropouts are for training. Softmax is always in float32 here.
+
+    Attributes:
+        attention_scale: The factor of scores; None for `head_dim ** -0.5`.
+    """
+
+    model_type = "gpt_bigcode"
+    aliases = ALIASES
+
+    attention_scale: float | None
+
+    @classmethod
+    def read(cls, fields: Fields) -> GPTBigCodeConfig:
+        """Returns what the fields say."""
+        longest = fields.integer("max_position_embeddings", 1024)
+        heads = fields.integer("num_attention_heads")
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=1 if fields.flag("multi_query", True) else heads,
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=longest,
+                intermediate_size=inner_width(fields, "n_inner"),
+                rope=(NO_ROTATION, longest),
+                epsilon=EPSILON,
+                activation=("activation_function", "gelu_pytorch_tanh"),
+                tied=True,
+            ),
+            attention_bias=True,
+            mlp_bias=True,
+            name="transformer",
+            attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
+        )
+
+
+class GPTBigCode(GPT2, config=GPTBigCodeConfig):
+    """GPT-BigCode (SantaCoder and StarCoder, 2023) is GPT-2 with one key/value head."""
+
+    ignored = ("*.attn.bias", "*.attn.masked_bias")
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        names = AttentionNames(output="c_proj", fused="c_attn")
+        scores = Scores(scale=config.attention_scale)
+        return grouped_query_attention(config, index, at, names=names, scores=scores)
+
+    @classmethod
+    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, at, "c_fc", "c_proj")

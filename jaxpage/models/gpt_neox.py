@@ -1,63 +1,294 @@
-"""GPT-NeoX and Pythia (EleutherAI, 2022) compute both halves of a layer in parallel.
+"""GPT-NeoX, GPT-J and GPT-Neo (EleutherAI, 2021 and 2022), and CodeGen (Salesforce, 2022).
 
-Each half has a LayerNorm of its own, and a quarter of each head is rotated.
+GPT-NeoX and GPT-J compute both halves of a layer in parallel and rotate a part of each head.
+CodeGen is GPT-J. GPT-Neo is older: it has learned positions, and windows in every other layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
-from jaxpage.models.decoder_names import DecoderNames
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpage.layers.attention import Attention, Projections, Scores
+from jaxpage.layers.norms import LayerNorm
+from jaxpage.layers.rope import NO_ROTATION, Rope
+from jaxpage.layers.rope_scaling import make_rope
+from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields, without
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-)
+from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-prefix = "gpt_neox."
-ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
-NAMES = DecoderNames(
-    tokens="embed_in",
-    norm="final_layer_norm",
-    heads=("embed_out", "lm_head"),
-    attention="attention",
-    fused="query_key_value",
-    output="dense",
-)
+NUM_PARTS = 4  # The parts of the product of CodeGen.
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `GPTNeoXConfig`. Dropouts are for training."""
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(DecoderConfig):
+    """Reads transformers' `GPTNeoXConfig`. Dropouts are for training.
+
+    Attributes:
+        parallel: True if both halves of a layer take its input.
+    """
+
+    model_type = "gpt_neox"
+
+    parallel: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        # transformers writes it into files, and passes it over in favour of rotary_pct.
-        config = without(config, "partial_rotary_factor")
-        with Fields(config, "gpt_neox") as fields:
-            head_dim = fields.divide("hidden_size", "num_attention_heads")
-            longest = fields.integer("max_position_embeddings", 2048)
-            theta = fields.number("rotary_emb_base", 10_000.0)
-            share = fields.number("rotary_pct", 0.25)
-            # transformers passes these over, too; who wrote them expects something of them.
-            fields.only(rope_theta=theta, head_dim=head_dim)
-            return cls._from_fields(
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config without a field that `rotary_pct` outranks.
+
+        transformers writes it into files, and passes it over.
+        """
+        return without(config, "partial_rotary_factor")
+
+    @classmethod
+    def read(cls, fields: Fields) -> GPTNeoXConfig:
+        """Returns what the fields say."""
+        head_dim = fields.divide("hidden_size", "num_attention_heads")
+        longest = fields.integer("max_position_embeddings", 2048)
+        theta = fields.number("rotary_emb_base", 10_000.0)
+        share = fields.number("rotary_pct", 0.25)
+        # transformers passes these over, too; who wrote them expects something of them.
+        fields.only(rope_theta=theta, head_dim=head_dim)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
                 rope=fields.rope(head_dim, longest, theta=theta, partial=share),
-                attention_bias=fields.flag("attention_bias", True),
-                mlp_bias=True,
-                plain_mlp=("dense_h_to_4h", "dense_4h_to_h"),
                 epsilon=("layer_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
-                form=BlockForm(kind="layer", parallel=fields.flag("use_parallel_residual", True)),
-                name="gpt_neox",
-                names=NAMES,
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", True),
+            mlp_bias=True,
+            name="gpt_neox",
+            parallel=fields.flag("use_parallel_residual", True),
+        )
+
+
+class GPTNeoX(Decoder, config=GPTNeoXConfig):
+    """GPT-NeoX and Pythia (EleutherAI, 2022) compute both halves of a layer in parallel.
+
+    Each half has a LayerNorm of its own, and a quarter of each head is rotated.
+    """
+
+    prefix = "gpt_neox."
+    ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
+    names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        names = AttentionNames(output="dense", fused="query_key_value")
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=grouped_query_attention(config, index, at / "attention", names=names),
+            mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
+            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            parallel=config.parallel,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+
+class GPTJConfig(DecoderConfig):
+    """Reads transformers' `GPTJConfig`. Dropouts are for training."""
+
+    model_type = "gptj"
+    aliases = ALIASES
+
+    @classmethod
+    def read(cls, fields: Fields) -> GPTJConfig:
+        """Returns what the fields say."""
+        head_dim = fields.divide("hidden_size", "num_attention_heads")
+        longest = fields.integer("max_position_embeddings", 2048)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=fields.integer("num_attention_heads"),
+                head_dim=head_dim,
+                max_position_embeddings=longest,
+                intermediate_size=inner_width(fields, "n_inner"),
+                rope=(_gptj_rope(fields, head_dim, longest), longest),
+                epsilon=EPSILON,
+                activation=("activation_function", "gelu_new"),
+            ),
+            mlp_bias=True,
+            name="transformer",
+        )
+
+
+def _gptj_rope(fields: Fields, head_dim: int, longest: int) -> Rope:
+    width = fields.integer("rotary_dim", 64)
+    if width % 2 or width > head_dim:
+        text = f"rotary_dim = {width} must be even, and at most the width of a head, {head_dim}"
+        fields.note(WrongField(text), rotary_dim=2)
+        width = 2
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=longest)
+    return replace(rope, interleaved=True)
+
+
+class GPTJ(Decoder, config=GPTJConfig):
+    """GPT-J (EleutherAI, 2021) computes both halves of a layer in parallel, after one LayerNorm.
+
+    It rotates the first part of each head, interleaved.
+    """
+
+    prefix = "transformer."
+    ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
+    names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
+    head_bias = True
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=layer_norm(config, at / "ln_1"),
+            attention=cls.make_attention(config, index, at / "attn"),
+            mlp_norm=None,
+            mlp=plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
+            parallel=True,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
+        """Returns the attention of a layer."""
+        return grouped_query_attention(config, index, at, names=AttentionNames("out_proj"))
+
+
+class CodeGenConfig(GPTJConfig):
+    """Reads transformers' `CodeGenConfig`. `n_ctx` has no effect there either."""
+
+    model_type = "codegen"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Returns what a config.json says."""
+        read = super().from_config(config)
+        if read.num_query_heads % NUM_PARTS:
+            raise WrongField(f"{NUM_PARTS} must divide n_head = {read.num_query_heads}")
+        return read
+
+
+class AttentionInParts(Attention):
+    """Divides the one product in parts, each with the queries, values and keys of some heads."""
+
+    def project(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values; see `Attention.project`."""
+        fused = self.query_key_value(x_TI)
+        num_tokens = fused.shape[0]
+        parts = fused.reshape(num_tokens, self.num_groups, 3, -1)
+        q, v, k = (parts[:, :, place].reshape(num_tokens, -1) for place in range(3))
+        return q, k, v
+
+
+class CodeGen(GPTJ, config=CodeGenConfig):
+    """CodeGen (Salesforce, 2022) is GPT-J with one product for queries, values and keys.
+
+    The product has a part for each device among which a model was divided in training.
+    """
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
+        """Returns the attention of a layer."""
+        names = AttentionNames("out_proj", fused="qkv_proj")
+        whole = grouped_query_attention(config, index, at, names=names)
+        return AttentionInParts(
+            index,
+            Projections(whole.query_key_value, whole.output, num_groups=NUM_PARTS),
+            head_dim=whole.head_dim,
+            rope=whole.rope,
+        )
+
+
+class GPTNeoConfig(DecoderConfig):
+    """Reads transformers' `GPTNeoConfig`. Dropouts are for training."""
+
+    model_type = "gpt_neo"
+    aliases = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> GPTNeoConfig:
+        """Returns what the fields say."""
+        longest = fields.integer("max_position_embeddings", 2048)
+        window = fields.integer("window_size", 256)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=fields.integer("num_attention_heads"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=longest,
+                intermediate_size=inner_width(fields, "intermediate_size"),
+                sliding_windows=tuple(
+                    window if kind == "local" else None for kind in _kinds(fields)
+                ),
+                rope=(NO_ROTATION, longest),
+                epsilon=EPSILON,
+                activation=("activation_function", "gelu_new"),
+                tied=True,
+            ),
+            mlp_bias=True,
+            name="transformer",
+        )
+
+
+def _kinds(fields: Fields) -> list[str]:
+    """Returns "global" or "local" for each layer; a pattern comes with how often it is repeated."""
+    num_layers = fields.integer("num_hidden_layers")
+    types = fields.get("attention_types", None) or [[["global", "local"], 12]]
+    try:
+        kinds = [kind for pattern, count in types for _ in range(count) for kind in pattern]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != num_layers or set(kinds) - {"global", "local"}:
+        text = f"attention_types = {types!r} must say global or local of {num_layers} layers"
+        fields.note(RefusedField(text), attention_types=[[["global"], num_layers]])
+        return ["global"] * num_layers
+    return kinds
+
+
+class GPTNeo(GPT2, config=GPTNeoConfig):
+    """GPT-Neo (EleutherAI, 2021) has learned positions, and windows in every other layer.
+
+    Scores of attention are not scaled.
+    """
+
+    ignored = ("*.attention.bias", "*.attention.masked_bias")
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, whose products for its input have no biases."""
+        return grouped_query_attention(
+            config,
+            index,
+            at / "attention",
+            names=AttentionNames("out_proj"),
+            output_bias=True,
+            scores=Scores(scale=1.0),
+        )
+
+    @classmethod
+    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, at, "c_fc", "c_proj")

@@ -1,54 +1,286 @@
-"""Granite 3, dense (IBM, 2024), is Llama with factors.
+"""Granite 3 (IBM, 2024), dense and with experts, and Granite Swash (IBM, 2026) with both.
 
-They multiply embeddings, scores of attention, residuals and logits. Granite 4 has them too
-(`granitemoehybrid.py`).
+All multiply embeddings, scores of attention, what halves add, and logits by factors. Granite 4 has
+them too (`granitemoehybrid.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+from flax import nnx
+
+from jaxpage.layers.attention import Scores
+from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
+from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.parts import attention, decoder_config
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+
+MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
+EXPERT_NAMES = ExpertNames(
+    "block_sparse_moe",
+    router="router.layer",
+    shared=(None, None),
+    in_memory=("block_sparse_moe", "router", ""),
+    together=("input_linear", "output_linear"),
 )
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
 
-Model = RotaryDecoder
+@dataclass(frozen=True)
+class GraniteFactors:
+    """Holds the factors of embeddings, scores, what halves add, and logits."""
 
-
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `GraniteConfig`.
-
-    `attention_multiplier` takes the place of the root of the head width. Logits are divided by
-    `logits_scaling`.
-    """
+    embedding: float
+    attention: float
+    residual: float
+    logits: float
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "granite") as fields:
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> GraniteFactors:
+        """Returns what the fields say; logits are divided by `logits_scaling`."""
+        return cls(
+            embedding=fields.number("embedding_multiplier", 1.0),
+            attention=fields.number("attention_multiplier", 1.0),
+            residual=fields.number("residual_multiplier", 1.0),
+            logits=1 / fields.number("logits_scaling", 1.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(DecoderConfig):
+    """Reads transformers' `GraniteConfig`.
+
+    Attributes:
+        factors: The factors; that of scores takes the place of the root of the width of a head.
+    """
+
+    model_type = "granite"
+
+    factors: GraniteFactors
+
+    @classmethod
+    def read(cls, fields: Fields) -> GraniteConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                attention_bias=fields.flag("attention_bias", False),
-                mlp_bias=fields.flag("mlp_bias", False),
-                **factors(fields),
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+            factors=GraniteFactors.read(fields),
+        )
 
 
-def factors(fields: Fields) -> dict[str, Any]:
-    """Returns arguments of `RotaryDecoderSpec._from_fields`."""
-    return {
-        "embedding_scale": fields.number("embedding_multiplier", 1.0),
-        "attention_scale": fields.number("attention_multiplier", 1.0),
-        "residual_scale": fields.number("residual_multiplier", 1.0),
-        "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+class Granite(Decoder, config=GraniteConfig):
+    """Granite 3, dense (IBM, 2024), is Llama with factors."""
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            residual_scale=config.factors.residual,
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        scores = Scores(scale=config.factors.attention)
+        return attention.grouped_query_attention(config, index, at, scores=scores)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return gated_mlp(config, layer / "mlp")
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer."""
+        return super().embed(token_ids_T, positions_T) * self.config.factors.embedding
+
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
+        """Returns the logits in float32."""
+        return super().logits(hidden_BD) * self.config.factors.logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeConfig(ExpertsConfig):
+    """Reads transformers' `GraniteMoeConfig`."""
+
+    model_type = "granitemoe"
+
+    factors: GraniteFactors
+
+    @classmethod
+    def read(cls, fields: Fields) -> GraniteMoeConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            factors=GraniteFactors.read(fields),
+            experts=granite_experts(fields, cls.shared_width(fields)),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+        )
+
+    @classmethod
+    def shared_width(cls, fields: Fields) -> int | None:
+        """Returns the width of the expert of all tokens; None if there is none."""
+        return None
+
+
+def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
+    """Returns the experts, with a shared one of this width unless it is None."""
+    return read_experts(
+        fields,
+        count=("num_local_experts", 8),
+        per_token=2,
+        width=("intermediate_size", 11008),
+        normalized=True,
+        shared_width=shared_width,
+    )
+
+
+class GraniteMoe(Granite, config=GraniteMoeConfig):
+    """Granite 3 with experts (IBM, 2024) is Granite whose layers all have experts."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+
+
+class GraniteMoeSharedConfig(GraniteMoeConfig):
+    """Reads transformers' `GraniteMoeSharedConfig` (IBM, 2025)."""
+
+    model_type = "granitemoeshared"
+
+    @classmethod
+    def shared_width(cls, fields: Fields) -> int | None:
+        """Returns the width of the expert of all tokens; None if there is none."""
+        return fields.integer("shared_intermediate_size", 0, least=0) or None
+
+
+class GraniteMoeShared(GraniteMoe, config=GraniteMoeSharedConfig):
+    """GraniteMoeShared (IBM, 2025) is Granite with routed experts and a shared expert."""
+
+
+class GraniteSWAConfig(GraniteConfig):
+    """Reads transformers' `GraniteSWAConfig`."""
+
+    model_type = "granite_swa"
+
+    @classmethod
+    def read(cls, fields: Fields) -> GraniteSWAConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_swash(fields, kv_heads=4, longest=8192, epsilon=1e-5, tied=True),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+            factors=GraniteFactors.read(fields),
+        )
+
+
+def read_swash(
+    fields: Fields, *, kv_heads: int | None, longest: int, epsilon: float, tied: bool
+) -> dict[str, Any]:
+    """Returns the fields of a `DecoderConfig` of Granite Swash; the arguments are defaults.
+
+    By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or
+    no rotary embedding.
+    """
+    head_dim = decoder_config.read_head_dim(fields)
+    longest = fields.integer("max_position_embeddings", longest)
+    types = layer_types(fields, 4, first=0)
+    rope, reach = fields.rope(head_dim, longest)
+    parameters = fields.rope_parameters(longest, 10_000.0)
+    thetas = _read_thetas(fields, parameters["rope_theta"])
+    ropes = {
+        theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, longest)[0]
+        for theta in thetas
+        if theta
     }
+    window = fields.optional_integer("sliding_window", 128)
+    common = read_common(
+        fields,
+        num_kv_heads=key_value_heads(fields, kv_heads),
+        max_position_embeddings=reach,
+        head_dim=head_dim,
+        sliding_windows=windows_of(fields, types, window),
+        rope=(rope, reach),
+        epsilon=("rms_norm_eps", epsilon),
+        tied=tied,
+    )
+    return {**common, "rope_by_layer": tuple(ropes.get(theta) for theta in thetas)}
+
+
+def _read_thetas(fields: Fields, usual: float) -> list[float]:
+    """Returns `rope_theta` of each layer, by default `usual`; 0 means no rotary embedding."""
+    num_layers = fields.integer("num_hidden_layers")
+    thetas = fields.get("layer_rope_theta", None)
+    thetas = [usual] * num_layers if thetas is None else thetas
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != num_layers
+        or not all(type(each) in (int, float) and 0 <= each < math.inf for each in thetas)
+    ):
+        text = f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not {thetas!r}"
+        fields.note(WrongField(text), layer_rope_theta=None, num_hidden_layers=num_layers)
+        thetas = [usual] * num_layers
+    return thetas
+
+
+class GraniteSWA(Granite, config=GraniteSWAConfig):
+    """Granite Swash (IBM, 2026) is Granite with attention sinks and sliding windows."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        sinks = attention.attention_sinks(config, at / "sinks")
+        scores = Scores(scale=config.factors.attention, sinks=sinks)
+        return attention.grouped_query_attention(config, index, at, scores=scores)
+
+
+class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
+    """Reads transformers' `GraniteMoeSWAConfig`."""
+
+    model_type = "granitemoe_swa"
+
+    @classmethod
+    def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_swash(fields, kv_heads=None, longest=2048, epsilon=1e-6, tied=False),
+            attention_bias=fields.flag("attention_bias", False),
+            factors=GraniteFactors.read(fields),
+            experts=granite_experts(fields, cls.shared_width(fields)),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+        )
+
+
+class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
+    """Granite Swash with experts (IBM, 2026) may have a shared expert next to the routed ones."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)

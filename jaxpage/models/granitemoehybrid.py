@@ -1,4 +1,4 @@
-"""Granite 4 (IBM, 2025) is Granite with layers of Mamba 2, with experts or without.
+"""Granite 4 (IBM, 2025) is Granite whose layers have Mamba 2 or attention, most without positions.
 
 Each feed-forward half has an expert of all tokens, which is alone where there are no others. Files
 of Granite 4 without the letter H have attention in all layers.
@@ -6,66 +6,92 @@ of Granite 4 without the letter H have attention in all layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
+from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
-from jaxpage.models.granite import factors
-from jaxpage.models.granitemoe import EXPERT_NAMES, MLP_NAMES, granite_experts
+from jaxpage.models.granite import GraniteFactors, GraniteMoe, granite_experts
 from jaxpage.models.mamba_config import read_mamba
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-    read_head_dim,
-)
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.recurrences import mamba2
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
 FULL = "full_attention"
 LINEAR = "linear_attention"
-OLDER = {"attention": FULL, "mamba": LINEAR}
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `GraniteMoeHybridConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(ExpertsConfig):
+    """Reads transformers' `GraniteMoeHybridConfig`.
+
+    Attributes:
+        factors: See `GraniteConfig`.
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "granitemoehybrid"
+    aliases = {"layer_types": "layers_block_type"}
+
+    factors: GraniteFactors
+    recurrent: MambaSpec
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        aliases = {"layer_types": "layers_block_type"}
-        with Fields(config, "granitemoehybrid", aliases) as fields:
-            num_layers = fields.integer("num_hidden_layers")
-            types = fields.layer_types((LINEAR,) * num_layers, kinds=(FULL, LINEAR), older=OLDER)
-            mamba = read_mamba(fields)
-            head_dim = read_head_dim(fields)
-            rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
-            positions = fields.get("position_embedding_type", None)
-            if positions not in (None, "nope", "rope"):
-                text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
-                fields.note(RefusedField(text), position_embedding_type="rope")
-            shared_width = fields.integer("shared_intermediate_size", 1024)
-            experts = None
-            if fields.integer("num_local_experts", 8, least=0):
-                experts = granite_experts(fields, shared_width)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> GraniteMoeHybridConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(
+            (LINEAR,) * num_layers,
+            kinds=(FULL, LINEAR),
+            older={"attention": FULL, "mamba": LINEAR},
+        )
+        mamba = read_mamba(fields)
+        head_dim = read_head_dim(fields)
+        rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
+        positions = fields.get("position_embedding_type", None)
+        if positions not in (None, "nope", "rope"):
+            text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
+            fields.note(RefusedField(text), position_embedding_type="rope")
+        shared_width = fields.integer("shared_intermediate_size", 1024)
+        has_experts = fields.integer("num_local_experts", 8, least=0) > 0
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                states=tuple(mamba.state if kind == LINEAR else None for kind in types),
-                attention_bias=fields.flag("attention_bias", False),
                 rope=(rope, longest),
-                rope_by_layer=() if positions == "rope" else (None,) * num_layers,
-                feed_forward_width=shared_width,
-                mlp_names=MLP_NAMES,
-                recurrent=mamba if LINEAR in types else None,
-                experts=experts,
-                expert_names=EXPERT_NAMES,
-                sparse_layers=(experts is not None,) * num_layers,
-                **factors(fields),
-            )
+                kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
+                intermediate_size=shared_width,
+            ),
+            rope_by_layer=() if positions == "rope" else (None,) * num_layers,
+            attention_bias=fields.flag("attention_bias", False),
+            recurrent=mamba,
+            experts=granite_experts(fields, shared_width) if has_experts else None,
+            sparse_layers=(has_experts,) * num_layers,
+            factors=GraniteFactors.read(fields),
+        )
+
+
+class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
+    """Granite 4 (IBM, 2025) is Granite with layers of Mamba 2, with experts or without."""
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer, with Mamba 2 in the place of attention where it keeps a state."""
+        has_state = config.kv.state_of(index) is not None
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=mamba2(config, config.recurrent, index, at / "mamba")
+            if has_state
+            else cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            residual_scale=config.factors.residual,
+        )

@@ -1,45 +1,49 @@
-"""Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of a key.
+"""Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
 
-Every fourth layer has the latent attention of DeepSeek-V3 without rotary embedding.
+In three of four layers the rule changes a matrix for each head, token by token, which takes the
+place of keys and values (see `layers/delta_net.py`). The others have the latent attention of
+DeepSeek-V3 without rotary embedding, which keeps a latent for each token. For example:
+
+    layer          1       2        3        4        5        6        7        8
+    self_attn      delta   delta    delta    latent   delta    delta    delta    latent
+    feed-forward   MLP     experts, one of which takes all tokens
+
+In other families with this rule a head forgets with one rate at each token. Here each channel of
+its keys has a rate of its own, so that a token has as many time steps as channels. Two projections
+in a row give them, through the width of one head, and two others give the gates of the outputs:
+
+    time steps = f_b_proj(f_a_proj(x))        gates = sigmoid(g_b_proj(g_a_proj(x)))
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.layers.delta_net import DeltaWidths
+from flax import nnx
+
+from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.deepseek_v3 import first_dense, knobs_of, read_corrected_experts, sparse_by_type
+from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.delta_config import check_activation
 from jaxpage.models.experts import ExpertNames
 from jaxpage.models.fields import Fields
-from jaxpage.models.latent import LatentSpec, read_widths
-from jaxpage.models.qwen3_5 import FULL, LINEAR
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.decoder_config import read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
+from jaxpage.models.parts.projection import projection
+from jaxpage.models.parts.recurrences import delta_net
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix", "renamed"]
-
-Model = RotaryDecoder
+FULL = "full_attention"
+LINEAR = "linear_attention"
 EXPERTS = "block_sparse_moe"
 EXPERT_NAMES = ExpertNames(EXPERTS, "w1", "w3", "w2", shared=("shared_experts", None))
 HALF = ("shared_experts", "gate_proj", "up_proj", "down_proj")
 DECAY = ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
-renamed = {
-    # When transformers saves a model, it renames these in all layers, also in dense ones.
-    **{f".mlp.{part}": f".{EXPERTS}.{part}" for part in HALF},
-    # These are the names that transformers has in memory.
-    **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in DECAY},
-}
-ALIASES = {
-    "max_position_embeddings": "model_max_length",
-    "norm_topk_prob": "moe_renormalize",
-    "n_group": "num_expert_group",
-    "num_local_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_token",
-    "n_shared_experts": "num_shared_experts",
-}
 # Fields of `linear_attn_config` in published files, with their names in transformers' class.
 NESTED = {
     "head_dim": "linear_head_dim",
@@ -48,47 +52,78 @@ NESTED = {
 }
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `KimiLinearConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class KimiLinearConfig(ExpertsConfig):
+    """Reads transformers' `KimiLinearConfig`.
+
+    Attributes:
+        latent: The latent attention.
+        recurrent: The widths of the delta rule in the layers of which `kv.states` has a state.
+    """
+
+    model_type = "kimi_linear"
+    aliases = {
+        "max_position_embeddings": "model_max_length",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+    }
+
+    latent: LatentSpec
+    recurrent: DeltaWidths
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        inner = config.get("linear_attn_config")
-        nested = inner if isinstance(inner, dict) else {}
-        config = {
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with what `linear_attn_config` says of the widths."""
+        nested = config.get("linear_attn_config")
+        nested = nested if isinstance(nested, dict) else {}
+        return {
             **config,
             **{field: nested[name] for name, field in NESTED.items() if name in nested},
         }
-        with Fields(config, "kimi_linear", ALIASES) as fields:
-            if inner is not None and inner is not nested:
-                text = f"linear_attn_config must be an object, not {inner!r}"
-                fields.note(WrongField(text), linear_attn_config=None)
-            check_activation(fields)
-            _refuse(fields)
-            types = _layer_types(fields, nested)
-            delta = _read_delta(fields)
-            widths = read_widths(fields, query_rank=None)
-            latent = LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False))
-            longest = fields.integer("max_position_embeddings", 1_048_576)
-            return cls._from_fields(
+
+    @classmethod
+    def read(cls, fields: Fields) -> KimiLinearConfig:
+        """Returns what the fields say."""
+        nested = fields.get("linear_attn_config", None)
+        if nested is not None and not isinstance(nested, dict):
+            text = f"linear_attn_config must be an object, not {nested!r}"
+            fields.note(WrongField(text), linear_attn_config=None)
+            nested = None
+        check_activation(fields)
+        _refuse(fields)
+        types = _layer_types(fields, nested or {})
+        delta = _read_delta(fields)
+        widths = read_widths(fields, query_rank=None)
+        longest = fields.integer("max_position_embeddings", 1_048_576)
+        return cls(
+            **read_common(
                 fields,
+                num_kv_heads=1,
+                head_dim=widths.kept,
+                max_position_embeddings=longest,
+                rope=(NO_ROTATION, longest),
                 epsilon=("rms_norm_eps", 1e-5),
-                states=tuple(delta.state if kind == LINEAR else None for kind in types),
-                recurrent=delta,
-                experts=read_corrected_experts(
-                    fields,
-                    count=256,
-                    count_field="num_local_experts",
-                    per_token=8,
-                    width=1024,
-                    groups=(1, 1),
-                    factor=2.446,
-                ),
-                expert_names=EXPERT_NAMES,
-                sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
-                **knobs_of(latent, NO_ROTATION, longest),
-            )
+                kv={
+                    "value_width": widths.rank,
+                    "states": tuple(delta.state if kind == LINEAR else None for kind in types),
+                },
+            ),
+            latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
+            recurrent=delta,
+            experts=read_corrected_experts(
+                fields,
+                count=256,
+                count_field="num_local_experts",
+                per_token=8,
+                width=1024,
+                groups=(1, 1),
+                factor=2.446,
+            ),
+            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
+        )
 
 
 def _refuse(fields: Fields) -> None:
@@ -136,3 +171,53 @@ def _read_delta(fields: Fields) -> DeltaWidths:
         apart=True,
         by_channel=True,
     )
+
+
+class KimiLinear(Llama, config=KimiLinearConfig):
+    """Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
+
+    Every fourth layer has the latent attention of DeepSeek-V3 without rotary embedding.
+    """
+
+    renamed = {
+        # When transformers saves a model, it renames these in all layers, also in dense ones.
+        **{f".mlp.{part}": f".{EXPERTS}.{part}" for part in HALF},
+        # These are the names that transformers has in memory.
+        **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in DECAY},
+    }
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the delta rule of a layer that keeps a state, or its latent attention."""
+        if config.kv.state_of(index) is not None:
+            return cls.make_delta_net(config, index, at)
+        return latent_attention(config, config.latent, index, at)
+
+    @classmethod
+    def make_delta_net(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the delta rule of a layer."""
+        width, delta = config.hidden_size, config.recurrent
+        rank = delta.key  # the width between the two projections in a row
+        inner, outer = ("embed", None), (None, "heads")
+        return delta_net(
+            config,
+            delta,
+            index,
+            at,
+            input=projection(
+                width, at, ("q_proj", delta.keys), ("k_proj", delta.keys), ("v_proj", delta.values)
+            ),
+            beta_step=projection(width, at, ("b_proj", delta.value_heads)),
+            norm="o_norm",
+            output="o_proj",
+            channels=ChannelProducts(
+                projection(width, at, ("f_a_proj", rank), ("g_a_proj", rank), axes=inner),
+                projection(rank, at, ("f_b_proj", delta.keys), axes=outer),
+                projection(rank, at, ("g_b_proj", delta.values), axes=outer),
+            ),
+        )
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)

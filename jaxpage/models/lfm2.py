@@ -1,112 +1,140 @@
-"""LFM2 (Liquid AI, 2025) has gated short convolutions in most layers, and attention in the others.
+"""LFM2 (Liquid AI, 2025), dense and with experts, and LFM3 (2026).
 
-A convolution keeps the inputs of the last few tokens, and no state.
+Most layers have gated short convolutions, the others attention. A convolution keeps the inputs of
+the last few tokens, and no state. LFM3 adds sliding windows in some layers, a gate for each head,
+and by default norms after attention, the convolution and the MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flax import nnx
 
 from jaxpage.layers.convolution import ConvolutionSpec
-from jaxpage.models.block_form import BlockForm
+from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.decoder_names import DecoderNames
-from jaxpage.models.fields import Fields
-from jaxpage.models.mlp import MLPNames
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
+from jaxpage.models.corrected_experts import first_dense
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.parts import attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import (
+    DecoderConfig,
     key_value_heads,
-    prefix,
+    read_common,
     read_head_dim,
 )
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.norms import Norm, rms_norm
+from jaxpage.models.parts.recurrences import gated_convolution
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.proportional_rope import read_rope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
 FULL = "full_attention"
+SLIDING = "sliding_attention"
 CONVOLUTION = "conv"
 MLP_NAMES = MLPNames("feed_forward", "w1", "w3", "w2", None)
-FORM = BlockForm(norms=("operator_norm", None, "ffn_norm", None))
-NAMES = DecoderNames(
-    norm="embedding_norm", output="out_proj", head_norms=("q_layernorm", "k_layernorm")
+EXPERT_NAMES = ExpertNames(
+    "feed_forward",
+    "w1",
+    "w3",
+    "w2",
+    correction="expert_bias",
+    in_memory=("feed_forward", "gate", "expert_bias"),
 )
+ROPES: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {
+        "rope_type": "proportional",
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `Lfm2Config`."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        config = dict(config)
-        # The names of these fields in published files outrank those of the class.
-        for older, name in (
-            ("tie_embedding", "tie_word_embeddings"),
-            ("block_ff_dim", "intermediate_size"),
-        ):
-            if older in config:
-                config[name] = config.pop(older)
-        with Fields(config, "lfm2") as fields:
-            return cls._from_fields(
-                fields,
-                feed_forward_width=_feed_forward_width(fields),
-                **lfm2_knobs(fields, _usual_types(fields), older={"attention": FULL}),
-            )
-
-
-def lfm2_knobs(fields: Fields, types: Sequence[str], **more: Any) -> dict[str, Any]:
-    """Returns the arguments of `_from_fields` for LFM2 with and without experts.
-
-    Args:
-        fields: The fields of the config.
-        types: The kinds of the layers where `layer_types` is absent.
-        **more: Further arguments of `Fields.layer_types`.
-    """
-    types = fields.layer_types(types, kinds=(FULL, CONVOLUTION), **more)
-    head_dim = read_head_dim(fields)
-    rope, longest = fields.rope(
-        head_dim, fields.integer("max_position_embeddings", 128_000), theta=1_000_000.0
-    )
-    return {
-        "num_kv_heads": key_value_heads(fields, 8),
-        "head_dim": head_dim,
-        "max_position_embeddings": longest,
-        "rope": (rope, longest),
-        "epsilon": ("norm_eps", 1e-5),
-        "activation": "silu",
-        "tied": True,
-        "norm_heads": True,
-        "form": FORM,
-        "names": NAMES,
-        "mlp_names": MLP_NAMES,
-        **convolution_knobs(fields, types, kernel=3),
-    }
-
-
-def convolution_knobs(fields: Fields, types: Sequence[str], *, kernel: int) -> dict[str, Any]:
-    """Returns the arguments of `_from_fields` about convolution layers.
-
-    Args:
-        fields: The fields of the config.
-        types: The kinds of the layers.
-        kernel: The default kernel width, in tokens.
-    """
-    convolution = ConvolutionSpec(
+def read_convolution(fields: Fields, *, kernel: int) -> ConvolutionSpec:
+    """Returns the convolution; `kernel` is the default number of tokens that it spans."""
+    return ConvolutionSpec(
         width=fields.integer("hidden_size"),
         kernel=fields.integer("conv_L_cache", kernel),
         bias=fields.flag("conv_bias", False),
     )
-    return {
-        "states": tuple(convolution.state if kind == CONVOLUTION else None for kind in types),
-        "recurrent": convolution if CONVOLUTION in types else None,
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(DecoderConfig):
+    """Reads transformers' `Lfm2Config`.
+
+    Attributes:
+        convolution: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "lfm2"
+    # The names of fields in published files, which outrank those of the class in transformers.
+    published: ClassVar[Mapping[str, str]] = {
+        "tie_embedding": "tie_word_embeddings",
+        "block_ff_dim": "intermediate_size",
     }
+
+    convolution: ConvolutionSpec
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the names of the class alone."""
+        names = cls.published
+        stated = {names[field]: config[field] for field in names if field in config}
+        return {field: config[field] for field in config if field not in names} | stated
+
+    @classmethod
+    def read(cls, fields: Fields) -> Lfm2Config:
+        """Returns what the fields say."""
+        width = _feed_forward_width(fields)
+        types = fields.layer_types(
+            _usual_types(fields), kinds=(FULL, CONVOLUTION), older={"attention": FULL}
+        )
+        return cls(**read_lfm2(fields, types, intermediate_size=width))
+
+
+def read_lfm2(fields: Fields, types: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Returns the fields of a config that LFM2 has with and without experts.
+
+    Args:
+        fields: The fields of the config.json.
+        types: The types of the layers.
+        **options: Further arguments of `read_common`.
+    """
+    head_dim = read_head_dim(fields)
+    longest = fields.integer("max_position_embeddings", 128_000)
+    rope, longest = fields.rope(head_dim, longest, theta=1_000_000.0)
+    convolution = read_convolution(fields, kernel=3)
+    common = read_common(
+        fields,
+        num_kv_heads=key_value_heads(fields, 8),
+        head_dim=head_dim,
+        max_position_embeddings=longest,
+        rope=(rope, longest),
+        epsilon=("norm_eps", 1e-5),
+        activation="silu",
+        tied=True,
+        kv={"states": states_of(types, convolution)},
+        **options,
+    )
+    return {**common, "convolution": convolution}
+
+
+def states_of(types: Sequence[str], convolution: ConvolutionSpec) -> tuple[Any, ...]:
+    """Returns what each layer keeps in place of keys and values; None if it has these."""
+    return tuple(convolution.state if kind == CONVOLUTION else None for kind in types)
 
 
 def _usual_types(fields: Fields) -> list[str]:
-    """Returns the kinds of the layers: those of `full_attn_idxs` attend, or all without it."""
+    """Returns the types of the layers: those of `full_attn_idxs` attend, or all without it."""
     numbers = range(fields.integer("num_hidden_layers"))
     attending = fields.get("full_attn_idxs", None)
     if attending is not None and not isinstance(attending, list):
@@ -127,3 +155,201 @@ def _feed_forward_width(fields: Fields) -> int:
         return width
     multiple = fields.integer("block_multiple_of", 256)
     return -(-int(factor * width) // multiple) * multiple
+
+
+class Lfm2(Decoder, config=Lfm2Config):
+    """LFM2 (Liquid AI, 2025) has gated short convolutions in most layers, attention in the others.
+
+    A convolution keeps the inputs of the last few tokens, and no state.
+    """
+
+    names = ModuleNames(norm="embedding_norm")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=rms_norm(config, at / "operator_norm"),
+            attention=cls.make_mixer(config, index, at),
+            mlp_norm=rms_norm(config, at / "ffn_norm"),
+            mlp=cls.make_mlp(config, index, at),
+        )
+
+    @classmethod
+    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the convolution of a layer, or its attention."""
+        if config.kv.state_of(index) is not None:
+            return gated_convolution(config.convolution, index, layer / "conv")
+        return cls.make_attention(config, index, layer / "self_attn")
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        names = ("q_layernorm", "k_layernorm")
+        return attention.grouped_query_attention(
+            config,
+            index,
+            at,
+            names=attention.AttentionNames("out_proj"),
+            norms=attention.norms_of_heads(config, at, rms_norm, names=names),
+        )
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return gated_mlp(config, layer / MLP_NAMES.module, names=MLP_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
+    """Reads transformers' `Lfm2MoeConfig`."""
+
+    model_type = "lfm2_moe"
+    published = {"tie_embedding": "tie_word_embeddings"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Lfm2MoeConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        if fields.get("layer_types", None) is None:
+            text = f"layer_types must name each of the {num_layers} layers, not None"
+            fields.note(WrongField(text), layer_types=[FULL] * num_layers)
+        experts = read_experts(
+            fields,
+            count=("num_experts", 32),
+            per_token=4,
+            width=("moe_intermediate_size", 1792),
+            normalized=fields.flag("norm_topk_prob", True),
+            routing={
+                "sigmoid": True,
+                "epsilon": 1e-6,
+                "corrected": fields.flag("use_expert_bias", True),
+                "factor": fields.number("routed_scaling_factor", 1.0),
+            },
+        )
+        types = fields.layer_types([FULL] * num_layers, kinds=(FULL, CONVOLUTION))
+        return cls(
+            **read_lfm2(fields, types),
+            experts=experts,
+            sparse_layers=first_dense(fields, 2, "num_dense_layers"),
+        )
+
+
+class Lfm2Moe(Lfm2, config=Lfm2MoeConfig):
+    """LFM2 with experts (Liquid AI, 2025) is LFM2 with experts in all but the first few layers."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm3Config(Lfm2Config):
+    """Reads transformers' `Lfm3Config`.
+
+    Full-attention and sliding-window layers have different rotary embeddings.
+
+    Attributes:
+        gated: True if each head has a gate.
+        has_norms_after: True if there are norms after both halves.
+    """
+
+    model_type = "lfm3"
+    aliases = {"norm_eps": "rms_norm_eps"}
+    published = {}
+
+    gated: bool
+    has_norms_after: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Lfm3Config:
+        """Returns what the fields say."""
+        numbers = range(fields.integer("num_hidden_layers"))
+        types = fields.layer_types(
+            [_usual_type(number) for number in numbers], kinds=(FULL, SLIDING, CONVOLUTION)
+        )
+        head_dim = fields.integer("head_dim", 128)
+        ropes = _read_ropes(fields, types, head_dim)
+        longest = fields.integer("max_position_embeddings", 128_000)
+        convolution = read_convolution(fields, kernel=7)
+        window = fields.optional_integer("sliding_window", 256)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 4),
+                head_dim=head_dim,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, window),
+                rope=(ropes.get(FULL, NO_ROTATION), longest),
+                epsilon=("norm_eps", 1e-5),
+                activation="silu",
+                tied=True,
+                kv={"states": states_of(types, convolution)},
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            rope_by_layer=tuple(ropes.get(kind) for kind in types),
+            convolution=convolution,
+            gated=fields.flag("use_attention_gate", True),
+            has_norms_after=fields.flag("use_sandwich_norm", True),
+        )
+
+
+def _usual_type(number: int) -> str:
+    """Returns the default type of a layer."""
+    if number % 4 == 2:
+        return FULL
+    return CONVOLUTION if number % 2 or number == 0 else SLIDING
+
+
+def _read_ropes(fields: Fields, types: Sequence[str], head_dim: int) -> dict[str, Rope]:
+    """Returns the rotary embedding of each type of attention layer.
+
+    As in transformers, fields at the top of the config are defaults for all types.
+    """
+    stated = fields.get("rope_scaling", None) or fields.get("rope_parameters", None)
+    stated = ROPES if stated is None else stated
+    usual = {
+        "rope_theta": fields.get("rope_theta", 1_000_000.0),
+        "partial_rotary_factor": fields.get("partial_rotary_factor", None),
+    }
+    if head_dim % 2:
+        text = f"the rotary embedding needs an even head width, not head_dim = {head_dim}"
+        fields.note(WrongField(text), head_dim=128)
+    ropes = {}
+    for kind in [kind for kind in ROPES if kind in types]:
+        rope = stated.get(kind) if isinstance(stated, dict) else None
+        if not isinstance(rope, dict):
+            text = f"rope_parameters must have an object for {kind}, not {stated!r}"
+            fields.note(WrongField(text), **NO_ROPE)
+            rope = ROPES[kind]
+        ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_dim)
+    return ropes
+
+
+class Lfm3(Lfm2, config=Lfm3Config):
+    """LFM3 (Liquid AI, 2026) is LFM2 with windows in some layers, and a gate for each head."""
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+
+        def norm_after(name: str) -> Norm | None:
+            return rms_norm(config, at / name) if config.has_norms_after else None
+
+        return Block(
+            attention_norm=rms_norm(config, at / "operator_norm"),
+            attention=cls.make_mixer(config, index, at),
+            post_attention_norm=norm_after("post_operator_norm"),
+            mlp_norm=rms_norm(config, at / "ffn_norm"),
+            mlp=cls.make_mlp(config, index, at),
+            post_mlp_norm=norm_after("post_ffn_norm"),
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        # Files have the first name, transformers in memory the second one.
+        gates = attention.Gates(1, "gate_proj", "g_proj") if config.gated else None
+        norms = attention.norms_of_heads(config, at, rms_norm)
+        return attention.grouped_query_attention(config, index, at, norms=norms, gates=gates)

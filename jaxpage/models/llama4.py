@@ -12,34 +12,29 @@ layers are full ones. In some or all layers experts take the place of the feed-f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-from jax.typing import DTypeLike
+from flax import nnx
 
-from jaxpage.layers.attention import Attention
-from jaxpage.models.block_form import BlockForm
+from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import rotating_layers
-from jaxpage.models.mlp import MLPNames
-from jaxpage.models.rotary_decoder import (
-    DecoderLayer,
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-    read_head_dim,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import MLPNames
+from jaxpage.models.parts.norms import unscaled_rms_norm
+from jaxpage.models.parts.scope import Scope
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
-NAMES = ExpertNames(
+MLP_NAMES = MLPNames(module="feed_forward")
+EXPERT_NAMES = ExpertNames(
     module="feed_forward",
     router="router",
     shared=("shared_expert", None),
@@ -48,56 +43,62 @@ NAMES = ExpertNames(
 )
 
 
-class Spec(RotaryDecoderSpec):
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(ExpertsConfig):
     """Reads transformers' `Llama4TextConfig`.
 
     The jitter of the router is for training.
+
+    Attributes:
+        use_qk_norm: True if queries and keys of layers that rotate have norms.
+        temperature_tuning: How queries of the other layers grow with positions; see `Scores`.
     """
 
+    model_type = "llama4_text"
+
+    use_qk_norm: bool
+    temperature_tuning: tuple[float, int, int] | None
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "llama4_text") as fields:
-            head_dim = fields.optional_integer("head_dim", 128) or read_head_dim(fields)
-            longest = fields.integer("max_position_embeddings", 131_072)
-            rope, longest = fields.rope(head_dim, longest, theta=500_000.0)
-            rope = replace(rope, interleaved=True)
-            rotates = rotating_layers(fields)
-            inner = fields.integer("intermediate_size", 8192)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> Llama4Config:
+        """Returns what the fields say."""
+        head_dim = fields.optional_integer("head_dim", 128) or decoder_config.read_head_dim(fields)
+        longest = fields.integer("max_position_embeddings", 131_072)
+        rope, reach = fields.rope(head_dim, longest, theta=500_000.0, interleaved=True)
+        rotates = rotating_layers(fields)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=reach,
                 sliding_windows=_chunks(fields, rotates),
-                attention_bias=fields.flag("attention_bias", False),
-                rope=(rope, longest),
-                rope_by_layer=tuple(rope if turns else None for turns in rotates),
+                rope=(rope, reach),
                 epsilon=("rms_norm_eps", 1e-5),
-                form=BlockForm(head_scales="none", turned_first=True),
-                norm_heads=fields.flag("use_qk_norm", True),
-                temperature_tuning=_temperature_tuning(fields),
-                feed_forward_width=fields.integer("intermediate_size_mlp", 16_384),
-                mlp_names=MLPNames(module="feed_forward"),
-                experts=read_experts(
-                    fields,
-                    count=("num_local_experts", 16),
-                    per_token=1,
-                    width=("intermediate_size", 8192),
-                    normalized=False,
-                    routing={"sigmoid": True},
-                    shared_width=inner,
-                    scales_input=True,
-                ),
-                expert_names=NAMES,
-                sparse_layers=_sparse_layers(fields),
-            )
+                intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
+            ),
+            rope_by_layer=tuple(rope if does_rotate else None for does_rotate in rotates),
+            attention_bias=fields.flag("attention_bias", False),
+            use_qk_norm=fields.flag("use_qk_norm", True),
+            temperature_tuning=_temperature_tuning(fields),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 16),
+                per_token=1,
+                width=("intermediate_size", 8192),
+                normalized=False,
+                routing={"sigmoid": True},
+                shared_width=fields.integer("intermediate_size", 8192),
+                scales_input=True,
+            ),
+            sparse_layers=_sparse_layers(fields),
+        )
 
 
 def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Returns the size of the chunks in each layer; None in those that see everything."""
     types = fields.layer_types(
-        [CHUNKED if turns else FULL for turns in rotates], kinds=(CHUNKED, FULL)
+        [CHUNKED if does_rotate else FULL for does_rotate in rotates], kinds=(CHUNKED, FULL)
     )
     size = fields.optional_integer("attention_chunk_size", 8192)
     if size is None:  # transformers refuses it, whatever the layers are.
@@ -129,21 +130,21 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(layer in sparse for layer in range(num_layers))
 
 
-class Llama4Layer(DecoderLayer):
-    """Computes a layer with norms of queries and keys if it rotates, and growing queries if not."""
+class Llama4(Llama, config=Llama4Config):
+    """Llama 4, text (Meta, 2025), attends to chunks of positions in the layers that rotate."""
 
-    def __init__(self, spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike):
-        super().__init__(spec, layer_index, name=name, dtype=dtype)
-        attention = self.attention
-        assert isinstance(attention, Attention)
-        attention.chunked = True
-        if attention.rope is None:
-            attention.query_norm = attention.key_norm = None
-        else:
-            attention.temperature_tuning = None
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns attention with norms if it rotates, and with growing queries if not."""
+        norms = HeadNorms()
+        scores = Scores(chunked=True)
+        if config.rope_of(index) is None:
+            scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
+        elif config.use_qk_norm:
+            norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
+        return grouped_query_attention(config, index, at, norms=norms, scores=scores)
 
-
-class Model(RotaryDecoder):
-    """Computes Llama 4; see `models.base.Model`."""
-
-    layer = Llama4Layer
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)

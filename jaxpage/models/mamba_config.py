@@ -1,16 +1,11 @@
-"""Reads what configs say of layers of Mamba 2, and makes the modules of Mamba and of Mamba 2."""
+"""Reads what configs say of layers of Mamba and of Mamba 2."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from jax.typing import DTypeLike
-
-from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mamba import Mamba2, MambaSpec
-from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import Fields
 
@@ -92,77 +87,3 @@ def read_rank(fields: Fields, name: str) -> int:
     if fields.get(name, "auto") == "auto":
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name, 1)
-
-
-def make_mamba(
-    spec: MambaSpec | Mamba1Spec,
-    layer_index: int,
-    *,
-    width: int,
-    epsilon: float,
-    name: str,
-    dtype: DTypeLike,
-) -> Mamba2 | Mamba1:
-    """Returns the module, with the names of its checkpoint.
-
-    Args:
-        spec: The description of the layer.
-        layer_index: The layer's place in its model.
-        width: The width of the model.
-        epsilon: The epsilon of the norm.
-        name: The module's name in the checkpoint.
-        dtype: The type of the parameters.
-    """
-    if isinstance(spec, Mamba1Spec):
-        return _make_mamba1(spec, layer_index, width=width, epsilon=epsilon, name=name, dtype=dtype)
-    part = Part(sum(spec.parts), "heads", f"{name}.in_proj")
-    input = linear(width, part, input_axis="embed", bias=spec.input_bias, dtype=dtype)
-    part = Part(width, "embed", f"{name}.out_proj")
-    output = linear(spec.inner, part, input_axis="heads", bias=spec.output_bias, dtype=dtype)
-    norm = None
-    if spec.norm != "none":
-        norm = RMSNorm(
-            spec.inner,
-            name=f"{name}.norm",
-            epsilon=epsilon,
-            axis=None,
-            groups=spec.groups,
-            dtype=dtype,
-        )
-    return Mamba2(layer_index, spec, input, norm, output, name=name, dtype=dtype)
-
-
-def _make_mamba1(
-    spec: Mamba1Spec, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
-) -> Mamba1:
-    """Returns the module of Mamba, with the names of its checkpoint; see `make_mamba`."""
-    inner = spec.inner
-    part = Part(2 * inner, "heads", f"{name}.in_proj", each=(inner, inner))
-    input = linear(width, part, input_axis="embed", bias=spec.bias, dtype=dtype)
-    part = Part(spec.rank + 2 * spec.vector, None, f"{name}.x_proj")
-    vectors = linear(inner, part, input_axis="heads", bias=False, dtype=dtype)
-    part = Part(inner, "heads", f"{name}.dt_proj")
-    time_steps = linear(spec.rank, part, input_axis=None, bias=False, dtype=dtype)
-    part = Part(width, "embed", f"{name}.out_proj")
-    output = linear(inner, part, input_axis="heads", bias=spec.bias, dtype=dtype)
-
-    def norm(part: str, width: int) -> RMSNorm:
-        module = f"{name}.{part}_layernorm"
-        if spec.plain_epsilon is not None:
-            return RMSNorm(width, name=None, epsilon=spec.plain_epsilon, dtype=dtype)
-        return RMSNorm(width, name=module, epsilon=epsilon, axis=None, dtype=dtype)
-
-    norms = None
-    if spec.normed:
-        norms = norm("dt", spec.rank), norm("b", spec.vector), norm("c", spec.vector)
-    return Mamba1(
-        layer_index,
-        spec,
-        input=input,
-        vectors=vectors,
-        norms=norms,
-        time_steps=time_steps,
-        output=output,
-        name=name,
-        dtype=dtype,
-    )

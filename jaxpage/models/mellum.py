@@ -5,63 +5,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from jaxpage.models.deepseek_v3 import sparse_by_type
+from jaxpage.models.corrected_experts import sparse_by_type
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.mtp_names import unread_heads
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.qwen import Qwen3Moe
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
 THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
-ALIASES = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
 
 
-class Spec(RotaryDecoderSpec):
+class MellumConfig(ExpertsConfig):
     """Reads transformers' `MellumConfig`."""
 
+    model_type = "mellum"
+    aliases = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "mellum", ALIASES) as fields:
-            refuse_rope_scaling(fields)
-            fields.only(rope_theta=500_000.0)  # transformers does not read this field.
-            head_dim = fields.integer("head_dim", 128)
-            num_layers = fields.integer("num_hidden_layers")
-            types = fields.layer_types(["full_attention"] * num_layers)
-            ropes, longest = fields.ropes_by_type(
-                head_dim, fields.integer("max_position_embeddings", 131_072), THETA
-            )
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> MellumConfig:
+        """Returns what the fields say."""
+        refuse_rope_scaling(fields)
+        fields.only(rope_theta=500_000.0)  # transformers does not read this field.
+        head_dim = fields.integer("head_dim", 128)
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(["full_attention"] * num_layers)
+        window = fields.optional_integer("sliding_window", 1024)
+        longest = fields.integer("max_position_embeddings", 131_072)
+        ropes, longest = fields.ropes_by_type(head_dim, longest, THETA)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                sliding_windows=windows_of(
-                    fields, types, fields.optional_integer("sliding_window", 1024)
-                ),
-                attention_bias=fields.flag("attention_bias", False),
+                sliding_windows=windows_of(fields, types, window),
                 rope=(ropes["full_attention"], longest),
-                rope_by_layer=tuple(ropes[kind] for kind in types),
-                norm_heads=True,
-                experts=read_experts(
-                    fields,
-                    count=("num_experts", 64),
-                    per_token=8,
-                    width=("moe_intermediate_size", 896),
-                    normalized=fields.flag("norm_topk_prob", True),
-                ),
-                sparse_layers=sparse_by_type(fields, (True,) * num_layers),
-                draft_heads=unread_heads(fields),
-            )
+            ),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            attention_bias=fields.flag("attention_bias", False),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 64),
+                per_token=8,
+                width=("moe_intermediate_size", 896),
+                normalized=fields.flag("norm_topk_prob", True),
+            ),
+            sparse_layers=sparse_by_type(fields, (True,) * num_layers),
+            draft_heads=unread_heads(fields),
+        )
+
+
+class Mellum(Qwen3Moe, config=MellumConfig):
+    """Mellum 2 (JetBrains, 2026) is Qwen3 with experts, and with sliding windows in some layers."""

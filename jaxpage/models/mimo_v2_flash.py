@@ -12,30 +12,23 @@ in DeepSeek-V3, and none is shared. The first layers are:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from jax.typing import DTypeLike
-
-from jaxpage.layers.attention import Attention
+from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.deepseek_v3 import read_corrected_experts, sparse_by_type
+from jaxpage.models.corrected_experts import read_corrected_experts, sparse_by_type
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.mtp_names import unread_heads
-from jaxpage.models.rotary_decoder import (
-    DecoderLayer,
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+from jaxpage.models.parts.decoder_config import read_common
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -44,7 +37,7 @@ SHARE = 0.334  # The default `partial_rotary_factor` where `rope_type` is `defau
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(RotaryDecoderSpec):
+class MiMoV2FlashConfig(ExpertsConfig):
     """Reads transformers' `MiMoV2FlashConfig`.
 
     Attributes:
@@ -52,51 +45,57 @@ class Spec(RotaryDecoderSpec):
         value_scale: The factor by which values are multiplied.
     """
 
-    value_head_dim: int = 128
-    value_scale: float = 1.0
+    model_type = "mimo_v2_flash"
+    aliases = {"n_routed_experts": "num_local_experts"}
+
+    value_head_dim: int
+    value_scale: float
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        config = dict(config)
-        if config.get("routed_scaling_factor", 1.0) is None:
-            config["routed_scaling_factor"] = 1.0
-        with Fields(config, "mimo_v2_flash", {"n_routed_experts": "num_local_experts"}) as fields:
-            num_layers = fields.integer("num_hidden_layers")
-            types = fields.layer_types(
-                [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
-            )
-            sparse = sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
-            num_kv_heads, head_dim, value_width = _widths(fields, types)
-            _refuse_contradictions(fields, types, sparse)
-            ropes, longest = _ropes(fields, head_dim)
-            spec = cls._from_fields(
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config, in which a factor of experts that is null is 1."""
+        is_null = config.get("routed_scaling_factor", 1.0) is None
+        return {**config, "routed_scaling_factor": 1.0} if is_null else config
+
+    @classmethod
+    def read(cls, fields: Fields) -> MiMoV2FlashConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(
+            [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
+        )
+        sparse = sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
+        num_kv_heads, head_dim, value_width = _widths(fields, types)
+        heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
+        _refuse_contradictions(fields, types, sparse)
+        ropes, longest = _ropes(fields, head_dim)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 max_position_embeddings=longest,
+                kv={"heads": heads},
                 sliding_windows=windows_of(fields, types, _window(fields)),
-                attention_input_bias=fields.flag("attention_bias", False),
                 rope=(ropes[FULL], longest),
-                rope_by_layer=tuple(ropes[kind] for kind in types),
                 epsilon=("rms_norm_eps", 1e-5),
-                experts=read_corrected_experts(
-                    fields,
-                    shared_field=None,
-                    count=256,
-                    per_token=8,
-                    width=2048,
-                    groups=(1, 1),
-                    factor=1.0,
-                ),
-                expert_names=DEEPSEEK_NAMES,
-                sparse_layers=sparse,
-                draft_heads=unread_heads(fields, "model.mtp."),
-                value_head_dim=value_width,
-                value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
-            )
-            heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
-            return replace(spec, kv=replace(spec.kv, heads=heads))
+            ),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            attention_bias=fields.flag("attention_bias", False),
+            experts=read_corrected_experts(
+                fields,
+                shared_field=None,
+                count=256,
+                per_token=8,
+                width=2048,
+                groups=(1, 1),
+                factor=1.0,
+            ),
+            sparse_layers=sparse,
+            draft_heads=unread_heads(fields, "model.mtp."),
+            value_head_dim=value_width,
+            value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
+        )
 
 
 def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
@@ -151,45 +150,39 @@ def _refuse_contradictions(fields: Fields, types: Sequence[str], sparse: Sequenc
     fields.only(layernorm_epsilon=fields.number("rms_norm_eps", 1e-5))
 
 
-def make_attention(spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike) -> Attention:
-    """Returns the attention of a layer; `name` is that of the attention in the checkpoint."""
-    num_heads = spec.num_query_heads
-    num_kv_heads, head = spec.kv.heads_of(layer_index)
-    window = spec.kv.sliding_windows[layer_index]
-    parts = (
-        Part(num_heads * head, "heads", f"{name}.q_proj"),
-        Part(num_kv_heads * head, "kv_heads", f"{name}.k_proj"),
-        Part(num_kv_heads * spec.value_head_dim, "kv_heads", f"{name}.v_proj"),
-    )
-    bias = spec.attention_input_bias
-    width = spec.hidden_size
-    out = Part(width, "embed", f"{name}.o_proj")
-    sinks = None
-    if window is not None:
-        source = tensor(f"{name}.attention_sink_bias", num_heads, aliases=(f"{name}.sinks",))
-        sinks = parameter((num_heads,), axes=("heads",), dtype=dtype, sources=[source])
-    return Attention(
-        layer_index,
-        linear(width, *parts, input_axis="embed", bias=bias, dtype=dtype),
-        linear(num_heads * spec.value_head_dim, out, input_axis="heads", bias=False, dtype=dtype),
-        head_dim=head,
-        value_head_dim=spec.value_head_dim,
-        value_scale=spec.value_scale,
-        sliding_window=window,
-        rope=spec.rope_of(layer_index),
-        sinks=sinks,
-    )
+class MiMoV2Flash(Qwen3Moe, config=MiMoV2FlashConfig):
+    """MiMo-V2-Flash (Xiaomi, 2026) has sinks and more key/value heads in sliding-window layers."""
 
+    expert_names = DEEPSEEK_NAMES
 
-class MimoLayer(DecoderLayer):
-    """Computes a layer with the attention of this family."""
-
-    def mixer(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike) -> Attention:
-        """Returns the attention of the layer."""
-        return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-
-
-class Model(RotaryDecoder):
-    """Computes MiMo-V2-Flash; see `models.base.Model`."""
-
-    layer = MimoLayer
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
+        """Returns the attention of a layer."""
+        num_heads = config.num_query_heads
+        num_kv_heads, head_dim = config.kv.heads_of(index)
+        window = config.kv.sliding_windows[index]
+        value_rows = num_heads * config.value_head_dim
+        parts = (
+            Part(num_heads * head_dim, "heads", (at / "q_proj").name),
+            Part(num_kv_heads * head_dim, "kv_heads", (at / "k_proj").name),
+            Part(num_kv_heads * config.value_head_dim, "kv_heads", (at / "v_proj").name),
+        )
+        bias = config.attention_bias
+        width = config.hidden_size
+        out = Part(width, "embed", (at / "o_proj").name)
+        sinks = None
+        if window is not None:
+            aliases = ((at / "sinks").name,)
+            source = tensor((at / "attention_sink_bias").name, num_heads, aliases=aliases)
+            sinks = parameter((num_heads,), axes=("heads",), dtype=at.dtype, sources=[source])
+        return Attention(
+            index,
+            Projections(
+                linear(width, *parts, input_axis="embed", bias=bias, dtype=at.dtype),
+                linear(value_rows, out, input_axis="heads", bias=False, dtype=at.dtype),
+            ),
+            head_dim=head_dim,
+            rope=config.rope_of(index),
+            scores=Scores(sliding_window=window, sinks=sinks),
+            values=Values(config.value_head_dim, config.value_scale),
+        )

@@ -5,71 +5,73 @@ The scores of experts are sigmoids, with corrections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
+from flax import nnx
+
 from jaxpage.models.experts import ExpertNames, read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-NAMES = ExpertNames(
-    "block_sparse_moe",
-    "w1",
-    "w3",
-    "w2",
-    correction="e_score_correction_bias",
-    in_memory=("mlp", "gate", "e_score_correction_bias"),
-)
+from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.qwen import Qwen3Moe
 
 
-class Spec(RotaryDecoderSpec):
+class MiniMaxM2Config(ExpertsConfig):
     """Reads transformers' `MiniMaxM2Config`.
 
     Published files have `rotary_dim`, which is a width and not a share.
     """
 
+    model_type = "minimax_m2"
+    aliases = {"num_local_experts": "num_experts"}
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "minimax_m2", {"num_local_experts": "num_experts"}) as fields:
-            # Published configs name these, which transformers' class does not have.
-            fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
-            fields.only(use_routing_bias=True, shared_intermediate_size=0)
-            head_dim = fields.integer("head_dim", 128)
-            longest = fields.integer("max_position_embeddings", 196_608)
-            turned = fields.optional_integer("rotary_dim", None)
-            rope = fields.rope(
-                head_dim,
-                longest,
-                theta=5_000_000.0,
-                partial=1.0 if turned is None else turned / head_dim,
-            )
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> MiniMaxM2Config:
+        """Returns what the fields say."""
+        # Published configs name these, which transformers' class does not have.
+        fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
+        fields.only(use_routing_bias=True, shared_intermediate_size=0)
+        head_dim = fields.integer("head_dim", 128)
+        longest = fields.integer("max_position_embeddings", 196_608)
+        rotary_dim = fields.optional_integer("rotary_dim", None)
+        share = 1.0 if rotary_dim is None else rotary_dim / head_dim
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=rope,
-                form=BlockForm(together=True),
-                norm_heads=True,
-                experts=read_experts(
-                    fields,
-                    count=("num_local_experts", 256),
-                    per_token=8,
-                    width=("intermediate_size", 1536),
-                    normalized=True,
-                    routing={"sigmoid": True, "corrected": True},
-                ),
-                expert_names=NAMES,
-                sparse_layers=(True,) * fields.integer("num_hidden_layers"),
-            )
+                rope=fields.rope(head_dim, longest, theta=5_000_000.0, partial=share),
+            ),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 256),
+                per_token=8,
+                width=("intermediate_size", 1536),
+                normalized=True,
+                routing={"sigmoid": True, "corrected": True},
+            ),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+        )
+
+
+class MiniMaxM2(Qwen3Moe, config=MiniMaxM2Config):
+    """MiniMax-M2 (MiniMax, 2025) has experts in all layers, and norms over all heads together."""
+
+    expert_names = ExpertNames(
+        "block_sparse_moe",
+        "w1",
+        "w3",
+        "w2",
+        correction="e_score_correction_bias",
+        in_memory=("mlp", "gate", "e_score_correction_bias"),
+    )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = norms_over_all_heads(config, at, rms_norm)
+        return grouped_query_attention(config, index, at, norms=norms)

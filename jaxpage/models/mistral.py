@@ -1,43 +1,179 @@
-"""Mistral (Jiang et al., 2023) is Llama with a sliding window in every layer, or in none."""
+"""Mistral (Jiang et al., 2023), Mixtral, which has experts, and Ministral 3 (Mistral AI, 2025).
+
+Mistral is Llama with a sliding window. Ministral 3 scales queries by their positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from flax import nnx
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+from jaxpage.layers.attention import Scores
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.scope import Scope
 
-Model = RotaryDecoder
+EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+# The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
-class Spec(RotaryDecoderSpec):
+class MistralConfig(DecoderConfig):
     """Reads transformers' `MistralConfig`.
 
     An absent `sliding_window` is 4096; null is none.
     """
 
+    model_type = "mistral"
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "mistral") as fields:
-            window = fields.optional_integer("sliding_window", 4096)
-            uniform = "full_attention" if window is None else "sliding_attention"
-            if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
-                text = "layer_types that alternate are not part of the mistral family"
-                fields.note(RefusedField(text), layer_types=None)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> MistralConfig:
+        """Returns what the fields say."""
+        window = fields.optional_integer("sliding_window", 4096)
+        uniform = "full_attention" if window is None else "sliding_attention"
+        if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
+            text = "layer_types that alternate are not part of the mistral family"
+            fields.note(RefusedField(text), layer_types=None)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
             )
+        )
+
+
+class Mistral(Llama, config=MistralConfig):
+    """Mistral (Jiang et al., 2023) is Llama with a sliding window in every layer, or in none."""
+
+
+class MixtralConfig(ExpertsConfig):
+    """Reads transformers' `MixtralConfig`."""
+
+    model_type = "mixtral"
+    aliases = {"num_local_experts": "num_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> MixtralConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
+                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
+                rope={"theta": 1_000_000.0},
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 8),
+                per_token=2,
+                width=("intermediate_size", 14336),
+                normalized=True,
+            ),
+            sparse_layers=(True,) * num_layers,
+        )
+
+
+class Mixtral(Llama, config=MixtralConfig):
+    """Mixtral (Jiang et al., 2024) is Mistral with experts."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(DecoderConfig):
+    """Reads transformers' `Ministral3Config`.
+
+    Attributes:
+        temperature_tuning: See `Scores`.
+    """
+
+    model_type = "ministral3"
+
+    temperature_tuning: tuple[float, int, int] | None
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the rotation that it means."""
+        is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
+        return config if is_stated else {**config, "rope_parameters": ROPE}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Ministral3Config:
+        """Returns what the fields say."""
+        head_dim = fields.optional_integer("head_dim", 128)
+        longest = fields.integer("max_position_embeddings", 262_144)
+        window = fields.optional_integer("sliding_window", None)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_dim=head_dim or decoder_config.read_head_dim(fields),
+                max_position_embeddings=longest,
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+            temperature_tuning=read_growth(fields, longest),
+        )
+
+
+def read_growth(fields: Fields, longest: int) -> tuple[float, int, int] | None:
+    """Returns `Scores.temperature_tuning`; None if there is no `llama_4_scaling_beta`.
+
+    `rope_parameters`, or `rope_scaling`, say how queries are scaled by position.
+
+    Args:
+        fields: The fields of the config.
+        longest: The number of positions.
+    """
+    parameters = fields.rope_parameters(longest, 10_000.0)
+    rate, length = (
+        parameters.get(name)
+        for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if rate is None:
+        return None
+    if not isinstance(rate, int | float) or type(length) is not int or length < 1:
+        text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
+        fields.note(WrongField(text), **NO_ROPE)
+        return None
+    return float(rate), length, 0
+
+
+class Ministral3(Llama, config=Ministral3Config):
+    """Ministral 3, text (Mistral AI, 2025), is Llama with queries scaled by position.
+
+    Llama 4 scales them so too.
+    """
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        scores = Scores(temperature_tuning=config.temperature_tuning)
+        return grouped_query_attention(config, index, at, scores=scores)

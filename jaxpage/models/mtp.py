@@ -7,8 +7,7 @@ the model has not been yet (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,21 +17,10 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Part, linear
-from jaxpage.models.base import KVSpec, Pages, run_layers
+from jaxpage.models.base import Pages, run_layers
 from jaxpage.models.drafter import output_alone
 from jaxpage.models.mtp_names import MtpNames
-from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
-
-
-def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
-    """Returns the spec of the head's one layer.
-
-    It attends to all positions, whatever the model's layers do, and has experts if the model has.
-    """
-    kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_dim, (None,), spec.kv.value_width)
-    return replace(
-        spec, kv=kv, rope_by_layer=(), recurrent=None, sparse_layers=(spec.experts is not None,)
-    )
+from jaxpage.models.parts.scope import Scope
 
 
 class MtpHead(nnx.Module):
@@ -44,20 +32,21 @@ class MtpHead(nnx.Module):
     aux_layers: ClassVar[tuple[int, ...]] = ()
     fuse = staticmethod(output_alone)
 
-    def __init__(self, spec: RotaryDecoderSpec, names: MtpNames, *, dtype: DTypeLike):
+    def __init__(self, config: Any, family: Any, names: MtpNames, *, dtype: DTypeLike):
         """Makes the head.
 
         Args:
-            spec: The spec of the model.
+            config: The config of the model.
+            family: The family of the model, which makes the layer and the norms.
             names: The names of the head's tensors.
             dtype: The type of the parameters.
         """
-        width, spec_of_layer = spec.hidden_size, layer_spec(spec)
-        self.kv = spec_of_layer.kv
-        self.tokens = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
-        self.head = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
+        width, of_layer = config.hidden_size, config.of_draft_layer()
+        self.kv = of_layer.kv
+        self.tokens = Embedding(config.vocab_size, width, name=None, dtype=dtype)
+        self.head = Embedding(config.vocab_size, width, name=None, dtype=dtype)
         self.embedding_norm, self.hidden_norm, self.norm = (
-            spec.form.norm(width, name=name, epsilon=spec.norm_epsilon, dtype=dtype)
+            family.Model.make_norm(config, Scope(name, dtype))
             for name in (names.embedding_norm, names.hidden_norm, names.output_norm)
         )
         self.fc = linear(
@@ -67,7 +56,8 @@ class MtpHead(nnx.Module):
             bias=False,
             dtype=dtype,
         )
-        self.layers = nnx.List([DecoderLayer(spec_of_layer, 0, name=names.layer, dtype=dtype)])
+        layer = family.Model.make_block(of_layer, 0, Scope(names.layer, dtype))
+        self.layers = nnx.List([layer])
 
     def __call__(
         self,

@@ -20,7 +20,6 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
-from jaxpage.models.experts import ExpertNames
 from jaxpage.models.fields import text_part, without_axes
 
 DECODER = "model.language_model"
@@ -43,7 +42,6 @@ class MultimodalCheckpoint:
         defaults: The fields of the text model's config that mean something else in their absence
             than they do to the family.
         fixed: The fields that the family has, and the architecture has not.
-        spec: Fields of the spec that differ from the family's.
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
     """
@@ -53,7 +51,6 @@ class MultimodalCheckpoint:
     takes: str = "images and videos"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    spec: Mapping[str, Any] = field(default_factory=dict)
     tied_by_files: bool = False
 
 
@@ -64,43 +61,47 @@ _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
-        {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}
+        {"exaone4": "exaone:Exaone4", "exaone4_5_text": "exaone:Exaone4"}
     ),
     "Gemma3ForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma3_text": "gemma3"},
+        {"gemma3_text": "gemma:Gemma3"},
         _LLAVA,
         "images",
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
     ),
     "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma3n_text": "gemma3n"}, _GEMMA, "images, videos and sound"
+        {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
     ),
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma4_text": "gemma4"}, _GEMMA, "images, videos and sound"
+        {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
-        {"llama4_text": "llama4"}, ("vision_model.", "multi_modal_projector."), "images"
+        {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": MultimodalCheckpoint(
-        {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
+        {
+            "mistral": "mistral:Mistral",
+            "ministral3": "mistral:Ministral3",
+            "mistral4": "mistral4:Mistral4",
+        },
         _LLAVA,
         "images",
         tied_by_files=True,
     ),
     "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"},
+        {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
     ),
     "Qwen2_5_VLForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"},
+        {"qwen2_5_vl_text": "qwen:Qwen2", "qwen2_5_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
     ),
     "Qwen3VLForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_vl_text": "qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
+        {"qwen3_vl_text": "qwen:Qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
     ),
     "Qwen3VLMoeForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_vl_moe_text": "qwen3_moe"},
+        {"qwen3_vl_moe_text": "qwen:Qwen3VLMoeText"},
         defaults={
             **_QWEN3,
             "num_key_value_heads": 16,
@@ -108,10 +109,11 @@ MULTIMODAL = {
             "moe_intermediate_size": 1408,
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
-        spec={"expert_names": ExpertNames(only_stacked=True, in_rows_too=True)},
     ),
-    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_5"}),
-    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_moe_text": "qwen3_5_moe"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_next:Qwen3_5"}),
+    "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
+        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
+    ),
 }
 
 
@@ -127,7 +129,7 @@ class TextSpecs:
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
-        changes = {"name": DECODER, "not_loaded": self.wrapper.takes, **self.wrapper.spec}
+        changes = {"name": DECODER, "not_loaded": self.wrapper.takes}
         changed: ModelSpec = dataclasses.replace(spec, **changes)
         return changed
 

@@ -5,59 +5,85 @@ Token embeddings are normalised too. The rotary embedding turns in the opposite 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
-from jaxpage.models.block_form import BlockForm
+from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-    read_head_dim,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-FORM = BlockForm(kind="rms-plain", head_scales="none", turned_first=True)
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import unscaled_rms_norm
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `NanoChatConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class NanoChatConfig(DecoderConfig):
+    """Reads transformers' `NanoChatConfig`.
+
+    Attributes:
+        logit_softcap: The soft cap of logits; None for none.
+    """
+
+    model_type = "nanochat"
+
+    logit_softcap: float | None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "nanochat") as fields:
-            head_dim = read_head_dim(fields)
-            longest = fields.integer("max_position_embeddings", 2048)
-            rope, longest = fields.rope(head_dim, longest)
-            backwards = tuple(-frequency for frequency in rope.frequencies)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> NanoChatConfig:
+        """Returns what the fields say."""
+        head_dim = decoder_config.read_head_dim(fields)
+        longest = fields.integer("max_position_embeddings", 2048)
+        rope, reach = fields.rope(head_dim, longest)
+        backwards = tuple(-frequency for frequency in rope.frequencies)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                attention_bias=fields.flag("attention_bias", False),
-                rope=(dataclasses.replace(rope, frequencies=backwards), longest),
-                plain_mlp=("fc1", "fc2"),
+                max_position_embeddings=reach,
+                rope=(replace(rope, frequencies=backwards), reach),
                 activation=("hidden_act", "relu2"),
-                logit_softcap=fields.optional_number("final_logit_softcapping", 15.0),
-                norm_heads=True,
-                form=FORM,
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            logit_softcap=fields.optional_number("final_logit_softcapping", 15.0),
+        )
 
 
-class Model(RotaryDecoder):
-    """Computes nanochat; see `models.base.Model`."""
+class NanoChat(Llama, config=NanoChatConfig):
+    """nanochat (Karpathy, 2025) has RMS norms without scales, and squared ReLU.
 
-    def embed(
-        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
-    ) -> Float[Array, "T D"]:
+    Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
+    """
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
+        """Returns a norm of hidden states."""
+        return unscaled_rms_norm(config, at)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
+        return grouped_query_attention(config, index, at, norms=norms)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "fc1", "fc2")
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
         return self.norm(super().embed(token_ids_T, positions_T))
+
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
+        """Returns the logits in float32."""
+        logits_BV = super().logits(hidden_BD)
+        cap = self.config.logit_softcap
+        return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)

@@ -1,41 +1,231 @@
-"""OLMo 1 (Groeneveld et al., 2024) is Llama with LayerNorm that has neither scale nor bias.
+"""OLMo 1 to 3 (Ai2, 2024 and 2025), OLMoE and FlexOlmo, which have experts.
 
-Some of its models limit queries, keys and values.
+OLMo 1 is Llama with LayerNorm. OLMo 2 has norms after both halves of a layer, and OLMo 3 windows as
+well. OLMo Hybrid is in `olmo_hybrid.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
+from flax import nnx
+
+from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.norms import Norm, layer_norm, rms_norm
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+# In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
+THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
 
-Model = RotaryDecoder
 
+@dataclass(frozen=True, kw_only=True)
+class OlmoConfig(DecoderConfig):
+    """Reads transformers' `OlmoConfig`. The epsilon of its norms is no field.
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `OlmoConfig`. The epsilon of its norms is no field."""
+    Attributes:
+        clip_qkv: The limit of queries, keys and values; None for none.
+    """
+
+    model_type = "olmo"
+
+    clip_qkv: float | None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "olmo") as fields:
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> OlmoConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                attention_bias=fields.flag("attention_bias", False),
-                attention_limit=fields.optional_number("clip_qkv", None),
                 epsilon=1e-5,
-                form=BlockForm(kind="plain"),
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            clip_qkv=fields.optional_number("clip_qkv", None),
+        )
+
+
+class Olmo(Llama, config=OlmoConfig):
+    """OLMo 1 (Groeneveld et al., 2024) is Llama with LayerNorm that has neither scale nor bias."""
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at, affine=False)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        return grouped_query_attention(config, index, at, clip_qkv=config.clip_qkv)
+
+
+class Olmo2Config(DecoderConfig):
+    """Reads transformers' `Olmo2Config`."""
+
+    model_type = "olmo2"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Olmo2Config:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+        )
+
+
+class Olmo2(Llama, config=Olmo2Config):
+    """OLMo 2 (OLMo et al., 2025) has norms after both halves of a layer, and none before them.
+
+    Norms of queries and keys are over all heads together.
+    """
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=None,
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=None,
+            mlp=cls.make_mlp(config, index, at),
+            post_mlp_norm=rms_norm(config, at / "post_feedforward_layernorm"),
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = norms_over_all_heads(config, at, rms_norm)
+        return grouped_query_attention(config, index, at, norms=norms)
+
+
+class Olmo3Config(DecoderConfig):
+    """Reads transformers' `Olmo3Config`."""
+
+    model_type = "olmo3"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Olmo3Config:
+        """Returns what the fields say."""
+        head_dim = decoder_config.read_head_dim(fields)
+        types = layer_types(fields, 4)
+        longest = fields.integer("max_position_embeddings", 2048)
+        ropes, reach = fields.ropes_by_type(head_dim, longest, THETA)
+        window = fields.optional_integer("sliding_window", 4096)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                head_dim=head_dim,
+                max_position_embeddings=reach,
+                sliding_windows=windows_of(fields, types, window),
+                epsilon=("rms_norm_eps", 1e-5),
+                rope=(ropes["full_attention"], reach),
+            ),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            attention_bias=fields.flag("attention_bias", False),
+        )
+
+
+class Olmo3(Olmo2, config=Olmo3Config):
+    """OLMo 3 (Ai2, 2025) is OLMo 2 with a sliding window in three of four layers.
+
+    The rotation of these layers is not scaled.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoeConfig(ExpertsConfig):
+    """Reads transformers' `OlmoeConfig`; for `clip_qkv` see `OlmoConfig`."""
+
+    model_type = "olmoe"
+    aliases = {"num_experts": "num_local_experts"}
+
+    clip_qkv: float | None
+
+    @classmethod
+    def read(cls, fields: Fields) -> OlmoeConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            clip_qkv=fields.optional_number("clip_qkv", None),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 64),
+                per_token=8,
+                width=("intermediate_size", 2048),
+                normalized=None,
+            ),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+        )
+
+
+class Olmoe(Llama, config=OlmoeConfig):
+    """OLMoE (Muennighoff et al., 2024) has experts and norms of queries and keys over all heads."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = norms_over_all_heads(config, at, rms_norm)
+        return grouped_query_attention(config, index, at, norms=norms, clip_qkv=config.clip_qkv)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer)
+
+
+class FlexOlmoConfig(ExpertsConfig):
+    """Reads transformers' `FlexOlmoConfig`."""
+
+    model_type = "flex_olmo"
+    aliases = {"num_experts": "num_local_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> FlexOlmoConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                rope={"theta": 500_000.0},
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 7),
+                per_token=5,
+                width=("intermediate_size", 11008),
+                normalized=None,
+            ),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+        )
+
+
+class FlexOlmo(Olmo2, config=FlexOlmoConfig):
+    """FlexOlmo (Shi et al., 2025) has the layers of OLMo 2 and the experts of OLMoE."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer)

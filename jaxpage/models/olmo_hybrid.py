@@ -6,62 +6,61 @@ attention and after the MLP, as in OLMo 2. Published models have no rotary embed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from flax import nnx
 
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.block_form import LLAMA_FORM
 from jaxpage.models.delta_config import check_activation, check_heads
 from jaxpage.models.fields import Fields
 from jaxpage.models.mtp_names import unread_heads
-from jaxpage.models.olmo2 import FORM
-from jaxpage.models.qwen3_5 import FULL, LINEAR
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-    read_head_dim,
-)
+from jaxpage.models.olmo import Olmo2
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.recurrences import delta_net_of_tensors
+from jaxpage.models.parts.scope import Scope
 
-__all__ = ["Model", "Spec", "ignored", "prefix", "renamed"]
-
-Model = RotaryDecoder
-# Older files, and those that transformers saves, have the second names.
-renamed = {
-    "input_layernorm": "attention_layer_norm",
-    "post_attention_layernorm": "feedforward_layer_norm",
-}
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `OlmoHybridConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class OlmoHybridConfig(DecoderConfig):
+    """Reads transformers' `OlmoHybridConfig`.
+
+    Attributes:
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "olmo_hybrid"
+
+    recurrent: DeltaWidths
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "olmo_hybrid") as fields:
-            check_activation(fields)
-            types = _layer_types(fields)
-            delta = _read_delta(fields)
-            head_dim = read_head_dim(fields)
-            rope, longest = _read_rope(fields, head_dim)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> OlmoHybridConfig:
+        """Returns what the fields say."""
+        check_activation(fields)
+        types = _layer_types(fields)
+        delta = _read_delta(fields)
+        head_dim = decoder_config.read_head_dim(fields)
+        rope, longest = _read_rope(fields, head_dim)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                states=tuple(delta.state if kind == LINEAR else None for kind in types),
-                attention_bias=fields.flag("attention_bias", False),
+                kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
                 rope=(rope, longest),
-                norm_heads=True,
-                form=FORM,
-                form_by_layer=tuple(LLAMA_FORM if kind == LINEAR else FORM for kind in types),
-                recurrent=delta,
-                draft_heads=unread_heads(fields),
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            recurrent=delta,
+            draft_heads=unread_heads(fields),
+        )
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
@@ -106,3 +105,25 @@ def _read_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
     if isinstance(rope, dict):
         theta = rope.get("rope_theta", theta)
     return (NO_ROTATION, longest) if theta is None else fields.rope(head_dim, longest)
+
+
+class OlmoHybrid(Olmo2, config=OlmoHybridConfig):
+    """OLMo Hybrid (Ai2, 2026) is OLMo 2 with a gated delta rule in three of four layers."""
+
+    # Older files, and those that transformers saves, have the second names.
+    renamed = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer, which is that of OLMo 2 where it keeps no state."""
+        if config.kv.state_of(index) is None:
+            return super().make_block(config, index, at)
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=delta_net_of_tensors(config, config.recurrent, index, at / "linear_attn"),
+            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+        )

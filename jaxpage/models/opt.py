@@ -1,179 +1,246 @@
-"""OPT (Zhang et al., 2022) has norms first, in all sizes but the 350m.
+"""OPT (Zhang et al., 2022) and XGLM (Lin et al., 2021), both of Meta, have LayerNorm.
 
-The 350m norms last, and embeds in a narrower space.
+Norms come first in all sizes but the 350m of OPT, which norms last and embeds in a narrower space.
+OPT has learned positions, and XGLM sinusoids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.fields import Fields
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.scope import Scope
 
-prefix = "model."
-ignored: tuple[str, ...] = ()
-# The first rows of the position table are for padding, in the code that OPT was trained with.
+EPSILON = 1e-5
+# The first positions are for padding, in the code that both were trained with.
 POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """Holds the fields of transformers' `OPTConfig`. Dropouts and `layerdrop` are for training."""
+class OPTConfig(DecoderConfig):
+    """Reads transformers' `OPTConfig`. Dropouts and `layerdrop` are for training.
 
-    vocab_size: int
-    hidden_size: int
-    feed_forward_width: int
-    # `word_embed_proj_dim`: there are projections to the model width and back where they differ.
+    Attributes:
+        embedding_width: The width of embeddings. There are products to the width of the model and
+            back where it is another one.
+        norm_first: True if norms come before the halves of a layer.
+        final_norm: True if there is a norm after the last layer.
+        affine_norms: True if norms have scales and biases.
+    """
+
+    model_type = "opt"
+
     embedding_width: int
-    num_query_heads: int
-    max_position_embeddings: int
-    kv: KVSpec
-    activation: str
-    norm_first: bool  # `do_layer_norm_before`
+    norm_first: bool
     final_norm: bool
-    bias: bool  # `enable_bias`
-    affine_norms: bool  # `layer_norm_elementwise_affine`
-    tie_word_embeddings: bool
+    affine_norms: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Spec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "opt") as fields:
-            num_heads = fields.integer("num_attention_heads")
-            num_layers = fields.integer("num_hidden_layers")
-            width = fields.integer("hidden_size")
-            head_dim = fields.divide("hidden_size", "num_attention_heads")
-            norm_first = fields.flag("do_layer_norm_before", True)
-            return cls(
-                vocab_size=fields.integer("vocab_size"),
-                hidden_size=width,
-                feed_forward_width=fields.integer("ffn_dim"),
-                embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
-                num_query_heads=num_heads,
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                kv=KVSpec(num_layers, num_heads, head_dim, (None,) * num_layers),
-                activation=fields.activation("activation_function", "relu"),
-                norm_first=norm_first,
-                final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
-                bias=fields.flag("enable_bias", True),
-                affine_norms=fields.flag("layer_norm_elementwise_affine", True),
-                tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-            )
-
-    @property
-    def projects(self) -> bool:
-        """Returns whether the embeddings have another width than the model."""
-        return self.embedding_width != self.hidden_size
-
-
-class DecoderLayer(nnx.Module):
-    """Adds attention and then the feed-forward half, with norms before each or after the sums."""
-
-    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width = spec.hidden_size
-        inner = spec.feed_forward_width
-        bias = spec.bias
-
-        def projection(
-            num_in: int, num_out: int, module: str, output_axis: str, input_axis: str
-        ) -> Linear:
-            part = Part(num_out, output_axis, f"{name}.{module}")
-            return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=dtype)
-
-        def norm(module: str) -> LayerNorm:
-            return LayerNorm(width, name=f"{name}.{module}", affine=spec.affine_norms, dtype=dtype)
-
-        self.attention_norm = norm("self_attn_layer_norm")
-        self.attention = Attention(
-            layer_index,
-            query_key_value(width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype),
-            projection(width, width, "self_attn.out_proj", "embed", "heads"),
-            head_dim=spec.kv.head_dim,
+    def read(cls, fields: Fields) -> OPTConfig:
+        """Returns what the fields say."""
+        width = fields.integer("hidden_size")
+        longest = fields.integer("max_position_embeddings", 2048)
+        norm_first = fields.flag("do_layer_norm_before", True)
+        bias = fields.flag("enable_bias", True)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=fields.integer("num_attention_heads"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=longest,
+                intermediate_size=fields.integer("ffn_dim"),
+                rope=(NO_ROTATION, longest),
+                epsilon=EPSILON,
+                activation=("activation_function", "relu"),
+                tied=True,
+            ),
+            attention_bias=bias,
+            mlp_bias=bias,
+            name="model.decoder",
+            embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
+            norm_first=norm_first,
+            final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
+            affine_norms=fields.flag("layer_norm_elementwise_affine", True),
         )
-        self.mlp_norm = norm("final_layer_norm")
-        up = projection(width, inner, "fc1", "ffn", "embed")
-        down = projection(inner, width, "fc2", "embed", "ffn")
-        self.mlp = MLP(up, down, activation=spec.activation)
-        self.norm_first = spec.norm_first
+
+
+class NormLastBlock(nnx.Module):
+    """Computes `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
+
+    def __init__(self, *, attention_norm: LayerNorm, attention: Any, mlp_norm: LayerNorm, mlp: Any):
+        """Makes the block; see `Block`."""
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        if self.norm_first:
-            attended_TD, layer_pages = self.attention(
-                self.attention_norm(x_TD), layer_pages, context
-            )
-            x_TD = x_TD + attended_TD
-            return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
         attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
         x_TD = self.attention_norm(x_TD + attended_TD)
         return self.mlp_norm(x_TD + self.mlp(x_TD)), layer_pages
 
 
-class Model(nnx.Module):
-    """Computes an OPT model; see `models.base.Model`.
+class OPT(Decoder, config=OPTConfig):
+    """OPT (Zhang et al., 2022) has norms first, in all sizes but the 350m.
 
     The projection of the 350m's output belongs to the logits, so that only sampled rows pay for it.
     """
 
-    def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.hidden_size
-        narrow = spec.embedding_width
-        decoder = "model.decoder"
+    positions: Embedding
+    ignored = ()
+    names = ModuleNames(positions="embed_positions", norm="final_layer_norm")
 
-        def projection(num_in: int, num_out: int, module: str) -> Linear | None:
-            if not spec.projects:
-                return None
-            part = Part(num_out, None, f"{decoder}.{module}")
-            return linear(num_in, part, input_axis="embed", bias=False, dtype=dtype)
+    def __init__(self, config: OPTConfig, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        at = Scope(config.name, dtype)
+        width, narrow = config.hidden_size, config.embedding_width
+        has_projections = narrow != width
+        self.project_in = _projection(narrow, width, at / "project_in") if has_projections else None
+        self.project_out = (
+            _projection(width, narrow, at / "project_out") if has_projections else None
+        )
+        if has_projections:
+            self.tokens, self.head = token_tables(
+                config.vocab_size,
+                narrow,
+                name=(at / self.names.tokens).name,
+                tied=config.tie_word_embeddings,
+                dtype=dtype,
+            )
+        if not config.final_norm:
+            self.norm = None
 
-        self.tokens, self.head = token_tables(
-            spec.vocab_size,
-            narrow,
-            name=f"{decoder}.embed_tokens",
-            tied=spec.tie_word_embeddings,
-            dtype=dtype,
-        )
-        num_positions = spec.max_position_embeddings + POSITION_OFFSET
-        self.positions = Embedding(
-            num_positions, width, name=f"{decoder}.embed_positions", axis=None, dtype=dtype
-        )
-        self.project_in = projection(narrow, width, "project_in")
-        self.project_out = projection(width, narrow, "project_out")
-        self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{decoder}.layers.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
-        )
-        norm_name = f"{decoder}.final_layer_norm"
-        self.norm = (
-            LayerNorm(width, name=norm_name, affine=spec.affine_norms, dtype=dtype)
-            if spec.final_norm
-            else None
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        block = Block if config.norm_first else NormLastBlock
+        return block(
+            attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
+            attention=grouped_query_attention(
+                config, index, at / "self_attn", names=AttentionNames("out_proj")
+            ),
+            mlp_norm=cls.make_norm(config, at / "final_layer_norm"),
+            mlp=plain_mlp(config, at, "fc1", "fc2"),
         )
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at, affine=config.affine_norms)
+
+    @classmethod
+    def make_positions(cls, config: Any, at: Scope, *, padding: int = 0) -> Embedding | None:
+        """Returns the table of learned positions, whose first rows are for padding."""
+        return super().make_positions(config, at, padding=POSITION_OFFSET)
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer."""
         embedded = self.tokens(token_ids_T)
         hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
-        hidden_TD = hidden_TD + self.positions(context.positions_T + POSITION_OFFSET)
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
+        return hidden_TD + self.positions(positions_T + POSITION_OFFSET)
 
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
         projected = hidden_BD if self.project_out is None else self.project_out(hidden_BD)
-        return (self.head or self.tokens).logits(projected)
+        return super().logits(projected)
+
+
+def _projection(num_in: int, num_out: int, at: Scope) -> Linear:
+    part = Part(num_out, None, at.name)
+    return linear(num_in, part, input_axis="embed", bias=False, dtype=at.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XGLMConfig(DecoderConfig):
+    """Reads transformers' `XGLMConfig`. Dropouts are for training.
+
+    Attributes:
+        embedding_scale: The factor of embeddings.
+    """
+
+    model_type = "xglm"
+    aliases = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "attention_heads",
+        "num_hidden_layers": "num_layers",
+    }
+
+    embedding_scale: float
+
+    @classmethod
+    def read(cls, fields: Fields) -> XGLMConfig:
+        """Returns what the fields say."""
+        width = fields.integer("hidden_size")
+        longest = fields.integer("max_position_embeddings", 2048)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=fields.integer("num_attention_heads"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=longest,
+                intermediate_size=fields.integer("ffn_dim"),
+                rope=(NO_ROTATION, longest),
+                epsilon=EPSILON,
+                activation=("activation_function", "gelu"),
+                tied=True,
+            ),
+            attention_bias=True,
+            mlp_bias=True,
+            embedding_scale=width**0.5 if fields.flag("scale_embedding", True) else 1.0,
+        )
+
+
+class XGLM(Decoder, config=XGLMConfig):
+    """XGLM (Lin et al., 2021) has sinusoids for positions, and LayerNorm before both halves."""
+
+    ignored = ("*.embed_positions.weights",)
+    names = ModuleNames(norm="layer_norm")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        names = AttentionNames("out_proj")
+        return Block(
+            attention_norm=layer_norm(config, at / "self_attn_layer_norm"),
+            attention=grouped_query_attention(config, index, at / "self_attn", names=names),
+            mlp_norm=layer_norm(config, at / "final_layer_norm"),
+            mlp=plain_mlp(config, at, "fc1", "fc2"),
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer."""
+        hidden_TD = super().embed(token_ids_T, positions_T) * self.config.embedding_scale
+        half = hidden_TD.shape[1] // 2
+        frequencies = np.exp(np.arange(half, dtype=np.float32) * -(np.log(10_000.0) / (half - 1)))
+        moved_T = (positions_T + POSITION_OFFSET).astype(jnp.float32)
+        angles_TE = moved_T[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
+        sinusoids_TD = jnp.concatenate([jnp.sin(angles_TE), jnp.cos(angles_TE)], axis=1)
+        odd = hidden_TD.shape[1] - 2 * half
+        return hidden_TD + jnp.pad(sinusoids_TD, ((0, 0), (0, odd))).astype(hidden_TD.dtype)

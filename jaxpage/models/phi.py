@@ -1,55 +1,223 @@
-"""Phi-1, 1.5 and 2 (Microsoft, 2023) compute both halves of a layer in parallel, with LayerNorm.
+"""Phi 1 to 4 (Microsoft, 2023 and 2024), of which Phi-3.5-MoE has experts.
 
-They rotate half of each head, and have biases everywhere.
+Phi-1 to 2 compute both halves of a layer in parallel; Phi-3 and 4 are Llama with fused products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
-from jaxpage.models.decoder_names import DecoderNames
-from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
+from flax import nnx
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+from jaxpage.layers.attention import HeadNorms
+from jaxpage.layers.rope import Rope
+from jaxpage.layers.rope_scaling import LENGTH
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import Fields, without
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import attention, decoder_config
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import Norm, layer_norm
+from jaxpage.models.parts.scope import Scope
 
-Model = RotaryDecoder
-NAMES = DecoderNames(
-    norm="final_layernorm", output="dense", head_norms=("q_layernorm", "k_layernorm")
-)
-FORM = BlockForm(norms=("input_layernorm", None, None, None), kind="layer", parallel=True)
+ATTENTION_NAMES = attention.AttentionNames(output="dense")
+EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", ""))
+MOE_THETA = 1_000_000.0
+OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `PhiConfig`. Dropouts are for training."""
+@dataclass(frozen=True, kw_only=True)
+class PhiConfig(DecoderConfig):
+    """Reads transformers' `PhiConfig`. Dropouts are for training.
+
+    Attributes:
+        qk_layernorm: True if queries and keys have norms.
+    """
+
+    model_type = "phi"
+
+    qk_layernorm: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "phi") as fields:
-            head_dim = fields.divide("hidden_size", "num_attention_heads")
-            longest = fields.integer("max_position_embeddings", 2048)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> PhiConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, partial=0.5),
-                attention_bias=True,
-                mlp_bias=True,
-                head_bias=True,
-                plain_mlp=("fc1", "fc2"),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                rope={"partial": 0.5},
                 epsilon=("layer_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu_new"),
-                form=FORM,
-                names=NAMES,
-                norm_heads=fields.flag("qk_layernorm", False),
+            ),
+            attention_bias=True,
+            mlp_bias=True,
+            qk_layernorm=fields.flag("qk_layernorm", False),
+        )
+
+
+class Phi(Decoder, config=PhiConfig):
+    """Phi-1, 1.5 and 2 (Microsoft, 2023) compute both halves of a layer in parallel with LayerNorm.
+
+    They rotate half of each head, and have biases everywhere.
+    """
+
+    names = ModuleNames(norm="final_layernorm")
+    head_bias = True
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=None,
+            mlp=plain_mlp(config, at / "mlp", "fc1", "fc2"),
+            parallel=True,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = HeadNorms()
+        if config.qk_layernorm:
+            names = ("q_layernorm", "k_layernorm")
+            norms = attention.norms_of_heads(config, at, layer_norm, names=names)
+        return attention.grouped_query_attention(
+            config, index, at, names=ATTENTION_NAMES, norms=norms
+        )
+
+
+class Phi3Config(DecoderConfig):
+    """Reads transformers' `Phi3Config`.
+
+    With LongRoPE a sequence may be as long as the original context: see `make_rope`.
+    """
+
+    model_type = "phi3"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Phi3Config:
+        """Returns what the fields say."""
+        window = fields.optional_integer("sliding_window", None)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+                rope={"partial": 1.0, "aliases": OLDER_ROPE_TYPES, "original": 4096},
+                epsilon=("rms_norm_eps", 1e-5),
             )
+        )
+
+
+class Phi3(Llama, config=Phi3Config):
+    """Phi-3 and Phi-4 (Abdin et al., 2024) are Llama with fused products.
+
+    Some of them rotate only a part of each head.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhimoeConfig(ExpertsConfig):
+    """Reads transformers' `PhimoeConfig`.
+
+    The noise of inputs is for training; that of the router decides which experts are close.
+
+    Attributes:
+        lm_head_bias: True if logits have biases.
+    """
+
+    model_type = "phimoe"
+    aliases = {"num_local_experts": "num_experts"}
+
+    lm_head_bias: bool
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config, where the length in the dict outranks the one at the top."""
+        scaling = config.get("rope_parameters") or config.get("rope_scaling")
+        has_length = isinstance(scaling, dict) and LENGTH in scaling
+        return without(config, LENGTH) if has_length else config
+
+    @classmethod
+    def read(cls, fields: Fields) -> PhimoeConfig:
+        """Returns what the fields say."""
+        fields.only(num_experts_per_tok=2)
+        num_layers = fields.integer("num_hidden_layers")
+        head_dim = decoder_config.read_head_dim(fields)
+        rope, longest = _read_moe_rope(fields, head_dim)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_dim=head_dim,
+                max_position_embeddings=longest,
+                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
+                rope=(rope, longest),
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            lm_head_bias=fields.flag("lm_head_bias", False),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 16),
+                per_token=2,
+                width=("intermediate_size", 6400),
+                normalized=True,
+                routing={"jitter": fields.number("router_jitter_noise", 0.01)},
+            ),
+            sparse_layers=(True,) * num_layers,
+        )
+
+
+def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
+    """Returns the rotation and its length; a scaled one has its own factor of sines."""
+    longest = fields.integer("max_position_embeddings", 131_072)
+    rope, longest = fields.rope(head_dim, longest, theta=MOE_THETA)
+    parameters = fields.rope_parameters(longest, MOE_THETA)
+    if parameters["rope_type"] != "default":
+        factor = parameters.get("short_mscale")
+        if not isinstance(factor, int | float) or not 0 < factor < 1e30:
+            text = f"rope short_mscale must be a positive number, not {factor!r}"
+            fields.note(WrongField(text), rope_scaling=None, rope_parameters=None)
+            factor = 1.0
+        rope = replace(rope, attention_factor=float(factor))
+    return rope, longest
+
+
+class Phimoe(Llama, config=PhimoeConfig):
+    """Phi-3.5-MoE (Microsoft, 2024) weighs each of two experts among those that are close to it.
+
+    It has LayerNorm.
+    """
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the experts of a layer."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns whether logits have biases."""
+        return bool(config.lm_head_bias)

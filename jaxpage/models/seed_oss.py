@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `SeedOssConfig`. Dropouts are for training."""
+@dataclass(frozen=True, kw_only=True)
+class SeedOssConfig(DecoderConfig):
+    """Reads transformers' `SeedOssConfig`. Dropouts are for training.
+
+    Attributes:
+        attention_out_bias: True if the product for the output of attention has a bias.
+    """
+
+    model_type = "seed_oss"
+
+    attention_out_bias: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "seed_oss") as fields:
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> SeedOssConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=fields.optional_integer("head_dim", 128),
                 max_position_embeddings=fields.integer("max_position_embeddings", 524_288),
-                attention_input_bias=fields.flag("attention_bias", True),
-                attention_output_bias=fields.flag("attention_out_bias", False),
-                mlp_bias=fields.flag("mlp_bias", False),
-            )
+            ),
+            attention_bias=fields.flag("attention_bias", True),
+            attention_out_bias=fields.flag("attention_out_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+        )
+
+
+class SeedOss(Llama, config=SeedOssConfig):
+    """Seed-OSS (ByteDance Seed, 2025) is Llama with biases on queries, keys and values."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        return grouped_query_attention(config, index, at, output_bias=config.attention_out_bias)

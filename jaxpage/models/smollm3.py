@@ -2,59 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from jaxpage.layers.rope import Rope
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import rotating_layers, windows_of
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-    read_head_dim,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 
 
-class Spec(RotaryDecoderSpec):
+class SmolLM3Config(DecoderConfig):
     """Reads transformers' `SmolLM3Config`.
 
-    `no_rope_layers` has a 1 for each layer that rotates.
+    `no_rope_layers` has a 1 for each layer that rotates. Where the config uses a window, it is that
+    of the layers that do not rotate.
     """
 
+    model_type = "smollm3"
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "smollm3") as fields:
-            head_dim = read_head_dim(fields)
-            longest = fields.integer("max_position_embeddings", 32768)
-            rotates = rotating_layers(fields)
-            window = (
-                fields.optional_integer("sliding_window", None)
-                if fields.flag("use_sliding_window", False)
-                else None
-            )
-            types = [
-                "sliding_attention" if window and not turns else "full_attention"
-                for turns in rotates
+    def read(cls, fields: Fields) -> SmolLM3Config:
+        """Returns what the fields say."""
+        head_dim = decoder_config.read_head_dim(fields)
+        longest = fields.integer("max_position_embeddings", 32768)
+        rotates = rotating_layers(fields)
+        window = None
+        if fields.flag("use_sliding_window", False):
+            window = fields.optional_integer("sliding_window", None)
+        types = fields.layer_types(
+            [
+                "sliding_attention" if window and not does_rotate else "full_attention"
+                for does_rotate in rotates
             ]
-            rope, longest = fields.rope(head_dim, longest, theta=2_000_000.0)
-            by_layer: list[Rope | None] = [rope if turns else None for turns in rotates]
-            return cls._from_fields(
+        )
+        rope, reach = fields.rope(head_dim, longest, theta=2_000_000.0)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                sliding_windows=windows_of(fields, fields.layer_types(types), window),
-                attention_bias=fields.flag("attention_bias", False),
-                mlp_bias=fields.flag("mlp_bias", False),
-                rope=(rope, longest),
-                rope_by_layer=tuple(by_layer),
+                max_position_embeddings=reach,
+                sliding_windows=windows_of(fields, types, window),
+                rope=(rope, reach),
                 tied=True,
-            )
+            ),
+            rope_by_layer=tuple(rope if does_rotate else None for does_rotate in rotates),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+        )
+
+
+class SmolLM3(Llama, config=SmolLM3Config):
+    """SmolLM3 (Hugging Face, 2025) is Llama in which every fourth layer has no positions (NoPE)."""

@@ -5,44 +5,85 @@ Some of its models compute both halves of a layer in parallel, or have a norm fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
+from flax import nnx
+
+from jaxpage.layers.attention import HeadNorms
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
-FORM = BlockForm(kind="layer", head_scales="apart")
-PARALLEL = replace(FORM, norms=("input_layernorm", None, None, None), parallel=True)
+from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.norms import Norm, layer_norm, scales_by_head
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `StableLmConfig`. Dropouts are for training."""
+@dataclass(frozen=True, kw_only=True)
+class StableLmConfig(DecoderConfig):
+    """Reads transformers' `StableLmConfig`. Dropouts are for training.
+
+    Attributes:
+        use_parallel_residual: True if both halves of a layer take its input.
+        qk_layernorm: True if queries and keys have norms, one for each head.
+    """
+
+    model_type = "stablelm"
+
+    use_parallel_residual: bool
+    qk_layernorm: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "stablelm") as fields:
-            head_dim = fields.divide("hidden_size", "num_attention_heads")
-            longest = fields.integer("max_position_embeddings", 4096)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> StableLmConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 32),
-                head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, partial=0.25),
-                attention_input_bias=fields.flag("use_qkv_bias", False),
+                head_dim=fields.divide("hidden_size", "num_attention_heads"),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                rope={"partial": 0.25},
                 epsilon=("layer_norm_eps", 1e-5),
-                form=PARALLEL if fields.flag("use_parallel_residual", False) else FORM,
-                norm_heads=fields.flag("qk_layernorm", False),
+            ),
+            attention_bias=fields.flag("use_qkv_bias", False),
+            use_parallel_residual=fields.flag("use_parallel_residual", False),
+            qk_layernorm=fields.flag("qk_layernorm", False),
+        )
+
+
+class StableLm(Decoder, config=StableLmConfig):
+    """StableLM (Bellagente et al., 2024) has LayerNorm and rotates a quarter of each head.
+
+    Some of its models compute both halves of a layer in parallel, or have a norm for each head.
+    """
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
+        parallel = config.use_parallel_residual
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=None if parallel else layer_norm(config, at / "post_attention_layernorm"),
+            mlp=gated_mlp(config, at / "mlp"),
+            parallel=parallel,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, with biases on queries, keys and values alone."""
+        norms = HeadNorms()
+        if config.qk_layernorm:
+            query_heads, key_heads = config.num_query_heads, config.kv.num_kv_heads
+            norms = HeadNorms(
+                scales_by_head(config, at / "q_norm", query_heads, "heads", apart=True),
+                scales_by_head(config, at / "k_norm", key_heads, "kv_heads", apart=True),
             )
+        return grouped_query_attention(config, index, at, output_bias=False, norms=norms)

@@ -5,43 +5,55 @@ Its window is that of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.block_form import BlockForm
+from flax import nnx
+
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoder,
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
-
-Model = RotaryDecoder
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import Norm, layer_norm
+from jaxpage.models.parts.scope import Scope
 
 
-class Spec(RotaryDecoderSpec):
+class Starcoder2Config(DecoderConfig):
     """Reads transformers' `Starcoder2Config`. Dropouts are for training."""
 
+    model_type = "starcoder2"
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
-        with Fields(config, "starcoder2") as fields:
-            window = fields.optional_integer("sliding_window", None)
-            bias = fields.flag("use_bias", True)
-            return cls._from_fields(
+    def read(cls, fields: Fields) -> Starcoder2Config:
+        """Returns what the fields say."""
+        window = fields.optional_integer("sliding_window", None)
+        bias = fields.flag("use_bias", True)
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
                 max_position_embeddings=fields.integer("max_position_embeddings", 4096),
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                attention_bias=bias,
-                mlp_bias=bias,
-                plain_mlp=("c_fc", "c_proj"),
                 epsilon=("norm_epsilon", 1e-5),
                 activation=("hidden_act", "gelu_pytorch_tanh"),
-                form=BlockForm(kind="layer"),
                 tied=True,
-            )
+            ),
+            attention_bias=bias,
+            mlp_bias=bias,
+        )
+
+
+class Starcoder2(Llama, config=Starcoder2Config):
+    """StarCoder2 (Lozhkov et al., 2024) has LayerNorm, biases, and an MLP without gates.
+
+    Its window is that of all layers.
+    """
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return layer_norm(config, at)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "c_fc", "c_proj")

@@ -1,17 +1,35 @@
-"""Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers; some take the output of a shared block, too.
+"""Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers, and a few transformer blocks that layers share.
 
-A shared block is attention and an MLP. Its input is the hidden state, concatenated with the token's
-embedding. There are a few such blocks, and the layers that use them take them in turn. The weights
-of a block are held once; each layer adds low-rank products of its own to them (as LoRA does). The
-cache of such a layer is the keys and values of its block, followed by its Mamba state.
+Most layers have Mamba 2 alone:
+
+    x ──┬── norm ── mamba ── (+) ──
+        └─────────────────────┘
+
+A hybrid layer calls a shared block first. Mamba takes what the block returns, added to x:
+
+    x ──┬── [x, embedding] ── block ── linear ── (+) ── norm ── mamba ── (+) ──
+        ├─────────────────────────────────────────┘                      │
+        └────────────────────────────────────────────────────────────────┘
+
+The block takes x next to the embedding of the token, which is what the first layer takes: two
+hidden states in a row. It is `mlp(norm(attention(norm(both))))`, without sums in between. There are
+`num_mem_blocks` blocks, and the hybrid layers call them in turn. With blocks A and B:
+
+    layer     0          1                    2          3                    4
+    block                A                               B                    A
+    cache     0 state    1 keys and values    3 state    4 keys and values    6 keys and values
+                         2 state                         5 state              7 state
+
+The weights of a block are held once, whichever layers call it; keys and values are of the layer
+that calls. A hybrid layer also adds low-rank projections of its own to the projections of the block
+(as LoRA does), so that a block differs a little from call to call.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,27 +39,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import gate
-from jaxpage.layers.attention import Attention
-from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
-from jaxpage.layers.embedding import token_tables
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.attention import Scores
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import make_mamba, read_groups, read_time_steps
-from jaxpage.models.mlp import MLPNames, make_gated_mlp
+from jaxpage.models.mamba_config import read_groups, read_time_steps
+from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.projection import projection
+from jaxpage.models.parts.recurrences import cache_of_states, mamba2
+from jaxpage.models.parts.scope import Scope
 from jaxpage.models.replacing import Path, replace_modules
-from jaxpage.models.rotary_decoder import (
-    RotaryDecoderSpec,
-    ignored,
-    key_value_heads,
-    make_attention,
-    prefix,
-)
-
-__all__ = ["Model", "Spec", "ignored", "prefix"]
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"
@@ -54,89 +69,115 @@ MAMBA_EPSILON = 1e-5  # of the norm in Mamba 2, for which there is no field
 MLP_NAMES = MLPNames("feed_forward", None, None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec(RotaryDecoderSpec):
-    """Reads transformers' `Zamba2Config`.
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Describes the blocks that layers share.
 
     Attributes:
-        hybrid: The layers that have a block, in ascending order.
-        num_blocks: The number of blocks.
-        rank: The rank of the products that a layer adds to those of its block.
-        adapts_attention: True if a layer has such products for queries, keys and values too.
+        callers: The hybrid layers, in ascending order.
+        count: The number of blocks.
+        rank: The rank of what a layer adds to the projections of its block.
+        adapts_attention: True if it adds to those for queries, keys and values, too.
     """
 
-    hybrid: tuple[int, ...]
-    num_blocks: int
+    callers: tuple[int, ...]
+    count: int
     rank: int
     adapts_attention: bool
 
     @property
+    def first_callers(self) -> tuple[int, ...]:
+        """Returns for each block the first layer that calls it."""
+        return self.callers[: self.count]
+
+    def block_of(self, layer: int) -> int | None:
+        """Returns the number of the block that a layer calls; None if it is not hybrid."""
+        return self.callers.index(layer) % self.count if layer in self.callers else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zamba2Config(DecoderConfig):
+    """Reads transformers' `Zamba2Config`.
+
+    Attributes:
+        recurrent: Mamba 2.
+        blocks: The shared blocks.
+    """
+
+    model_type = "zamba2"
+    aliases = {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"}
+
+    recurrent: MambaSpec
+    blocks: SharedBlocks
+
+    @property
     def tied_names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Returns for each block its name, with those that it has in the other layers."""
-        names = [_block(self.name, layer) for layer in self.hybrid]
+        names = [scope_of_block(self, layer).name + "." for layer in self.blocks.callers]
+        count = self.blocks.count
         return tuple(
-            (names[turn], tuple(names[turn + self.num_blocks :: self.num_blocks]))
-            for turn in range(min(self.num_blocks, len(names)))
+            (name, tuple(names[number + count :: count]))
+            for number, name in enumerate(names[:count])
         )
 
+    @property
+    def layer_places(self) -> Sequence[tuple[int, ...]]:
+        """Returns for each layer the places of its block's keys and values and of its state."""
+        places = itertools.count()
+        callers = self.blocks.callers
+        return [
+            (next(places), next(places)) if layer in callers else (next(places),)
+            for layer in range(self.num_layers)
+        ]
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        """Returns the spec of a config.json."""
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the types of its layers."""
         names = ("layer_types", "layers_block_type")
         config = {key: value for key, value in config.items() if key not in names or value}
         if config.keys().isdisjoint(names):
             config["layers_block_type"] = [*DEFAULT_TYPES]
-        aliases = {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"}
-        with Fields(config, "zamba2", aliases) as fields:
-            num_layers = fields.integer("num_hidden_layers")
-            types = fields.layer_types(
-                (LINEAR,) * num_layers, kinds=(LINEAR, HYBRID), older={"mamba": LINEAR}
-            )
-            hybrid = tuple(index for index, kind in enumerate(types) if kind == HYBRID)
-            width = fields.integer("hidden_size")
-            mamba = _read_mamba(fields, width)
-            head_dim = _read_head_dim(fields, width)
-            _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
-            _refuse(fields)
-            longest = fields.integer("max_position_embeddings", 4096)
-            num_with_pages = num_layers + len(hybrid)
-            spec = cls._from_fields(
+        return config
+
+    @classmethod
+    def read(cls, fields: Fields) -> Zamba2Config:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(
+            (LINEAR,) * num_layers, kinds=(LINEAR, HYBRID), older={"mamba": LINEAR}
+        )
+        hybrid = tuple(index for index, kind in enumerate(types) if kind == HYBRID)
+        width = fields.integer("hidden_size")
+        mamba = _read_mamba(fields, width)
+        head_dim = _read_head_dim(fields, width)
+        _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
+        _refuse(fields)
+        longest = fields.integer("max_position_embeddings", 4096)
+        rotates = fields.flag("use_mem_rope", False)
+        of_types = {LINEAR: (mamba.state,), HYBRID: (None, mamba.state)}
+        states = [state for kind in types for state in of_types[kind]]
+        return cls(
+            **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
                 max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest)
-                if fields.flag("use_mem_rope", False)
-                else (NO_ROTATION, longest),
+                rope=fields.rope(head_dim, longest) if rotates else (NO_ROTATION, longest),
                 epsilon=("rms_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
-                feed_forward_width=fields.optional_integer("intermediate_size", None) or 4 * width,
-                mlp_bias=fields.flag("add_bias_linear", False),
-                attention_scale=(head_dim / 2) ** -0.5,
-                recurrent=mamba,
+                intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,
                 tied=True,
-                hybrid=hybrid,
-                num_blocks=fields.integer("num_mem_blocks", 1),
-                rank=fields.integer("adapter_rank", 128),
-                adapts_attention=fields.flag("use_shared_attention_adapter", False),
-            )
-        states: list[StateSpec | None] = []
-        for kind in types:
-            states += [None, mamba.state] if kind == HYBRID else [mamba.state]
-        kv = KVSpec(
-            num_with_pages,
-            spec.kv.num_kv_heads,
-            head_dim,
-            (None,) * num_with_pages,
-            states=tuple(states),
-            decoder_layers=num_layers,
+                kv=cache_of_states(states, num_layers),
+            ),
+            mlp_bias=fields.flag("add_bias_linear", False),
+            recurrent=mamba,
+            blocks=SharedBlocks(
+                hybrid,
+                fields.integer("num_mem_blocks", 1),
+                fields.integer("adapter_rank", 128),
+                fields.flag("use_shared_attention_adapter", False),
+            ),
         )
-        return replace(spec, kv=kv)
-
-
-def _block(model: str, layer: int) -> str:
-    """Returns the beginning of the names of a layer's block."""
-    return f"{model}.layers.{layer}.shared_transformer."
 
 
 def _read_mamba(fields: Fields, width: int) -> MambaSpec:
@@ -203,92 +244,92 @@ def _refuse(fields: Fields) -> None:
         fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 
-class LowRankLinear(nnx.Module):
-    """Computes products of a low rank, several of the same input.
+def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32") -> Scope:
+    """Returns the scope of the block that a layer calls; files may have it in several layers."""
+    return Scope(f"{config.name}.layers.{layer}.shared_transformer", dtype)
+
+
+class BlockAdapter(nnx.Module):
+    """Computes what a hybrid layer adds to projections of its block that have one input.
 
     Attributes:
-        down: The product for all their ranks.
-        up: For each of them the product for its output.
+        down: The projection to the low ranks of all of them.
+        up: For each of them the projection from its low rank to what is added.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        names: list[str],
-        num_in: int,
-        num_out: int,
-        *,
-        axis: str,
-        dtype: DTypeLike,
-    ):
-        rank = spec.rank
-        parts = [Part(rank, None, f"{name}.0") for name in names]
-        self.down = linear(num_in, *parts, input_axis="embed", bias=False, dtype=dtype)
+    def __init__(self, at: Scope, names: list[str], rank: int, sizes: tuple[int, int], axis: str):
+        """Makes the projections.
+
+        Args:
+            at: The scope of the half of the block that has them.
+            names: Their names.
+            rank: Their rank.
+            sizes: The numbers of inputs and of outputs of each.
+            axis: The axis of the outputs.
+        """
+        num_in, num_out = sizes
+        downs = [(f"{name}.0", rank) for name in names]
+        self.down = projection(num_in, at, *downs, axes=("embed", None))
         self.up = nnx.List(
-            linear(rank, Part(num_out, axis, f"{name}.1"), input_axis=None, bias=False, dtype=dtype)
-            for name in names
+            projection(rank, at, (f"{name}.1", num_out), axes=(None, axis)) for name in names
         )
         replace_modules(self, _share)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
-        """Returns the outputs."""
+        """Returns what is added to each projection."""
         ranks = jnp.split(self.down(x_TD), len(self.up), axis=-1)
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
 
-class Block(nnx.Module):
-    """Computes `mlp(norm(attention(norm(x))))`, with what a layer adds to its products.
+def _share(path: Path, module: nnx.Module) -> nnx.Module | None:
+    """Returns a linear layer as one that several layers have, which takes no LoRA adapters."""
+    return Linear(replace(module.spec, shared=True)) if isinstance(module, Linear) else None
 
-    Its attention has the number of the first layer that uses it: all of these are in one cache
-    group.
+
+class SharedBlock(nnx.Module):
+    """Computes `mlp(norm(attention(norm(both))))`, with what a layer adds to its projections.
+
+    `both` is a hidden state and an embedding. Attention writes the pages of the layer that calls.
+    Its number in the cache is that of its first caller: the keys and values of all callers are in
+    one cache group.
     """
 
-    def __init__(self, spec: Spec, layer: int, place: int, *, dtype: DTypeLike):
+    def __init__(self, config: Zamba2Config, layer: int, dtype: DTypeLike):
         """Makes the block.
 
         Args:
-            spec: The spec of the model.
-            layer: The first layer that has the block.
-            place: The number of layers of the cache before the keys and values of this one.
+            config: The config of the model.
+            layer: The first layer that calls the block.
             dtype: The type of the parameters.
         """
-        name = _block(spec.name, layer)
-        width = spec.hidden_size
-        epsilon = spec.norm_epsilon
-        norm = spec.form.norm
-        self.norm = norm(2 * width, name=f"{name}input_layernorm", epsilon=epsilon, dtype=dtype)
-        attention = make_attention(
-            spec, place, name=f"{name}self_attn", input_width=2 * width, dtype=dtype
+        at = scope_of_block(config, layer, dtype)
+        both = 2 * config.hidden_size
+        # Heads share the width of two hidden states, and scores are scaled for the width of one.
+        scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
+        place = config.layer_places[layer][0]
+        self.norm = rms_norm(config, at / "input_layernorm", width=both)
+        self.attention = grouped_query_attention(
+            config, place, at / "self_attn", scores=scores, input_width=both
         )
-        assert isinstance(attention, Attention)
-        self.attention = attention
-        self.mlp_norm = norm(width, name=f"{name}pre_ff_layernorm", epsilon=epsilon, dtype=dtype)
-        self.mlp = make_gated_mlp(
-            MLP_NAMES,
-            width,
-            spec.feed_forward_width,
-            module=f"{name}feed_forward",
-            bias=spec.mlp_bias,
-            activation=spec.activation,
-            dtype=dtype,
-        )
+        self.mlp_norm = rms_norm(config, at / "pre_ff_layernorm")
+        self.mlp = gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
         replace_modules(self, _share)
 
     def __call__(
         self,
-        x_TI: Float[Array, "T I"],
-        of_attention: LowRankLinear | None,
-        of_mlp: LowRankLinear,
+        both_TI: Float[Array, "T I"],
+        of_attention: BlockAdapter | None,
+        of_mlp: BlockAdapter,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the block, with what a layer adds, and the pages of the layer."""
-        x_TI = self.norm(x_TI)
-        q, k, v = self.attention.project(x_TI)
+        both_TI = self.norm(both_TI)
+        q, k, v = self.attention.project(both_TI)
         if of_attention is not None:
             assert k is not None and v is not None
-            more_q, more_k, more_v = of_attention(x_TI)
-            q, k, v = q + more_q, k + more_k, v + more_v
+            added_q, added_k, added_v = of_attention(both_TI)
+            q, k, v = q + added_q, k + added_k, v + added_v
         x_TD, layer_pages = self.attention.attend(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
         (added_TF,) = of_mlp(x_TD)
@@ -296,54 +337,29 @@ class Block(nnx.Module):
         return self.mlp.down(gate(gate_up_TF, self.mlp.activation)), layer_pages
 
 
-def _share(path: Path, module: nnx.Module) -> nnx.Module | None:
-    return Linear(replace(module.spec, shared=True)) if isinstance(module, Linear) else None
-
-
-class Layer(nnx.Module):
-    """Computes `x + mamba(norm(x + linear(block(x, embedding))))`; most layers have no block.
+class Zamba2Layer(nnx.Module):
+    """Computes `x + mamba(norm(x))`, or in a hybrid layer `x + mamba(norm(x + linear(block)))`.
 
     Attributes:
-        turn: The number of the block; None if there is none.
-        of_attention: What the layer adds to the products of the block's attention, or None.
+        block_number: The number of the block that a hybrid layer calls; None in other layers, which
+            lack the first three modules.
+        of_attention: What the layer adds to the projections of the block's attention, or None.
         of_mlp: What it adds to those of the block's feed-forward half.
-        linear: The product for the output of the block.
-        norm: The norm.
+        linear: The projection of the block's output.
+        norm: The norm before Mamba 2.
         mamba: Mamba 2.
     """
 
-    def __init__(self, spec: Spec, index: int, place: int, *, dtype: DTypeLike):
-        """Makes the layer.
-
-        Args:
-            spec: The spec of the model.
-            index: The layer's place in its model.
-            place: The number of layers of the cache before it.
-            dtype: The type of the parameters.
-        """
-        name = f"{spec.name}.layers.{index}"
-        width = spec.hidden_size
-        self.turn: int | None = None
-        if index in spec.hybrid:
-            number = spec.hybrid.index(index)
-            self.turn = number % spec.num_blocks
-            self.of_attention, self.of_mlp = _adapters(spec, number, dtype=dtype)
-            part = Part(width, "embed", f"{name}.linear")
-            self.linear = linear(width, part, input_axis=None, bias=False, dtype=dtype)
-            name = f"{name}.mamba_decoder"
-            place += 1
-        self.norm = spec.form.norm(
-            width, name=f"{name}.input_layernorm", epsilon=spec.norm_epsilon, dtype=dtype
-        )
-        assert isinstance(spec.recurrent, MambaSpec)
-        self.mamba = make_mamba(
-            spec.recurrent,
-            place,
-            width=width,
-            epsilon=MAMBA_EPSILON,
-            name=f"{name}.mamba",
-            dtype=dtype,
-        )
+    def __init__(self, config: Zamba2Config, index: int, at: Scope):
+        self.block_number = config.blocks.block_of(index)
+        if self.block_number is not None:
+            width = config.hidden_size
+            self.of_attention, self.of_mlp = _make_adapters(config, index, self.block_number, at)
+            self.linear = projection(width, at, ("linear", width), axes=(None, "embed"))
+            at = at / "mamba_decoder"
+        self.norm = rms_norm(config, at / "input_layernorm")
+        place = config.layer_places[index][-1]
+        self.mamba = mamba2(config, config.recurrent, place, at / "mamba", epsilon=MAMBA_EPSILON)
 
     def __call__(
         self,
@@ -352,83 +368,70 @@ class Layer(nnx.Module):
         context: ForwardContext,
         *,
         embedded_TD: Float[Array, "T D"],
-        block: Block | None,
+        block: SharedBlock | None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerPages, ...]]:
         """Returns the output of the layer and its pages."""
-        *of_block, state_pages = layer_pages
+        *block_pages, state_pages = layer_pages
         entering_TD = x_TD
         if block is not None:
-            both = jnp.concatenate([x_TD, embedded_TD], axis=-1)
-            found_TD, of_block[0] = block(
-                both, self.of_attention, self.of_mlp, of_block[0], context
+            both_TI = jnp.concatenate([x_TD, embedded_TD], axis=-1)
+            block_TD, block_pages[0] = block(
+                both_TI, self.of_attention, self.of_mlp, block_pages[0], context
             )
-            entering_TD = x_TD + self.linear(found_TD)
+            entering_TD = x_TD + self.linear(block_TD)
         mixed_TD, state_pages = self.mamba(self.norm(entering_TD), state_pages, context)
-        return x_TD + mixed_TD, (*of_block, state_pages)
+        return x_TD + mixed_TD, (*block_pages, state_pages)
 
 
-def _adapters(
-    spec: Spec, number: int, *, dtype: DTypeLike
-) -> tuple[LowRankLinear | None, LowRankLinear]:
-    """Returns what a layer, the one of this number that has a block, adds to its products."""
-    name = _block(spec.name, spec.hybrid[number % spec.num_blocks])
-    width = spec.hidden_size
+def _make_adapters(
+    config: Zamba2Config, index: int, block_number: int, at: Scope
+) -> tuple[BlockAdapter | None, BlockAdapter]:
+    """Returns what a hybrid layer adds to the projections of attention and of the MLP.
+
+    Files have it in the block, in lists with an entry for each hybrid layer.
+    """
+    blocks, width = config.blocks, config.hidden_size
+    number = blocks.callers.index(index)
+    block = scope_of_block(config, blocks.first_callers[block_number], at.dtype)
     of_attention = None
-    if spec.adapts_attention:
-        names = [f"{name}self_attn.linear_{kind}_adapter_list.{number}" for kind in "qkv"]
-        of_attention = LowRankLinear(spec, names, 2 * width, 2 * width, axis="heads", dtype=dtype)
-    names = [f"{name}feed_forward.gate_up_proj_adapter_list.{number}"]
-    return of_attention, LowRankLinear(
-        spec, names, width, 2 * spec.feed_forward_width, axis="ffn", dtype=dtype
-    )
+    if blocks.adapts_attention:
+        names = [f"linear_{kind}_adapter_list.{number}" for kind in "qkv"]
+        sizes = 2 * width, 2 * width
+        of_attention = BlockAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
+    names = [f"gate_up_proj_adapter_list.{number}"]
+    sizes = width, 2 * config.intermediate_size
+    return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
-class Model(nnx.Module):
-    """Computes the model; see `models.base.Model`."""
+class Zamba2(Decoder, config=Zamba2Config):
+    """Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers, some of which call a shared block, too."""
 
-    def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.hidden_size
-        self.tokens, _ = token_tables(
-            spec.vocab_size, width, name=f"{spec.name}.embed_tokens", tied=True, dtype=dtype
-        )
-        places = [
-            index + bisect.bisect_left(spec.hybrid, index)
-            for index in range(spec.kv.num_decoder_layers)
-        ]
+    names = ModuleNames(norm="final_layernorm")
+
+    def __init__(self, config: Zamba2Config, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
         self.blocks = nnx.List(
-            Block(spec, layer, places[layer], dtype=dtype)
-            for layer in spec.hybrid[: spec.num_blocks]
+            SharedBlock(config, layer, dtype) for layer in config.blocks.first_callers
         )
-        self.layers = nnx.List(
-            Layer(spec, index, place, dtype=dtype) for index, place in enumerate(places)
-        )
-        self.norm = spec.form.norm(
-            width, name=f"{spec.name}.final_layernorm", epsilon=spec.norm_epsilon, dtype=dtype
-        )
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Zamba2Layer(config, index, at)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        embedded_TD = self.tokens(token_ids_T)
-        of_layers = iter(pages)
-        by_layer = tuple(
-            tuple(itertools.islice(of_layers, 1 if layer.turn is None else 2))
-            for layer in self.layers
-        )
+        embedded_TD = self.embed(token_ids_T, context.positions_T)
+        numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
         layers = [
             functools.partial(
                 layer,
                 embedded_TD=embedded_TD,
-                block=None if layer.turn is None else self.blocks[layer.turn],
+                block=None if number is None else self.blocks[number],
             )
-            for layer in self.layers
+            for layer, number in zip(self.layers, numbers, strict=True)
         ]
-        output_TD, by_layer, entering = run_layers(
-            layers, self.norm, embedded_TD, by_layer, context
-        )
-        return output_TD, tuple(itertools.chain.from_iterable(by_layer)), entering
-
-    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns the logits in float32."""
-        return self.tokens.logits(hidden_BD)
+        places = self.config.layer_places
+        return run_layers(layers, self.norm, embedded_TD, pages, context, places)

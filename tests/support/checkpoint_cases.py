@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from jaxpage.models.registry import FAMILIES
+from tests.support.family_names import FAMILY_OF
 from tests.support.model_configs import MODELS, config_json
 
 Config = dict[str, Any]
@@ -174,7 +174,9 @@ class Case:
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.support.family_names import FAMILY_OF
 from tests.support.checkpoint_cases import Case
+from tests.support.family_names import FAMILY_OF
 from tests.support.checkpoint_fuzzing import failure
 
 case = {self!r}
@@ -214,7 +216,7 @@ def bases(family: str | None) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in MODELS:
         architecture = config_json(name)["architectures"][0]
-        if family in (None, FAMILIES[architecture], architecture):
+        if family in (None, FAMILY_OF[architecture], architecture):
             found.setdefault(architecture, []).append(name)
     return found
 

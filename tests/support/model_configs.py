@@ -9,7 +9,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jaxpage.models.multimodal import MULTIMODAL
-from jaxpage.models.registry import FAMILIES
+from tests.support.family_names import FAMILY_OF
 from tests.support.model_forms import SIZES, forms_of_registry
 
 _DIMENSIONS = {
@@ -762,7 +762,7 @@ MODELS |= forms_of_registry(MODELS)
 _ARCHITECTURES = {
     **{
         module: architecture
-        for architecture, module in FAMILIES.items()
+        for architecture, module in FAMILY_OF.items()
         if architecture not in MULTIMODAL
     },
     # Families whose model type is not the name of their module.

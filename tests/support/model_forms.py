@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.models.registry import FAMILIES
+from tests.support.family_names import FAMILY_OF
 
 Fields = dict[str, Any]
 
@@ -395,7 +395,7 @@ def forms_of_registry(known: dict[str, tuple[str, Fields]]) -> dict[str, tuple[s
     """Returns an entry for each form; a family that has no form and is not known gets "plain"."""
     found = {}
     seen = {model_type.removesuffix("_text") for model_type, _ in known.values()}
-    for module in dict.fromkeys(FAMILIES.values()):
+    for module in dict.fromkeys(FAMILY_OF.values()):
         forms = FORMS.get(module, {} if module in seen else {"plain": {}})
         for form, fields in forms.items():
             found[f"{module.replace('_', '-')}-{form}"] = module, fields

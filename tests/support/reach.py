@@ -73,6 +73,7 @@ def _leads_to(module: Module, known: Collection[str], prefixes: set[str]) -> Ite
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value]
-            if f"{module.package}." in prefixes:  # a registry names the modules of its own package
-                names.append(f"{module.package}.{node.value}")
+            # A registry names the modules of its own package, or `module:class`.
+            if f"{module.package}." in prefixes:
+                names.append(f"{module.package}.{node.value.partition(':')[0]}")
             yield from (name for name in names if name in known)

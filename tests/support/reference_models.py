@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +21,7 @@ from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
-from jaxpage.models.registry import FAMILIES, load_family
+from jaxpage.models.registry import FAMILIES, load_family, load_page
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors
 from tests.support.model_configs import MODELS, config_json
@@ -88,19 +87,20 @@ layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dty
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """The two tables: header and rows."""
-    families = {
-        name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()
-    }
     described, used = [], []
     errors = measured_errors.read()["errors"]
-    for architecture, name in FAMILIES.items():
-        what = (families[name].__doc__ or "").strip().splitlines()[0]
+    for architecture, entry in FAMILIES.items():
+        what = (load_page(entry).__doc__ or "").strip().splitlines()[0]
         family = load_family({"architectures": [architecture]})
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
         if cases:
             family = load_family(config_json(cases[0]))
         configs = [config_json(case) for case in cases]
-        specs = [load_family(config).Spec.from_config(config) for config in configs]
+        families = [load_family(config) for config in configs]
+        specs = [
+            each.Spec.from_config(config) for each, config in zip(families, configs, strict=True)
+        ]
+        models = list(zip(families, specs, strict=True))
         error = measured_errors.greatest(errors, architecture)
         described.append((f"`{architecture}`", what, ", ".join(cases), error, _refused(cases)))
         used.append(
@@ -112,11 +112,11 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
                     if config["architectures"] == [architecture]
                 ),
                 _experts(family, cases),
-                _lora(family, specs),
+                _lora(models),
                 _drafts([spec.kv for spec in specs]),
                 "yes" if _takes(_as_draft_model, specs) else "",
                 ", ".join(dtype for dtype in CACHE_DTYPES if _takes(partial(_cache, dtype), specs)),
-                "" if _has(family, specs, Experts) else "yes",
+                "" if _has(models, Experts) else "yes",
             )
         )
     yield ("architecture", "what it is", "cases", "error", "refused"), described
@@ -143,8 +143,9 @@ def _refused(cases: list[str]) -> str:
     return ", ".join(dict.fromkeys(named))
 
 
-def _has(family: Any, specs: list[Any], kind: type[nnx.Module]) -> bool:
-    return any(isinstance(module, kind) for spec in specs for _, module in _modules(family, spec))
+def _has(models: list[tuple[Any, Any]], kind: type[nnx.Module]) -> bool:
+    """Whether a model has such a module; models are families with specs."""
+    return any(isinstance(module, kind) for model in models for _, module in _modules(*model))
 
 
 @lru_cache(maxsize=16)  # the columns of an architecture ask one after the other
@@ -162,7 +163,7 @@ def _experts(family: Any, cases: list[str]) -> str:
         name: METHODS[config["quant_method"]](QuantizationFields(config))
         for name, (config, _) in FORMATS.items()
     }
-    if not _has(family, [family.Spec.from_config(config_json(cases[0]))], ExpertLinear):
+    if not _has([(family, family.Spec.from_config(config_json(cases[0])))], ExpertLinear):
         return ""
     spec = family.Spec.from_config(config_json(cases[0], **_WIDE))
     experts = [
@@ -183,10 +184,10 @@ def _experts(family: Any, cases: list[str]) -> str:
     return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
 
 
-def _lora(family: Any, specs: list[Any]) -> str:
+def _lora(models: list[tuple[Any, Any]]) -> str:
     """The linear layers that an adapter may change: all, or all but some."""
-    others = ["experts"] if _has(family, specs, ExpertLinear) else []
-    for spec in specs:
+    others = ["experts"] if _has(models, ExpertLinear) else []
+    for family, spec in models:
         targets = lora_targets(family, spec)
         names = [
             part.name

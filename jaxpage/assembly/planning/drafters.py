@@ -51,7 +51,6 @@ from jaxpage.models import (
     MedusaHeads,
     MtpHead,
     abstract,
-    layer_spec,
     replace_modules,
 )
 from jaxpage.models import Path as LayerPath
@@ -339,7 +338,7 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
 def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
     files = open_mtp(target)
     load = functools.partial(load_mtp, files)
-    kv = layer_spec(files.spec).kv
+    kv = files.spec.of_draft_layer().kv
     return ModelDrafterFiles(
         kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load, files.plan
     )

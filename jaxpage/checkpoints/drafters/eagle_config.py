@@ -8,7 +8,7 @@ from typing import Any, cast
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quote
-from jaxpage.models import ConfigFields, RefusedField, RotaryDecoderSpec, WrongField, load_family
+from jaxpage.models import ConfigFields, DecoderConfig, RefusedField, WrongField, load_family
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
@@ -87,7 +87,7 @@ class EagleConfig(ConfigFields):
         """Returns the flag. Left out, it is true for speculators and false for all others."""
         return self.flag("norm_before_residual", "speculators_model_type" in self.config)
 
-    def decoder(self, problems: Problems) -> RotaryDecoderSpec | None:
+    def decoder(self, problems: Problems) -> DecoderConfig | None:
         """Returns the decoder; None if something is wrong, which is noted or in `problems`."""
         if not self.layers:
             return None  # That is noted.
@@ -106,7 +106,7 @@ class EagleConfig(ConfigFields):
             self.note(RefusedField(text))
             return None
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
-        return cast(RotaryDecoderSpec | None, check_spec(family, self.layers, problems))
+        return cast(DecoderConfig | None, check_spec(family, self.layers, problems))
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the hidden states that EAGLE-3 takes, by the target's layers that they enter.

@@ -21,7 +21,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import CheckpointError
-from jaxpage.models import Eagle3Spec, EagleSpec, RotaryDecoderSpec, ignored, weights_of
+from jaxpage.models import DecoderConfig, Eagle3Spec, EagleSpec, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ EagleMethod = Literal["eagle", "eagle3"]
 EAGLE_FILES = ("config.json", SINGLE, INDEX)
 TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
 TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
-_INVERSE = "t2d"  # the inverse of d2t, as booleans
+# The inverse of d2t, as booleans, and the frequencies of a rotation.
+_IGNORED = ("t2d", "*rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
     plan = LoadPlan(directory, "safetensors")
     token_map = None
     if spec is not None:
-        plan = fit_stored(
-            plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems
-        )
+        plan = fit_stored(plan, stored, weights_of(spec.make("float32")), _IGNORED, problems)
         if map_info is not None:
             token_map = read_token_map(
                 map_info, target.spec.vocab_size, problems, differences=method == "eagle3"
@@ -145,13 +144,7 @@ def _spec(
         part: f"layers.0.self_attn.{part}" in stored
         for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")
     }
-    decoder = replace(
-        decoder,
-        attention_input_bias=has["q_proj.bias"],
-        attention_output_bias=has["o_proj.bias"],
-        mlp_bias="layers.0.mlp.gate_proj.bias" in stored,
-        norm_heads=has["q_norm.weight"],
-    )
+    decoder = replace(decoder, mlp_bias="layers.0.mlp.gate_proj.bias" in stored)
     known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
     _check_sizes(config, method, decoder, map_info, known, target, problems)
     shapes = {
@@ -162,6 +155,9 @@ def _spec(
     spec = EagleSpec(
         decoder=decoder,
         table_rows=known,
+        input_bias=has["q_proj.bias"],
+        output_bias=has["o_proj.bias"],
+        has_head_norms=has["q_norm.weight"],
         token_map=map_info is not None,
         fc_bias="fc.bias" in stored,
         own_tokens=tables["tokens"],
@@ -185,7 +181,7 @@ def _spec(
 def _check_sizes(
     config: EagleConfig,
     method: EagleMethod,
-    decoder: RotaryDecoderSpec,
+    decoder: DecoderConfig,
     map_info: TensorInfo | None,
     known: int,
     target: ModelFiles,

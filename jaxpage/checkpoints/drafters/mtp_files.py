@@ -24,9 +24,10 @@ from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import (
+    DecoderConfig,
+    Family,
     MtpHead,
     MtpNames,
-    RotaryDecoderSpec,
     other_names,
     replace_modules,
     weights_of,
@@ -42,19 +43,21 @@ class MtpFiles:
 
     Attributes:
         spec: The spec of the model.
+        family: The family of the model.
         names: The names of the head's tensors.
         scheme: The scheme of those of its modules that are quantised.
         plan: The tensors that fill its parameters.
     """
 
-    spec: RotaryDecoderSpec
+    spec: DecoderConfig
+    family: Family
     names: MtpNames
     scheme: Scheme | None
     plan: LoadPlan
 
     def make(self, dtype: DTypeLike) -> MtpHead:
         """Returns the module, whose parameters have this type."""
-        head = MtpHead(self.spec, self.names, dtype=dtype)
+        head = MtpHead(self.spec, self.family, self.names, dtype=dtype)
         if self.scheme is not None:
             replace_modules(head, self.scheme.rule)
         return head
@@ -69,7 +72,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
     """
     spec = target.spec
     names = getattr(spec, "draft_heads", None)
-    if not isinstance(spec, RotaryDecoderSpec) or names is None:
+    if not isinstance(spec, DecoderConfig) or names is None:
         raise UnsupportedError(
             f"{WHAT} needs a model with MTP heads, and config.json in {target.directory} counts "
             "none (num_nextn_predict_layers, mtp_num_hidden_layers); use another method"
@@ -91,7 +94,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
     scheme = target.quantization
     if scheme is not None:
         scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
-    files = MtpFiles(spec, names, scheme, replace(target.plan, parameters=()))
+    files = MtpFiles(spec, target.family, names, scheme, replace(target.plan, parameters=()))
     with problems.collect():
         names_of = functools.partial(other_names, target.family)
         weights = weights_of(files.make("float32"), names_of)

@@ -1,0 +1,192 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI, 2024), and models like them: A.X K1 and Youtu-LLM.
+
+Attention keeps a latent for each token in place of keys and values, and some of the experts take
+all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a softmax. GLM-4.7 Flash
+(`glm_moe.py`) and Mistral 4 (`mistral4.py`) have such layers too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.corrected_experts import (
+    first_dense,
+    read_corrected_experts,
+    read_groups,
+    sparse_by_type,
+)
+from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.llama import Llama
+from jaxpage.models.mtp_names import read_numbered_names
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_latent_decoder
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+
+ALIASES = {
+    "n_routed_experts": "num_local_experts",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+NORM_AFTER_EXPERTS = "post_mlp_layernorm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2Config(ExpertsConfig):
+    """Reads transformers' `DeepseekV2Config`.
+
+    Attributes:
+        latent: The latent attention.
+    """
+
+    model_type = "deepseek_v2"
+    aliases = {"n_routed_experts": "num_experts"}
+
+    latent: LatentSpec
+
+    @classmethod
+    def read(cls, fields: Fields) -> DeepseekV2Config:
+        """Returns what the fields say."""
+        if fields.get("norm_topk_prob", False):
+            error = RefusedField("norm_topk_prob = true is not supported for this family")
+            fields.note(error, norm_topk_prob=False)
+        method = fields.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            text = f"topk_method = {method!r} is not greedy or group_limited_greedy"
+            fields.note(RefusedField(text), topk_method="greedy")
+            method = "greedy"
+        count = ("n_routed_experts", 64)
+        width = ("moe_intermediate_size", 1407)
+        groups = None if method == "greedy" else read_groups(fields, count, best=1)
+        factor = fields.number("routed_scaling_factor", 1.0)
+        return cls(
+            **read_latent_decoder(fields, longest=2048, query_rank=1536),
+            mlp_bias=fields.flag("mlp_bias", False),
+            experts=read_experts(
+                fields,
+                count=count,
+                per_token=None,
+                width=width,
+                normalized=False,
+                routing={"groups": groups, "factor": factor},
+                shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
+            ),
+            sparse_layers=first_dense(fields, 0),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class DeepseekV2(Llama, config=DeepseekV2Config):
+    """DeepSeek-V2 (DeepSeek-AI, 2024) has latent attention, and experts."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        return latent_attention(config, config.latent, index, at)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=DEEPSEEK_NAMES)
+
+
+class DeepseekV3Config(DeepseekV2Config):
+    """Reads transformers' `DeepseekV3Config`."""
+
+    model_type = "deepseek_v3"
+    aliases = ALIASES
+
+    @classmethod
+    def read(cls, fields: Fields) -> DeepseekV3Config:
+        """Returns what the fields say."""
+        return cls(
+            **read_latent_decoder(fields, longest=4096, query_rank=1536),
+            experts=read_corrected_experts(
+                fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
+            ),
+            sparse_layers=first_dense(fields, 3),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class DeepseekV3(DeepseekV2, config=DeepseekV3Config):
+    """DeepSeek-V3 and R1 (DeepSeek-AI, 2024) have latent attention, and experts in groups."""
+
+    # The MTP head of published files, where config.json does not count it.
+    ignored = (*Llama.ignored, "*layers.61.*")
+
+
+class YoutuConfig(DeepseekV2Config):
+    """Reads transformers' `YoutuConfig`."""
+
+    model_type = "youtu"
+    aliases = {}
+
+    @classmethod
+    def read(cls, fields: Fields) -> YoutuConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_latent_decoder(fields, longest=131_072, query_rank=1536, tied=True),
+            experts=None,
+            sparse_layers=(False,) * fields.integer("num_hidden_layers"),
+        )
+
+
+class Youtu(DeepseekV2, config=YoutuConfig):
+    """Youtu-LLM (Tencent, 2025) has the latent attention of DeepSeek-V3, and no experts."""
+
+
+class AXK1Config(DeepseekV2Config):
+    """Reads transformers' `AXK1Config`.
+
+    The router has a correction bias only if `topk_method` is `noaux_tc` or absent. transformers
+    does not read this field: where files have no bias, it takes zeros.
+    """
+
+    model_type = "axk1"
+    aliases = {"n_routed_experts": "num_local_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> AXK1Config:
+        """Returns what the fields say."""
+        heads = read_numbered_names(fields)
+        return cls(
+            **read_latent_decoder(fields, longest=32_768, query_rank=1536),
+            experts=read_corrected_experts(
+                fields,
+                count=192,
+                per_token=8,
+                width=2048,
+                groups=(8, 4),
+                factor=2.5,
+                corrected=fields.get("topk_method", "noaux_tc") == "noaux_tc",
+            ),
+            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
+            draft_heads=heads and replace(heads, refusal="heads of A.X K1 are not read"),
+        )
+
+
+class AXK1(DeepseekV2, config=AXK1Config):
+    """A.X K1 (SK Telecom, 2025) is DeepSeek-V3 with a norm after the experts of a layer."""
+
+    # Published files have this norm in all layers; transformers uses it only after experts.
+    ignored = (*Llama.ignored, f"*.{NORM_AFTER_EXPERTS}.weight")
+    # The name that transformers has in memory.
+    renamed = {f".{NORM_AFTER_EXPERTS}": f".mlp.{NORM_AFTER_EXPERTS}"}
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        has_norm = config.experts_of(index) is not None
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            post_mlp_norm=rms_norm(config, at / NORM_AFTER_EXPERTS) if has_norm else None,
+        )

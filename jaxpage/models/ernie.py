@@ -1,0 +1,117 @@
+"""ERNIE 4.5 (Baidu, 2025), dense and with experts, is Llama that rotates interleaved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.llama import Llama
+from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.parts import decoder_config
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.scope import Scope
+
+EXPERT_NAMES = ExpertNames(
+    shared=("shared_experts", None),
+    correction="moe_statics.e_score_correction_bias",
+    corrections_in_row=True,
+    in_memory=("mlp", "gate", "gate.moe_statics.e_score_correction_bias"),
+)
+
+
+def read_ernie(fields: Fields, head_dim: int, num_kv_heads: int) -> dict[str, Any]:
+    """Returns the fields of a `DecoderConfig` that both families read.
+
+    Args:
+        fields: The fields of the config.
+        head_dim: The width of a head.
+        num_kv_heads: The default of `num_key_value_heads`.
+    """
+    bias = fields.flag("use_bias", False)
+    common = read_common(
+        fields,
+        num_kv_heads=key_value_heads(fields, num_kv_heads),
+        head_dim=head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
+        rope={"theta": 500_000.0, "interleaved": True},
+        epsilon=("rms_norm_eps", 1e-5),
+        tied=True,
+    )
+    return {**common, "attention_bias": bias, "mlp_bias": bias}
+
+
+class Ernie4_5Config(DecoderConfig):
+    """Reads transformers' `Ernie4_5Config`."""
+
+    model_type = "ernie4_5"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Ernie4_5Config:
+        """Returns what the fields say."""
+        head_dim = fields.optional_integer("head_dim", 128)
+        return cls(**read_ernie(fields, head_dim or decoder_config.read_head_dim(fields), 2))
+
+
+class Ernie4_5(Llama, config=Ernie4_5Config):
+    """ERNIE 4.5, dense (Baidu, 2025), is Llama that rotates interleaved."""
+
+
+class Ernie4_5MoeConfig(ExpertsConfig):
+    """Reads transformers' `Ernie4_5_MoeConfig`.
+
+    `moe_norm_min` is a bound of sums that no sum of softmax scores reaches.
+    """
+
+    model_type = "ernie4_5_moe"
+    aliases = {"moe_num_experts": "num_experts", "num_experts_per_tok": "moe_k"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Ernie4_5MoeConfig:
+        """Returns what the fields say."""
+        fields.only(moe_norm_min=1e-12)
+        width = ("moe_intermediate_size", 1536)
+        num_shared = fields.integer("moe_num_shared_experts", 2, least=0)
+        return cls(
+            **read_ernie(fields, decoder_config.read_head_dim(fields), 4),
+            experts=read_experts(
+                fields,
+                count=("moe_num_experts", 64),
+                per_token=6,
+                width=width,
+                normalized=True,
+                routing={"corrected": True},
+                shared_width=num_shared * fields.integer(*width) or None,
+            ),
+            sparse_layers=_sparse_layers(fields),
+            draft_heads=unread_heads(fields, "model.mtp_"),
+        )
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    num_layers = fields.integer("num_hidden_layers")
+    every = fields.integer("moe_layer_interval", 1)
+    first = fields.integer("moe_layer_start_index", 1, least=0)
+    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    last = num_layers - 1 if last == -1 else last
+    return tuple((index + 1) % every == 0 and first <= index <= last for index in range(num_layers))
+
+
+class Ernie4_5Moe(Llama, config=Ernie4_5MoeConfig):
+    """ERNIE 4.5 with experts (Baidu, 2025) chooses experts by softmax with corrections."""
+
+    # Published files have one MTP head: `model.mtp_block.0`, `model.mtp_emb_norm.0` and others.
+    ignored = (*Llama.ignored, "*mtp*")
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns whether logits have biases, as all products have then."""
+        return bool(config.mlp_bias)

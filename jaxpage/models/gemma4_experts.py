@@ -1,0 +1,88 @@
+"""Makes the experts of Gemma 4, which stand next to the feed-forward half of a layer."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
+from jaxpage.layers.experts import Experts, ExpertsSpec
+from jaxpage.layers.parameter import Axis, parameter, tensor
+from jaxpage.layers.routing import Router
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+
+
+class Gemma4Experts(nnx.Module):
+    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
+
+    The router has a norm of its own, and each expert a factor of its weight.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsSpec, layer: Scope):
+        """Makes the experts.
+
+        Args:
+            config: The config of the model.
+            experts: The experts.
+            layer: The scope of the layer, which has their modules.
+        """
+        width, dtype = config.hidden_size, layer.dtype
+        count = experts.routing.num_experts
+        inner = experts.width
+
+        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
+            return ExpertLinear(
+                ExpertLinearSpec(
+                    count,
+                    *sizes,
+                    *axes,
+                    name=(layer / "experts" / part).name,
+                    transposed=False,
+                    modules=(),
+                    bias=False,
+                    dtype=dtype,
+                )
+            )
+
+        both: Axis = (("ffn", inner), ("ffn", inner))
+        self.experts = Experts(
+            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
+            stack("down_proj", (inner, width), ("ffn", "embed")),
+            activation=config.activation,
+            swiglu=None,
+        )
+        router = (layer / "router").name
+        self.router = Router(
+            experts.routing,
+            width,
+            weight=tensor(f"{router}.proj.weight", count, width),
+            bias=tensor(f"{router}.bias", count),
+            correction=tensor(f"{router}.correction", count),
+            dtype=dtype,
+        )
+        self.router_norm = rms_norm(config, None)
+        self.router_scale = parameter(
+            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
+        )
+        self.factor = parameter(
+            (count,),
+            axes=(None,),
+            dtype=dtype,
+            sources=[tensor(f"{router}.per_expert_scale", count)],
+        )
+        self.norm = rms_norm(config, layer / "pre_feedforward_layernorm_2")
+        self.behind = rms_norm(config, layer / "post_feedforward_layernorm_2")
+        self.behind_dense = rms_norm(config, layer / "post_feedforward_layernorm_1")
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
+    ) -> Float[Array, "T D"]:
+        """Returns the sum of the experts' output and that of the dense half."""
+        scale = x_TD.shape[1] ** -0.5
+        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
+        expert_TX, weight_TX = self.router(routed_TD)
+        weight_TX = weight_TX * self.factor[...][expert_TX]
+        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
+        return self.behind_dense(dense_TD) + self.behind(made_TD)

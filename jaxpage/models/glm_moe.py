@@ -1,0 +1,108 @@
+"""GLM-4.5 to 4.7 (Z.ai, 2025) and GLM-4.7 Flash (2026) have the experts of DeepSeek-V3.
+
+Flash has its latent attention as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.layers.attention import HeadNorms
+from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.deepseek import ALIASES, DeepseekV2, DeepseekV2Config
+from jaxpage.models.experts import DEEPSEEK_NAMES
+from jaxpage.models.fields import Fields
+from jaxpage.models.llama import Llama
+from jaxpage.models.mtp_names import read_numbered_names
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.latent import read_latent_decoder
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.qwen import Qwen3Moe
+
+EPSILON = ("rms_norm_eps", 1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(ExpertsConfig):
+    """Reads transformers' `Glm4MoeConfig`.
+
+    Attributes:
+        has_head_norms: True if queries and keys have norms.
+    """
+
+    model_type = "glm4_moe"
+    aliases = ALIASES
+
+    has_head_norms: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Glm4MoeConfig:
+        """Returns what the fields say."""
+        head_dim = read_head_dim(fields)
+        longest = fields.integer("max_position_embeddings", 131_072)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_dim=head_dim,
+                max_position_embeddings=longest,
+                rope=fields.rope(head_dim, longest, partial=0.5),
+                epsilon=EPSILON,
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            has_head_norms=fields.flag("use_qk_norm", False),
+            experts=read_corrected_experts(
+                fields, count=128, per_token=8, width=1408, groups=(1, 1), factor=1.0
+            ),
+            sparse_layers=first_dense(fields, 1),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
+    """GLM-4.5 to 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
+
+    expert_names = DEEPSEEK_NAMES
+    # The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
+    ignored = (*Llama.ignored, "*layers.92.*", "*layers.46.*")
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        norms = norms_of_heads(config, at, rms_norm) if config.has_head_norms else HeadNorms()
+        return grouped_query_attention(config, index, at, output_bias=False, norms=norms)
+
+
+class Glm4MoeLiteConfig(DeepseekV2Config):
+    """Reads transformers' `Glm4MoeLiteConfig`."""
+
+    model_type = "glm4_moe_lite"
+    aliases = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Glm4MoeLiteConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        return cls(
+            **read_latent_decoder(
+                fields, epsilon=EPSILON, longest=202_752, query_rank=768, plain=192, value=256
+            ),
+            experts=read_corrected_experts(
+                fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8
+            ),
+            sparse_layers=sparse_by_type(fields, (False, *(True,) * (num_layers - 1))),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class Glm4MoeLite(DeepseekV2, config=Glm4MoeLiteConfig):
+    """GLM-4.7 Flash (Z.ai, 2026) has the layers of DeepSeek-V3 in another size."""
+
+    # The MTP head of published files, where config.json does not count it.
+    ignored = (*Llama.ignored, "*layers.47.*")

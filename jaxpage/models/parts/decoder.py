@@ -1,0 +1,146 @@
+"""Computes a decoder: a token table, blocks, a final norm and a head."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.models.base import Hidden, Pages, run_layers
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.norms import Norm, rms_norm
+from jaxpage.models.parts.scope import Scope
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Holds the names of a decoder's modules in a checkpoint.
+
+    Attributes:
+        tokens: The token table.
+        positions: The table of learned positions; None if there is none.
+        layers: The layers.
+        norm: The norm after the last layer.
+        heads: The names that the head has, the usual one first.
+    """
+
+    tokens: str = "embed_tokens"
+    positions: str | None = None
+    layers: str = "layers"
+    norm: str = "norm"
+    heads: tuple[str, ...] = ("lm_head",)
+
+
+class Decoder(nnx.Module):
+    """Computes a decoder; see `models.base.Model`.
+
+    A family makes its block, and overrides what else differs:
+
+        class Granite(Decoder, config=GraniteConfig): ...
+
+    The class is the family: see `models.base.Family` for what its attributes say. The first line of
+    its docstring stands in the list of models.
+    """
+
+    Spec: ClassVar[type[DecoderConfig]]
+    Model: ClassVar[Any]
+    prefix: ClassVar[str | tuple[str, ...]] = "model."
+    ignored: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
+    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
+    renamed: ClassVar[Mapping[str, str]] = {}
+    OVERFLOWS_FLOAT16: ClassVar[bool] = False
+    names: ClassVar[ModuleNames] = ModuleNames()
+    head_bias: ClassVar[bool] = False  # True if logits have biases
+
+    def __init_subclass__(cls, config: type[DecoderConfig] | None = None, **options: Any) -> None:
+        """Makes the class a family: its model is the class itself, its spec a config."""
+        super().__init_subclass__(**options)
+        cls.Model = cls
+        if config is not None:
+            cls.Spec = config
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        names = self.names
+        at = Scope(config.name, dtype)
+        self.config = config
+        self.tokens, self.head = token_tables(
+            config.vocab_size,
+            config.hidden_size,
+            name=(at / names.tokens).name,
+            heads=names.heads,
+            tied=config.tie_word_embeddings,
+            bias=self.has_head_bias(config),
+            dtype=dtype,
+        )
+        self.positions = self.make_positions(config, at)
+        self.layers = nnx.List(
+            self.make_block(config, index, at / f"{names.layers}.{index}")
+            for index in range(config.num_layers)
+        )
+        self.norm: Any = self.make_norm(config, at / names.norm)
+
+    @classmethod
+    @abstractmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer.
+
+        Args:
+            config: The config of the model.
+            index: The number of the layer.
+            at: The scope of the layer.
+        """
+
+    @classmethod
+    def make_positions(cls, config: Any, at: Scope, *, padding: int = 0) -> Embedding | None:
+        """Returns the table of learned positions; None if there is none.
+
+        Args:
+            config: The config of the model.
+            at: The scope of the decoder.
+            padding: The number of rows before those of positions.
+        """
+        if cls.names.positions is None:
+            return None
+        return Embedding(
+            config.max_position_embeddings + padding,
+            config.hidden_size,
+            name=(at / cls.names.positions).name,
+            axis=None,
+            dtype=at.dtype,
+        )
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Norm:
+        """Returns a norm of hidden states, of the kind that the family has."""
+        return rms_norm(config, at)
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns whether logits have biases, which in some families the config says."""
+        return cls.head_bias
+
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
+        hidden_TD = self.embed(token_ids_T, context.positions_T)
+        places = self.config.layer_places
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context, places)
+
+    def embed(
+        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
+    ) -> Float[Array, "T D"]:
+        """Returns the input of the first layer."""
+        hidden_TD = self.tokens(token_ids_T)
+        return hidden_TD if self.positions is None else hidden_TD + self.positions(positions_T)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
+        return (self.head or self.tokens).logits(hidden_BD)

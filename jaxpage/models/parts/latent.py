@@ -1,0 +1,195 @@
+"""Makes latent attention, and reads what configs say of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
+from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.rope import Rope
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.scope import Scope
+
+NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Describes the latent attention of a model.
+
+    Attributes:
+        widths: The widths of the heads and of the latents.
+        scale: The factor of the scores.
+        bias: True if the products that make latents, and that of the output, have biases.
+    """
+
+    widths: LatentWidths
+    scale: float
+    bias: bool
+
+
+def read_widths(
+    fields: Fields, *, query_rank: int | None, plain: int = 128, value: int = 128, rank: int = 512
+) -> LatentWidths:
+    """Returns the widths of latent attention.
+
+    Args:
+        fields: The fields of the config.
+        query_rank: The family's default of `q_lora_rank`.
+        plain: The family's default of `qk_nope_head_dim`.
+        value: The family's default of `v_head_dim`.
+        rank: The family's default of `kv_lora_rank`.
+    """
+    return LatentWidths(
+        rank=fields.integer("kv_lora_rank", rank),
+        turned=fields.integer("qk_rope_head_dim", 64),
+        plain=fields.integer("qk_nope_head_dim", plain),
+        value=fields.integer("v_head_dim", value),
+        query_rank=fields.optional_integer("q_lora_rank", query_rank),
+    )
+
+
+def read_latent(
+    fields: Fields, *, longest: int, turns_share: bool = False, **defaults: Any
+) -> tuple[LatentSpec, Rope, int]:
+    """Returns the latent attention, its rotation, and the number of positions for which that holds.
+
+    Args:
+        fields: The fields of the config.
+        longest: The family's default of `max_position_embeddings`.
+        turns_share: True if `partial_rotary_factor` says which share of a head is turned.
+        **defaults: Further arguments of `read_widths`.
+    """
+    widths = read_widths(fields, **defaults)
+    longest = fields.integer("max_position_embeddings", longest)
+    if turns_share:
+        rope, length = _read_share(fields, widths, longest)
+    else:
+        rope, length = fields.rope(widths.turned, longest)
+    scale = widths.query**-0.5 * _stretch(fields) ** 2
+    spec = LatentSpec(widths, scale, fields.flag("attention_bias", False))
+    return spec, replace(rope, interleaved=fields.flag("rope_interleave", True)), length
+
+
+def _read_share(fields: Fields, widths: LatentWidths, longest: int) -> tuple[Rope, int]:
+    """Returns the rotation; `partial_rotary_factor` must agree with the widths of the head."""
+    share = widths.turned / widths.query
+    rope, length = fields.rope(widths.query, longest, partial=share)
+    if 2 * len(rope.frequencies) != widths.turned:
+        text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.turned}"
+        fields.note(WrongField(text), **NO_ROPE)
+    return rope, length
+
+
+def _stretch(fields: Fields) -> float:
+    """Returns the root of the factor of scores that YaRN's `mscale_all_dim` adds."""
+    parameters = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
+    factor = parameters.get("factor", 1.0)
+    share = parameters.get("mscale_all_dim") or 0.0
+    for name, value in (("factor", factor), ("mscale_all_dim", share)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
+            error = WrongField(f"rope {name} must be a positive number, not {value!r}")
+            fields.note(error, **NO_ROPE)
+            return 1.0
+    if (
+        parameters.get("rope_type", parameters.get("type", "default")) == "default"
+        or not share
+        or factor <= 1
+    ):
+        return 1.0
+    return 0.1 * share * math.log(factor) + 1.0
+
+
+def read_latent_decoder(
+    fields: Fields,
+    *,
+    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    tied: bool = False,
+    **defaults: Any,
+) -> dict[str, Any]:
+    """Returns what `read_common` does for a decoder with latent attention, and its `latent`.
+
+    Args:
+        fields: The fields of the config.
+        epsilon: See `read_common`.
+        tied: See `read_common`.
+        **defaults: Further arguments of `read_latent`.
+    """
+    fields.only(moe_layer_freq=1, ep_size=1)
+    latent, rope, length = read_latent(fields, **defaults)
+    common = read_common(
+        fields,
+        num_kv_heads=1,
+        head_dim=latent.widths.kept,
+        max_position_embeddings=length,
+        kv={"value_width": latent.widths.rank},
+        rope=(rope, length),
+        epsilon=epsilon,
+        tied=tied,
+    )
+    return {**common, "latent": latent}
+
+
+def latent_attention(
+    config: DecoderConfig,
+    latent: LatentSpec,
+    index: int,
+    at: Scope,
+    *,
+    temperature_tuning: tuple[float, int, int] | None = None,
+) -> LatentAttention:
+    """Returns attention to latents, which all heads share.
+
+    Args:
+        config: The config of the model.
+        latent: The latent attention.
+        index: The number of the layer.
+        at: The scope of the attention.
+        temperature_tuning: See `Scores`.
+    """
+    width = config.hidden_size
+    num_heads = config.num_query_heads
+    widths = latent.widths
+
+    def product(
+        num_in: int, rows: int, axes: tuple[str | None, str | None], module: str, bias: bool
+    ) -> Linear:
+        input_axis, output_axis = axes
+        part = Part(rows, output_axis, (at / module).name)
+        return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=at.dtype)
+
+    def norm(rank: int, module: str) -> RMSNorm:
+        name = (at / module).name
+        return RMSNorm(rank, name=name, epsilon=NORM_EPSILON, axis=None, dtype=at.dtype)
+
+    query_rows = num_heads * widths.query
+    queries: Linear | LatentQueries
+    if widths.query_rank is None:
+        queries = product(width, query_rows, ("embed", "heads"), "q_proj", False)
+    else:
+        rank = widths.query_rank
+        queries = LatentQueries(
+            product(width, rank, ("embed", None), "q_a_proj", latent.bias),
+            norm(rank, "q_a_layernorm"),
+            product(rank, query_rows, (None, "heads"), "q_b_proj", False),
+        )
+    expand_rows = num_heads * (widths.plain + widths.value)
+    expand = product(widths.rank, expand_rows, (None, "heads"), "kv_b_proj", False)
+    return LatentAttention(
+        index,
+        queries,
+        product(width, widths.kept, ("embed", None), "kv_a_proj_with_mqa", latent.bias),
+        norm(widths.rank, "kv_a_layernorm"),
+        Linear(replace(expand.spec, multiplied=False)),
+        product(num_heads * widths.value, width, ("heads", "embed"), "o_proj", latent.bias),
+        widths,
+        num_heads=num_heads,
+        rope=config.rope_of(index),
+        scale=latent.scale,
+        temperature_tuning=temperature_tuning,
+    )

@@ -1,0 +1,109 @@
+"""Makes the feed-forward half of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.scope import Scope
+
+
+@dataclass(frozen=True)
+class MLPNames:
+    """Holds the names of a gated feed-forward half.
+
+    Attributes:
+        module: The half, in its layer.
+        gate: The product for the gates; None where no file has it apart from the ups.
+        up: The product for the ups; None like `gate`.
+        down: The product for the output.
+        fused: The product for both gates and ups, in files that join them.
+    """
+
+    module: str = "mlp"
+    gate: str | None = "gate_proj"
+    up: str | None = "up_proj"
+    down: str = "down_proj"
+    fused: str | None = "gate_up_proj"
+
+
+LLAMA_NAMES = MLPNames()
+
+
+def gated_mlp(
+    config: DecoderConfig, at: Scope, *, names: MLPNames = LLAMA_NAMES, width: int | None = None
+) -> GatedMLP:
+    """Returns a feed-forward half with gates.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the half.
+        names: The names of its products.
+        width: The number of gates; None for `intermediate_size` of the config.
+    """
+    inner = width or config.intermediate_size
+
+    def name_part(part: str | None) -> str | None:
+        return part and (at / part).name
+
+    gate_up = linear(
+        config.hidden_size,
+        Part(inner, "ffn", name_part(names.gate)),
+        Part(inner, "ffn", name_part(names.up)),
+        fused=name_part(names.fused),
+        input_axis="embed",
+        bias=config.mlp_bias,
+        dtype=at.dtype,
+    )
+    down = linear(
+        inner,
+        Part(config.hidden_size, "embed", name_part(names.down)),
+        input_axis="ffn",
+        bias=config.mlp_bias,
+        dtype=at.dtype,
+    )
+    return GatedMLP(gate_up, down, activation=config.activation)
+
+
+def plain_mlp(
+    config: DecoderConfig,
+    at: Scope,
+    up: str,
+    down: str,
+    *,
+    bias: bool | None = None,
+    activation: str | XIELU | None = None,
+    width: int | None = None,
+) -> MLP:
+    """Returns a feed-forward half without gates.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the half.
+        up: The name of its first product.
+        down: The name of its second product.
+        bias: True if both have biases; None for `mlp_bias` of the config.
+        activation: The function between them; None for that of the config.
+        width: The width between them; None for `intermediate_size` of the config.
+    """
+    inner = width or config.intermediate_size
+    has_bias = config.mlp_bias if bias is None else bias
+    return MLP(
+        linear(
+            config.hidden_size,
+            Part(inner, "ffn", (at / up).name),
+            input_axis="embed",
+            bias=has_bias,
+            dtype=at.dtype,
+        ),
+        linear(
+            inner,
+            Part(config.hidden_size, "embed", (at / down).name),
+            input_axis="ffn",
+            bias=has_bias,
+            dtype=at.dtype,
+        ),
+        activation=activation or config.activation,
+    )

@@ -1,0 +1,100 @@
+"""Makes the norms of a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
+from jaxpage.layers.parameter import stack, tensor
+from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.scope import Scope
+
+Norm = RMSNorm | LayerNorm
+
+
+def rms_norm(
+    config: DecoderConfig,
+    at: Scope | None,
+    *,
+    width: int | None = None,
+    axis: str | None = "embed",
+    offset: float = 0.0,
+) -> RMSNorm:
+    """Returns an RMS norm.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the norm; None if it has no scale.
+        width: The width of what it normalises; None for that of the model.
+        axis: The axis of its scale.
+        offset: The number that is added to the stored scale.
+    """
+    return RMSNorm(
+        width or config.hidden_size,
+        name=None if at is None else at.name,
+        epsilon=config.norm_epsilon,
+        axis=axis,
+        offset=offset,
+        dtype="float32" if at is None else at.dtype,
+    )
+
+
+def unscaled_rms_norm(config: DecoderConfig, at: Scope, **options: Any) -> RMSNorm:
+    """Returns an RMS norm without a scale, so that no checkpoint has it; see `rms_norm`."""
+    return rms_norm(config, None, **options)
+
+
+def layer_norm(
+    config: DecoderConfig,
+    at: Scope,
+    *,
+    width: int | None = None,
+    axis: str | None = "embed",
+    affine: bool = True,
+    bias: bool = True,
+    offset: float = 0.0,
+) -> LayerNorm:
+    """Returns a LayerNorm, with a scale and a bias unless one of them is left out.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the norm.
+        width: The width of what it normalises; None for that of the model.
+        axis: The axis of its scale and its bias.
+        affine: False if it has neither.
+        bias: False if it has no bias.
+        offset: The number that is added to the stored scale.
+    """
+    return LayerNorm(
+        width or config.hidden_size,
+        name=at.name,
+        epsilon=config.norm_epsilon,
+        axis=axis,
+        affine=affine,
+        bias=affine and bias,
+        offset=offset,
+        dtype=at.dtype,
+    )
+
+
+def scales_by_head(
+    config: DecoderConfig, at: Scope, num_heads: int, axis: str, *, apart: bool = False
+) -> HeadNorm:
+    """Returns a norm of queries, or of keys, with a scale for each head.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the norm.
+        num_heads: The number of heads.
+        axis: The axis of the heads.
+        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
+            (Cohere).
+    """
+    head_dim = config.kv.head_dim
+    if apart:
+        norms = f"{at.name.removesuffix('_norm')}_layernorm.norms"
+        each = [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
+        source = stack(each)
+    else:
+        source = tensor(f"{at.name}.weight", num_heads, head_dim)
+    return HeadNorm(source, axis=axis, epsilon=config.norm_epsilon, dtype=at.dtype)

@@ -1,0 +1,174 @@
+"""Qwen 2 and 3 (Alibaba, 2024 and 2025), each with a mixture of experts as well.
+
+Qwen 2 has biases on queries, keys and values; Qwen 3 has norms of queries and keys in their place.
+Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.experts import ExpertNames, read_experts, sparse_layers
+from jaxpage.models.fields import Fields
+from jaxpage.models.layer_windows import windows_by_layer
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.scope import Scope
+
+
+class Qwen2Config(DecoderConfig):
+    """Reads transformers' `Qwen2Config`."""
+
+    model_type = "qwen2"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Qwen2Config:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 32),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=windows_by_layer(fields),
+            ),
+            attention_bias=True,
+        )
+
+
+class Qwen2(Llama, config=Qwen2Config):
+    """Qwen2 and Qwen2.5 (Yang et al., 2024) are Llama with biases on queries, keys and values."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, with biases where the config has `attention_bias`."""
+        return grouped_query_attention(config, index, at, output_bias=False)
+
+
+class Qwen3Config(DecoderConfig):
+    """Reads transformers' `Qwen3Config`.
+
+    An absent `head_dim` is 128, whatever the width of the model.
+    """
+
+    model_type = "qwen3"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Qwen3Config:
+        """Returns what the fields say."""
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 32),
+                head_dim=fields.integer("head_dim", 128),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=windows_by_layer(fields),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+        )
+
+
+class Qwen3(Llama, config=Qwen3Config):
+    """Qwen3, dense (Yang et al., 2025), has norms of queries and keys in place of biases."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        return grouped_query_attention(
+            config, index, at, norms=norms_of_heads(config, at, rms_norm)
+        )
+
+
+class Qwen2MoeConfig(ExpertsConfig):
+    """Reads transformers' `Qwen2MoeConfig`."""
+
+    model_type = "qwen2_moe"
+
+    @classmethod
+    def read(cls, fields: Fields) -> Qwen2MoeConfig:
+        """Returns what the fields say."""
+        if fields.flag("use_sliding_window", False):
+            text = "use_sliding_window = true is not supported for this family"
+            fields.note(RefusedField(text), use_sliding_window=False)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 16),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+            ),
+            attention_bias=fields.flag("qkv_bias", True),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 60),
+                per_token=4,
+                width=("moe_intermediate_size", 1408),
+                normalized=None,
+                shared_width=fields.integer("shared_expert_intermediate_size", 5632),
+            ),
+            sparse_layers=sparse_layers(fields),
+        )
+
+
+class Qwen2Moe(Qwen2, config=Qwen2MoeConfig):
+    """Qwen2 with experts (Yang et al., 2024) has one expert that takes all tokens."""
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer)
+
+
+class Qwen3MoeConfig(ExpertsConfig):
+    """Reads transformers' `Qwen3MoeConfig`.
+
+    A window, where it is used, is the window of all layers.
+    """
+
+    model_type = "qwen3_moe"
+    aliases = {"num_experts": "num_local_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Qwen3MoeConfig:
+        """Returns what the fields say."""
+        window = None
+        if fields.flag("use_sliding_window", False):
+            window = fields.optional_integer("sliding_window", 4096)
+        return cls(
+            **read_common(
+                fields,
+                num_kv_heads=key_value_heads(fields, 4),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+            ),
+            attention_bias=fields.flag("attention_bias", False),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 128),
+                per_token=8,
+                width=("moe_intermediate_size", 768),
+                normalized=None,
+            ),
+            sparse_layers=sparse_layers(fields),
+        )
+
+
+class Qwen3Moe(Qwen3, config=Qwen3MoeConfig):
+    """Qwen3 with experts (Yang et al., 2025) has experts in the layers that its config names."""
+
+    expert_names = ExpertNames()
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer, or its experts."""
+        return mlp_or_experts(config, index, layer, names=cls.expert_names)
+
+
+class Qwen3VLMoeText(Qwen3Moe):
+    """Computes the text model of Qwen3-VL with experts, whose files have all experts stacked."""
+
+    expert_names = ExpertNames(only_stacked=True, in_rows_too=True)
