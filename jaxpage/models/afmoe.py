@@ -107,7 +107,7 @@ class Afmoe(Decoder, config=AfmoeConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, with a gate for each channel of a head's output."""
-        gates = Gates(config.kv.head_dim, "gate_proj")
+        gates = Gates(config.kv.head_dim, "gate_proj", "g_proj")
         norms = norms_of_heads(config, at, rms_norm)
         return grouped_query_attention(config, index, at, norms=norms, gates=gates)
 

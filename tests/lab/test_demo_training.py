@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
-from jaxpage.checkpoints.mtp_files import load_mtp, open_mtp
 from safetensors.numpy import load_file
 
+from jaxpage.checkpoints.drafters.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.models.base import abstract

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.device import Bucket, BucketMenu
+from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.errors import EventLogError
 from jaxpage.replay.log_walk import Walk, num_prompt_tokens
 from jaxpage.replay.reading.looking import header_of, records_of
