@@ -180,7 +180,7 @@ def started(method: str, name: str | None, **settings: Any) -> LLM:
 
 def right(llm: LLM, prompts: list[str]) -> tuple[float, list[list[int]]]:
     """How many drafts of a step are right in the mean, and the texts."""
-    params = llm.default_sampling_params(seed=1, max_tokens=96)
+    params = llm.default_sampling_params(seed=1, max_tokens=48)
     found = llm.generate(prompts, params, use_tqdm=False)
     accepted, steps = (
         sum(getattr(output.metrics, name) for output in found)

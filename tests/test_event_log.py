@@ -498,31 +498,6 @@ def test_a_crowd(llm: LLM, crowd: Path) -> None:
     assert_identical(replayed(llm, crowd), crowd)
 
 
-def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with logged(llm, path):
-        stream = llm.stream(prompts_of(50)[0], LONG)
-        next(stream)
-        # another call in the middle of a stream
-        llm.generate(prompts_of(9, 30, seed=1), GREEDY, use_tqdm=False)
-        waiting = [llm.stream(prompt, LONG) for prompt in prompts_of(60, 70, 80, 90, 100, seed=2)]
-        next(waiting[0])
-        waiting[4].close()  # not admitted yet
-        llm.reset_prefix_cache()
-        waiting[1].close()
-        next(stream)
-        stream.close()
-        list(waiting[2])
-        unfinished = llm.stream(prompts_of(5)[0], LONG)
-        next(unfinished)
-    records = records_of(path)
-    num_finished = sum(len(record.get("edits", [])) for record in records)
-    events = [record["event"] for record in records]
-    assert events.count("abort") == events.count("arrival") - num_finished >= 5
-    assert events.count("reset") == 1 and events[-1] == "end"
-    assert_identical(replayed(llm, path), path)
-
-
 def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     settings = {

@@ -112,7 +112,7 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("config", "quantization"),
     [
-        pytest.param(EXPERTS, None, id="experts"),
+        pytest.param(EXPERTS, None, id="experts", marks=pytest.mark.sweep),
         pytest.param(EXPERTS, "int8", id="experts-int8", marks=pytest.mark.sweep),
         pytest.param(EXPERTS, "int4", id="experts-int4"),
     ],

@@ -261,8 +261,8 @@ def test_beams_are_those_of_the_adapter(model, llm):
                 "prompt_lookup_min": 1,
             }
         },
-        {"num_scheduler_steps": 4},
-        {"enable_mixed_steps": True},
+        pytest.param({"num_scheduler_steps": 4}, marks=pytest.mark.sweep),
+        pytest.param({"enable_mixed_steps": True}, marks=pytest.mark.sweep),
     ],
     ids=["ngram", "multi-step", "mixed"],
 )

@@ -18,6 +18,7 @@ from tests.support.published_models import ENTRIES, NOT_THERE
 from tests.support.reference import pages, python_page
 from tests.support.reference_models import TESTS
 from tests.support.settings_files import flags_module, keywords
+from tests.support.sweeps import few
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -92,7 +93,10 @@ def test_published_models_have_architectures_that_load_and_each_of_them_has_one(
 
 @pytest.mark.parametrize(
     ("name", "page"),
-    [("walkthrough.ipynb", "walkthrough.md"), ("weights.ipynb", "tutorials/weights.md")],
+    few(
+        [("walkthrough.ipynb", "walkthrough.md"), ("weights.ipynb", "tutorials/weights.md")],
+        [("walkthrough.ipynb", "walkthrough.md")],
+    ),
 )
 def test_a_notebook_prints_what_it_shows(
     name: str, page: str, request: pytest.FixtureRequest

@@ -28,8 +28,7 @@ FEW_WORDS = ["a b", "c", "aa", "ba a", "d"]
 # By name: the number of tokens of the prompt, and the parameters. Together they are 16 sequences.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (33, {"temperature": 0.0, "ignore_eos": True, "logprobs": 3}),
-    "sampled": (5, {"top_p": 0.9, "top_k": 50, "logprobs": 2}),
-    "three samples": (50, {"temperature": 0.9, "n": 3, "logprobs": 2}),
+    "three samples": (50, {"top_p": 0.9, "top_k": 50, "n": 3, "logprobs": 2}),
     "the best of three": (16, {"n": 2, "best_of": 3, "logprobs": 1}),
     "a scored prompt": (41, {"prompt_logprobs": 3, "logprobs": 2}),
     "penalties and an early end": (
@@ -42,7 +41,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "a grammar": (
         9,
-        {"structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"}, "ignore_eos": False},
+        {"n": 2, "structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"}, "logprobs": 1},
     ),
     "stop strings": (3, {"stop": ["a", "b", "1", "t"], "min_tokens": 3}),
 }

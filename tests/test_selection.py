@@ -19,6 +19,7 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from pallas_kernels import selection
 from pallas_kernels.triton import select
 from tests.support.distributions import kept
+from tests.support.sweeps import few
 from tests.test_sampler import NEUTRAL, NUM_ROWS, VOCAB, flags_of, inputs_for, run_draw
 
 KERNELS = Backend("triton", interpret=True)
@@ -216,7 +217,7 @@ MISTAKES: dict[str, tuple[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["low halves are lost"]))
 def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant = MISTAKES[mistake]
     monkeypatch.setattr(select, name, plant(getattr(select, name)))  # type: ignore[operator]

@@ -248,9 +248,10 @@ def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
     [
         (no_probes, lambda: recovery(CPU, 3, 0.0, 0.9) > 600),
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
-        (
+        pytest.param(
             trusts_the_start,
             lambda: min(of_none(PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9,
+            marks=pytest.mark.sweep,
         ),
     ],
 )

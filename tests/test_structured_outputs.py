@@ -33,11 +33,9 @@ from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay import replay
 from tests.support.engines import (
     LLAMA,
-    SMALL_POOL,
     invariants,
     lone_sample,
     make_llm,
-    run_giving_way,
 )
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
@@ -293,52 +291,6 @@ def requests():
 def lone(directory, requests):
     with make_llm(directory, enable_prefix_caching=False) as llm:
         return [run(llm, [prompt], one)[0] for prompt, one in zip(*requests, strict=True)]
-
-
-ENGINES = {
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap"},
-    "fair and mixed": {
-        **SMALL_POOL,
-        "preemption_mode": "auto",
-        "scheduling_policy": "fair",
-        "enable_mixed_steps": True,
-    },
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_together_as_alone(engine, directory, requests, lone):
-    """Those with and those without a grammar, in pools that are too small for all, there and back: tokens and bits."""
-    prompts, each = requests
-    with make_llm(directory, **ENGINES[engine]) as llm:
-        strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
-        stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-        for _ in range(2):  # the second time with prefixes to find
-            assert run(llm, [*strangers, *prompts], [*[stranger] * 3, *each])[3:] == lone
-        if engine in ("recompute", "swap"):
-            assert llm.stats()["num_preemptions_total"][engine] >= 2
-        invariants(llm)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_gives_way_at_every_step(mode, directory, requests, lone):
-    prompts, each = requests
-    with make_llm(directory, preemption_mode=mode) as llm:
-        engine = llm._engine
-        for step in range(1, 7):
-            llm.reset_prefix_cache()
-            engine.add(
-                "older",
-                engine.prepare(
-                    None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True)
-                ),
-            )
-            reporter = engine.add("watched", engine.prepare(None, prompts[0], each[0]))
-            run_giving_way(engine, step)
-            assert reporter.whole().outputs == lone[0]
-        assert llm.stats()["num_preemptions_total"][mode] >= 5
-        invariants(llm)
 
 
 def test_streams(llm):

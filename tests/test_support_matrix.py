@@ -21,12 +21,16 @@ from tests.support.matrix import (
     markdown,
     sampling_cases,
 )
+from tests.support.sweeps import few
 
 ROOT = Path(__file__).parent.parent
 FIELDS = [
     field.name for kind in (SamplingParams, BeamSearchParams) for field in dataclasses.fields(kind)
 ]
 PARAMETERS = list(dict.fromkeys(FIELDS))
+# What these change, tests/test_requests_among_others.py and the fuzzer find for all parameters together.
+SWEPT = ("prefix cache", "preemption", "chunked")
+OF_THIS_PROCESS = [feature for feature in FEATURES if feature != ON_DEVICES]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +49,11 @@ def found(engines, request):
     yield matrix
     if request.config.getoption("--write-support-matrix"):
         for name, cells in matrix.items():
-            # tests/on_four_devices.py checks this column; a new parameter is taken to be honoured.
-            cells[ON_DEVICES] = support_matrix().get(name, {}).get(ON_DEVICES, YES)
+            # Cells that did not run are checked by tests/on_four_devices.py and in sweeps; a new
+            # parameter is taken to be honoured.
+            for feature in (ON_DEVICES, *SWEPT):
+                cells.setdefault(feature, support_matrix().get(name, {}).get(feature, YES))
+            matrix[name] = {feature: cells[feature] for feature in FEATURES if feature in cells}
         assert all(len(cells) == len(FEATURES) for cells in matrix.values()), (
             "some cells failed: nothing is written"
         )
@@ -60,7 +67,7 @@ def test_every_parameter_has_a_row(engines):
     assert set(support_matrix()) == set(PARAMETERS)
 
 
-@pytest.mark.parametrize("feature", [feature for feature in FEATURES if feature != ON_DEVICES])
+@pytest.mark.parametrize("feature", few(OF_THIS_PROCESS, {*OF_THIS_PROCESS} - {*SWEPT}))
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_cell_is_what_the_package_says(name, feature, engines, found, request):
     found[name][feature] = status = cell(engines, name, feature)
