@@ -251,7 +251,7 @@ def test_large_answers_are_made_on_threads_of_their_own(
         return whole(value)
 
     monkeypatch.setattr(Reporter, "_logprobs", made)
-    monkeypatch.setattr(dialects, "encode", encoded)
+    monkeypatch.setattr(encoding, "encode", encoded)
     monkeypatch.setattr("jaxpage.serving.preparing.LARGE_ANSWER_VALUES", 100)
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 100)
     body = {"model": "demo", "prompt": "The old house", "max_tokens": 40, "logprobs": 5}
