@@ -25,9 +25,9 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
 OPTIONAL = {  # import name -> the one file that may import it
     "torch": "jaxpage/bench/baseline_transformers.py",
     "matplotlib": "jaxpage/bench/memory_plot.py",
-    "msgpack": "jaxpage/serving/kv_publisher.py",
-    "zmq": "jaxpage/serving/kv_publisher.py",
-    "opentelemetry": "jaxpage/serving/otlp.py",
+    "msgpack": "jaxpage/serving/cache_events/kv_publisher.py",
+    "zmq": "jaxpage/serving/cache_events/kv_publisher.py",
+    "opentelemetry": "jaxpage/serving/metrics/otlp.py",
     "flash_attn3_jax": "pallas_kernels/sets/fa3.py",
 }
 

@@ -23,16 +23,15 @@ from jaxpage.engine import Reporter
 from jaxpage.engine.calls import YesNo
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from jaxpage.serving import loop_turns
 from jaxpage.serving.batches import routes, store
 from jaxpage.serving.batches.lines import Line, write_answer
 from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, outline
 from jaxpage.serving.batches.store import Store
 from jaxpage.serving.batches.uploads import read_form
-from jaxpage.serving.http import connection
+from jaxpage.serving.http import connection, loop_turns
 from jaxpage.serving.http.parser import HTTPParser
-from jaxpage.serving.preparing import LARGE_ANSWER_VALUES, LARGE_SIZE, Preparing
-from jaxpage.serving.shared_answers import OpenApiDocument, Shared
+from jaxpage.serving.requests.preparing import LARGE_ANSWER_VALUES, LARGE_SIZE, Preparing
+from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.wire import encoding
 from jaxpage.serving.wire.body import MAX_BODY_DEPTH, MAX_CONTAINERS, JsonReader
 from jaxpage.serving.wire.context import RequestLimits
@@ -195,7 +194,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 def test_what_a_reader_has_missed_comes_in_bounded_pieces(
     path: str, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxpage.serving import generating
+    from jaxpage.serving.requests import generating
 
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 24)
     monkeypatch.setattr(async_driver, "_MIN_ENTRIES", 24)
@@ -252,8 +251,8 @@ def test_large_answers_are_made_on_threads_of_their_own(
         return whole(value)
 
     monkeypatch.setattr(Reporter, "_logprobs", made)
-    monkeypatch.setattr(dialects, "encode", encoded)
-    monkeypatch.setattr("jaxpage.serving.preparing.LARGE_ANSWER_VALUES", 100)
+    monkeypatch.setattr(encoding, "encode", encoded)
+    monkeypatch.setattr("jaxpage.serving.requests.preparing.LARGE_ANSWER_VALUES", 100)
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 100)
     body = {"model": "demo", "prompt": "The old house", "max_tokens": 40, "logprobs": 5}
     status, _, answer = ask(server, "POST", COMPLETIONS, {**body, "ignore_eos": True, "n": 2})
@@ -396,7 +395,7 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPat
         made.append(threading.current_thread().name)
         return usual(context)
 
-    monkeypatch.setattr("jaxpage.serving.shared_answers.openapi", counted)
+    monkeypatch.setattr("jaxpage.serving.requests.shared_answers.openapi", counted)
     asyncio.run(main())
     assert threading.main_thread().name not in made
 

@@ -159,7 +159,7 @@ def test_the_model_by_position_or_as_a_flag(
 ) -> None:
     """Each looks for it there, before anything else."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jaxpage.serving.logs.configure", lambda config: None)
+    monkeypatch.setattr("jaxpage.serving.metrics.logs.configure", lambda config: None)
     assert run(*words) == 1
     assert "model = './here': there is no such directory" in capsys.readouterr().err
 

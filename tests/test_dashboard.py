@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage.engine.latencies import Latencies
-from jaxpage.serving.metric_texts import HELP, LABELS
-from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.metrics.metric_texts import HELP, LABELS
+from jaxpage.serving.metrics.metrics import ServerMetrics
 
 DASHBOARD = Path(__file__).parents[1] / "configs" / "grafana-dashboard.json"
 

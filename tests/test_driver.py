@@ -38,7 +38,7 @@ from jaxpage.errors import (
     ShuttingDown,
     UnsupportedError,
 )
-from jaxpage.serving.generating import updates_of
+from jaxpage.serving.requests.generating import updates_of
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint

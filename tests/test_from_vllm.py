@@ -11,7 +11,7 @@ import pytest
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import ConfigError
-from jaxpage.serving.metric_texts import HELP
+from jaxpage.serving.metrics.metric_texts import HELP
 from jaxpage.settings.engine_settings import engine_config
 from jaxpage.settings.from_vllm import answer_for_keyword, answers
 

@@ -22,9 +22,9 @@ from jaxpage.errors import ShuttingDown
 from jaxpage.replay.recorder import Recorder
 from jaxpage.serving.inspector import routes as page
 from jaxpage.serving.inspector import watching
+from jaxpage.serving.inspector.pacing import Pace
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.serving.inspector.watching import Timeline, Watcher
-from jaxpage.serving.pacing import Pace
 from jaxpage.step.events import Events
 from tests.support.engines import LLAMA, make_llm
 from tests.support.inspecting import POOL, run_crowd

@@ -26,7 +26,7 @@ from jaxpage.models.lora_layers import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving import startup  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
-from jaxpage.serving.lora_modules import check_lora_modules  # noqa: E402
+from jaxpage.serving.model.lora_modules import check_lora_modules  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
 from tests.support.running import serving  # noqa: E402

@@ -28,10 +28,10 @@ from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import engine_header
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
+from jaxpage.serving.inspector.pacing import Pace
 from jaxpage.serving.inspector.recorded import write_snapshots
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
-from jaxpage.serving.pacing import Pace
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, open_log, opened

@@ -21,7 +21,7 @@ from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.listening import address_of, bind_socket
+from jaxpage.serving.http.listening import address_of, bind_socket
 from jaxpage.serving.startup import how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings.checked_settings import nearest_name

@@ -23,11 +23,12 @@ from jaxpage.engine.latencies import SECONDS, TOKENS, Histogram, Latencies
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving import asgi, logs
+from jaxpage.serving import asgi
+from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.kv_events import KVEvents
-from jaxpage.serving.metric_texts import HELP, LABELS
-from jaxpage.serving.metrics import ABORTIONS, REJECTIONS, ServerMetrics
+from jaxpage.serving.metrics import logs
+from jaxpage.serving.metrics.metric_texts import HELP, LABELS
+from jaxpage.serving.metrics.metrics import ABORTIONS, REJECTIONS, ServerMetrics
 from jaxpage.serving.startup import publish_kv_events
 from jaxpage.settings.from_vllm import answers
 from jaxpage.step.request import Request, Sequence, SequenceGroup

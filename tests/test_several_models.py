@@ -24,12 +24,12 @@ from jaxpage.cli import main
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.serving.app import guard
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.listening import address_of, bind_socket
+from jaxpage.serving.http.listening import address_of, bind_socket
+from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.server import Serving
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import check_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table
-from jaxpage.serving.tracing import open_tracing
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
@@ -519,7 +519,7 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
 def test_spans_of_several_models_have_the_time_of_loading(tmp_path: Path) -> None:
     """The span begins before its model is there, whichever model the request names."""
     pytest.importorskip("opentelemetry.sdk", reason="spans need the extra [otel]")
-    otlp = pytest.importorskip("jaxpage.serving.otlp")
+    otlp = pytest.importorskip("jaxpage.serving.metrics.otlp")
     from opentelemetry.sdk.trace.export import in_memory_span_exporter as in_memory
 
     exporter = in_memory.InMemorySpanExporter()

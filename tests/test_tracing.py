@@ -25,7 +25,7 @@ from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.tracing import OPERATIONS, RequestRecord, Traced, open_tracing
+from jaxpage.serving.metrics.tracing import OPERATIONS, RequestRecord, Traced, open_tracing
 from tests.support.executables import when_used
 from tests.support.running import Running, demo_engine, serving, wait_until
 
@@ -642,7 +642,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
         "from jaxpage.serving import asgi, server, startup\n"
         "from jaxpage.serving.several import starting\n"
         "from jaxpage.serving.config import ServerConfig\n"
-        "from jaxpage.serving.tracing import open_tracing\n"
+        "from jaxpage.serving.metrics.tracing import open_tracing\n"
         "names = lambda: [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "assert open_tracing(ServerConfig()) is None and not names(), names()\n"
         "open_tracing(ServerConfig(otlp_traces_endpoint='http://127.0.0.1:9/v1/traces')).close()\n"
@@ -659,7 +659,7 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
             raise ModuleNotFoundError(f"No module named {name!r}", name="opentelemetry.sdk")
         return real(name, *arguments, **named)
 
-    monkeypatch.delitem(sys.modules, "jaxpage.serving.otlp")
+    monkeypatch.delitem(sys.modules, "jaxpage.serving.metrics.otlp")
     monkeypatch.setattr(builtins, "__import__", without)
     message = "otlp_traces_endpoint: opentelemetry.sdk is missing: pip install 'jaxpage[otel]'"
     with pytest.raises(ConfigError, match=f"^{message.replace('[', '.').replace(']', '.')}$"):

@@ -1,7 +1,9 @@
 """Serves a model over HTTP as OpenAI's API does, and shows its engine on the inspector page.
 
-The server translates requests (`wire/`), limits what connections may do (`http/`), and leads an
-engine that several hosts share (`hosts/`). A driver runs the engine on a thread of its own.
+The server reads requests (`wire/`), also those of other APIs (`dialects/`), answers them with the
+engine (`requests/`), limits what connections may do (`http/`), is watched (`metrics/`,
+`inspector/`), and leads an engine that several hosts share (`hosts/`). A driver runs the engine on
+a thread of its own.
 
 The names are loaded at first use, so that a configuration is checked, and the address bound, before
 jax and Starlette are imported. Other rooms and the tools take:
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.hosts.processes import find_job
-    from jaxpage.serving.incident_files import open_incidents
+    from jaxpage.serving.http.listening import bind_socket
     from jaxpage.serving.inspector.recorded import write_snapshots
-    from jaxpage.serving.listening import bind_socket
+    from jaxpage.serving.metrics.incident_files import open_incidents
     from jaxpage.serving.several.models_file import read_models_file
     from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start
@@ -63,13 +65,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "open_incidents": "jaxpage.serving.incident_files",
+    "open_incidents": "jaxpage.serving.metrics.incident_files",
     "AUTO": "jaxpage.serving.config",
     "ServerConfig": "jaxpage.serving.config",
     "resolve_both": "jaxpage.serving.config",
     "hosts_of_job": "jaxpage.serving.hosts.job",
     "find_job": "jaxpage.serving.hosts.processes",
-    "bind_socket": "jaxpage.serving.listening",
+    "bind_socket": "jaxpage.serving.http.listening",
     "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",

@@ -35,9 +35,6 @@ from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS
-from jaxpage.serving.embedding_requests import EmbeddingRequests
-from jaxpage.serving.embedding_requests import Open as OpenVectors
-from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answers import (
     error_answer,
@@ -52,17 +49,20 @@ from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.http.root_path import BelowRootPath
-from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.incident_files import incident_routes
 from jaxpage.serving.inspector import routes as inspector
-from jaxpage.serving.lora_modules import lora_routes
-from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.profiling import profiler_routes
-from jaxpage.serving.rerank_requests import Reranking
-from jaxpage.serving.shared_answers import OpenApiDocument, Shared
-from jaxpage.serving.tracing import SpanWriter, Traced
-from jaxpage.serving.weight_updates import weights_routes
+from jaxpage.serving.metrics.incident_files import incident_routes
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.profiling import profiler_routes
+from jaxpage.serving.metrics.tracing import SpanWriter, Traced
+from jaxpage.serving.model.lora_modules import lora_routes
+from jaxpage.serving.model.weight_updates import weights_routes
+from jaxpage.serving.requests.embedding_requests import EmbeddingRequests
+from jaxpage.serving.requests.embedding_requests import Open as OpenVectors
+from jaxpage.serving.requests.generating import Generating, while_connected
+from jaxpage.serving.requests.in_flight import InFlightRequests
+from jaxpage.serving.requests.preparing import Preparing
+from jaxpage.serving.requests.rerank_requests import Reranking
+from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings

@@ -16,16 +16,16 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.assembly import Built
 from jaxpage.driver import AsyncDriver
 from jaxpage.replay import open_engine
-from jaxpage.serving import logs
 from jaxpage.serving.app import build_app
 from jaxpage.serving.batches.jobs import Batches
-from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.incident_files import open_incidents
-from jaxpage.serving.lora_modules import check_lora_modules
-from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.metrics import logs
+from jaxpage.serving.metrics.incident_files import open_incidents
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.tracing import SpanWriter, open_tracing
+from jaxpage.serving.model.capabilities import capabilities
+from jaxpage.serving.model.lora_modules import check_lora_modules
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
-from jaxpage.serving.tracing import SpanWriter, open_tracing
 from jaxpage.settings.engine_config import EngineConfig
 
 

@@ -29,13 +29,13 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.connection import Connection, no_room
+from jaxpage.serving.http.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http.envelope import Envelope
-from jaxpage.serving.logs import log_activity
-from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.tracing import SpanWriter
+from jaxpage.serving.metrics.logs import log_activity
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.tracing import SpanWriter
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)

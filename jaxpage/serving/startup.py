@@ -28,22 +28,22 @@ from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.engine.calls import reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
-from jaxpage.serving import logs
-from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.hosts.processes import leave_processes
-from jaxpage.serving.incident_files import open_incidents
-from jaxpage.serving.kv_events import KVEvents
-from jaxpage.serving.listening import address_of
-from jaxpage.serving.lora_modules import check_lora_modules, open_lora_modules
-from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.model_cards import card_of, card_of_settings
+from jaxpage.serving.http.listening import address_of
+from jaxpage.serving.metrics import logs
+from jaxpage.serving.metrics.incident_files import open_incidents
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.tracing import open_tracing
+from jaxpage.serving.model.capabilities import capabilities
+from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
+from jaxpage.serving.model.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_server
-from jaxpage.serving.tracing import open_tracing
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
@@ -235,7 +235,7 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     if server.kv_events is None:
         return
     try:
-        from jaxpage.serving.kv_publisher import KVPublisher
+        from jaxpage.serving.cache_events.kv_publisher import KVPublisher
     except ImportError as error:
         raise ConfigError(
             f"kv_events: {error.name} is missing: pip install 'jaxpage[kv-events]'"

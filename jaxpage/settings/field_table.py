@@ -228,7 +228,7 @@ PARAMETERS = (
         flag="seed of the sampling noise; the same seed gives the same text",
     ),
     _field("n", Int(1, MAX_N), flag="samples per prompt (only 1 on the command line)"),
-    _field("best_of", Int(1, MAX_N), {"chats": None}, neutral=(1,), engine=None),
+    _field("best_of", Int(1, MAX_N), {"chats": None}, neutral=(1,)),
     _field(
         "presence_penalty",
         Float(-2, 2),

@@ -221,11 +221,11 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ): "the pictures need matplotlib, and without it the program says so",
     (
         "jaxpage/serving/startup.py",
-        "jaxpage.serving.kv_publisher",
+        "jaxpage.serving.cache_events.kv_publisher",
     ): "pyzmq and msgpack come with an extra",
     (
-        "jaxpage/serving/tracing.py",
-        "jaxpage.serving.otlp",
+        "jaxpage/serving/metrics/tracing.py",
+        "jaxpage.serving.metrics.otlp",
     ): "OpenTelemetry comes with an extra",
     ("tools/fuzz_checkpoints.py", "*"): "what jax reads when it is imported is set first",
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.request_limits import Limits
-from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.metrics.metrics import ServerMetrics
 
 
 class InProcessAnswer(NamedTuple):

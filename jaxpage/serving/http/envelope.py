@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.http.answers import send_error, to_api_error
 from jaxpage.serving.http.connection import LINGER_SECONDS
-from jaxpage.serving.logs import log_refusal
-from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.metrics.logs import log_refusal
+from jaxpage.serving.metrics.metrics import ServerMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {

@@ -21,8 +21,8 @@ from jaxpage.engine import Engine
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json
+from jaxpage.serving.inspector.pacing import Pace
 from jaxpage.serving.inspector.state import Inspector, Snapshot
-from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.encoding import COMMENT, encode_parts, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError

@@ -18,10 +18,10 @@ from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CapacityError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server
-from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.inspector.routes import state_routes
-from jaxpage.serving.lora_modules import check_lora_modules
-from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.model.capabilities import capabilities
+from jaxpage.serving.model.lora_modules import check_lora_modules
 from jaxpage.serving.several.models_file import ModelEntry, mib
 from jaxpage.serving.startup import model_context
 

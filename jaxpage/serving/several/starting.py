@@ -8,10 +8,11 @@ import socket
 from collections.abc import Sequence
 
 from jaxpage.device.hardware import available_bytes, choose_backend, make_mesh, open_devices
-from jaxpage.serving import logs
 from jaxpage.serving.app import guard
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
-from jaxpage.serving.listening import address_of
+from jaxpage.serving.http.listening import address_of
+from jaxpage.serving.metrics import logs
+from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.server import run_app
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import ModelEntry, check_sizes, mib
@@ -19,7 +20,6 @@ from jaxpage.serving.several.served_model import Opener, ServedModel
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import ModelTable, Slot
 from jaxpage.serving.startup import StartUp, handle_as, place_of
-from jaxpage.serving.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 # The share of a GPU that the models have together, where the file does not say.

@@ -23,22 +23,22 @@ from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
-from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
-from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.metrics import ServerMetrics, join_expositions
-from jaxpage.serving.model_cards import card_of_settings
-from jaxpage.serving.preparing import Readers
+from jaxpage.serving.metrics.metrics import ServerMetrics, join_expositions
+from jaxpage.serving.metrics.tracing import record_of
+from jaxpage.serving.model.model_cards import card_of_settings
+from jaxpage.serving.requests.generating import while_connected
+from jaxpage.serving.requests.in_flight import InFlightRequests
+from jaxpage.serving.requests.preparing import Readers
+from jaxpage.serving.requests.shared_answers import Shared
 from jaxpage.serving.several.model_requests import ModelRequest, receive_again
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.shown_models import ShownModels, not_loaded
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
-from jaxpage.serving.shared_answers import Shared
-from jaxpage.serving.tracing import record_of
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.encoding import encode

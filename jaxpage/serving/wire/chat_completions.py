@@ -11,15 +11,13 @@ from jaxpage.chat_forms import AnswerPiece, PieceParser
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import quotes
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
-    check_common,
-    format_parameter,
     sampling_params,
 )
 from jaxpage.serving.wire.templates import render
@@ -37,58 +35,25 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         ApiError: The request is refused.
     """
     request, ignored = read(body, ChatCompletionRequest, context)
-    check_common(request)
-    _check_logprobs(request)
-    max_tokens = _max_tokens(request)
-    ignored += beyond_context(
-        context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
-    )
     tools = tool_use(request, context)
-    ignored += tools.ignored
     rendered = render(request, context, tools.shown)
-    ignored += rendered.ignored_fields
-    if request.store:
-        ignored += ("store",)
     prompt = context.check_prompt(rendered.text, "messages")
-    params = _params(request, context, tools, max_tokens, str(prompt))
+    params: SamplingParams | BeamSearchParams
+    if request.use_beam_search:
+        params = beam_params(request, width=request.n or 1, max_tokens=request.max_new_tokens)
+    else:
+        changes = tools.changes(context, str(prompt))
+        params = sampling_params(request, context, max_tokens=request.max_new_tokens, **changes)
     prompt_request = PromptRequest(
         prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
     )
+    ignored += beyond_context(
+        context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
+    )
+    ignored += tools.ignored + rendered.ignored_fields
+    if request.store:
+        ignored += ("store",)
     return ChatAnswer(request, context, prompt_request, ignored, tools)
-
-
-def _check_logprobs(request: ChatCompletionRequest) -> None:
-    if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
-
-
-def _max_tokens(request: ChatCompletionRequest) -> int | None:
-    """Returns the most tokens of an answer; None for as many as the model has room for."""
-    new = request.max_completion_tokens
-    old = request.max_tokens
-    if new is not None and old is not None and new != old:
-        message = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
-        raise ApiError(400, message, param="max_completion_tokens")
-    return old if new is None else new
-
-
-def _params(
-    request: ChatCompletionRequest,
-    context: ModelContext,
-    tools: ToolUse,
-    max_tokens: int | None,
-    prompt: str,
-) -> SamplingParams | BeamSearchParams:
-    if request.use_beam_search:
-        return beam_params(request, width=request.n or 1, max_tokens=max_tokens)
-    fields: dict[str, Any] = {"max_tokens": max_tokens}
-    if request.logprobs:
-        fields["logprobs"] = request.top_logprobs or 0
-    if (grammar := tools.make_structured_outputs(context, prompt)) is not None:
-        fields["structured_outputs"] = grammar
-    if context.has_special_marks(context.chat_format.markers(with_tools=bool(tools.callable))):
-        fields["skip_special_tokens"] = False
-    return sampling_params(request, context, **fields)
 
 
 class ChatAnswer(Answer):
@@ -111,7 +76,7 @@ class ChatAnswer(Answer):
         self._parameter_names = {
             **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
             "beam_width": "n",
-            "structured_outputs": tools.parameter or format_parameter(request),
+            "structured_outputs": tools.parameter or request.format_parameter,
         }
         self._is_named = tools.name is not None
         self._new_reader = self._readers(prompt_request, context, tools)

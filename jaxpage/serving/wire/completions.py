@@ -15,8 +15,6 @@ from jaxpage.serving.wire.reading import beyond_context, read
 from jaxpage.serving.wire.request_fields import CompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
-    check_common,
-    format_parameter,
     sampling_params,
 )
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -32,7 +30,6 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
         ApiError: The request is refused.
     """
     request, ignored = read(body, CompletionRequest, context)
-    check_common(request)
     prompts = _prompts(request, context)
     _check_tokens(request, context)
     params = _params(request, context, len(prompts))
@@ -85,11 +82,7 @@ def _params(
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     if request.use_beam_search:
         return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
-    fields: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "best_of": request.best_of,
-        "logprobs": request.logprobs,
-    }
+    fields: dict[str, Any] = {"max_tokens": max_tokens}
     if request.echo and request.logprobs is not None:
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return sampling_params(request, context, num_prompts=num_prompts, **fields)
@@ -116,7 +109,7 @@ class CompletionAnswer(Answer):
             "beam_width": "n",
             # The engine counts the sequences that it runs: `best_of`, where that is given.
             "n": "n" if request.best_of is None else "best_of",
-            "structured_outputs": format_parameter(request),
+            "structured_outputs": request.format_parameter,
         }
         self._texts = TokenTexts(context.tokenizer)
         self._begun: set[int] = set()  # the choices of a stream that have had a chunk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -74,6 +74,40 @@ class RequestObject(BaseModel):
 
     known: ClassVar[Mapping[str, table.Field]] = {}
     added: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self) -> None:
+        """Raises ApiError for fields that do not go together."""
+
+    def engine_values(self) -> dict[str, Any]:
+        """Returns the parameters that go to the engine as they are, or converted.
+
+        Raises:
+            ValueError: A value cannot be converted.
+        """
+        return {
+            field.name: field.engine(value)
+            for field in table.PARAMETERS
+            if field.engine
+            and field.name in type(self).model_fields
+            and (value := getattr(self, field.name)) is not None
+        }
+
+    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yields the paths of the fields that no model knows and that ask for something.
+
+        Args:
+            prefix: What the paths begin with.
+        """
+        for name, item in (self.model_extra or {}).items():
+            if not is_neutral(type(self), name, item) and name not in self.added:
+                yield prefix + name
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            value = getattr(self, name)
+            if isinstance(value, RequestObject):
+                yield from value.unknown_fields(f"{prefix}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], RequestObject):
+                for index, item in enumerate(value):
+                    yield from item.unknown_fields(f"{prefix}{name}[{index}].")
 
 
 def by_name(*fields: table.Field) -> dict[str, table.Field]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -25,6 +25,8 @@ _HONOURED_SOMEWHERE = (
 _MESSAGES = {
     "extra_forbidden": "is not a known field",
 }
+# The fields that have a JSON schema, and the parts that lead to it.
+_SCHEMAS = {"response_format": ("json_schema", "schema"), "structured_outputs": ("json",)}
 _MAX_IGNORED = 16  # the names go into a header, whose length is limited
 _IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 
@@ -47,9 +49,16 @@ def read(
         ApiError: The status is 400 and `param` names the field; 404 if the model is not served.
     """
     body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
-    _check_supported(body, model)
-    _check_lengths(body, context)
-    body, relaxed = _relax(body, context)
+    for name in body:
+        _check_supported(name, model)
+    for name, value in body.items():
+        _check_length(name, value, context)
+    removed: tuple[str, ...] = ()
+    for name, keys in _SCHEMAS.items():
+        # Where requests are strict the compiler of grammars refuses the schema.
+        if name in body and not context.strict_requests:
+            body[name], paths = _relax(body[name], name, keys)
+            removed += paths
     try:
         request = model.model_validate(body)
     except ValidationError as error:
@@ -57,14 +66,15 @@ def read(
     except RecursionError:
         raise ApiError(400, "Request body is nested too deeply") from None
     context.adapter(getattr(request, "model", None))
-    unknown = [path for path in _unknown(request) if path not in LABELS]
+    unknown = [path for path in request.unknown_fields() if path not in LABELS]
     if unknown and context.strict_requests:
         near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ApiError(
             400, f"Unknown parameter: {show(unknown[0])}{hint}", param=_printable(unknown[0])
         )
-    return request, (*map(_printable, unknown[:_MAX_IGNORED]), *relaxed)
+    request.check()
+    return request, (*map(_printable, unknown[:_MAX_IGNORED]), *name_paths(removed))
 
 
 def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, ...]:
@@ -80,30 +90,22 @@ def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, .
     return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
 
 
-def _relax(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the body without what no grammar can enforce in its schemas, and the paths of that.
+def _relax(value: Any, path: str, keys: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """Returns a value without what no grammar can enforce in its schema, and the paths of that.
 
-    Where requests are strict the body stays as it is, and the compiler of grammars refuses the
-    schema. Schemas of tools are relaxed later, and only if they are enforced.
+    Schemas of tools are relaxed later, and only if they are enforced.
+
+    Args:
+        value: The schema, or an object that has it in its parts.
+        path: The path of the value.
+        keys: The names of the parts that lead to the schema.
     """
-    if context.strict_requests:
-        return body, ()
-    told: tuple[str, ...] = ()
-    for path in (("response_format", "json_schema", "schema"), ("structured_outputs", "json")):
-        holders = [body]
-        for name in path[:-1]:
-            holder = holders[-1].get(name)
-            holders.append(holder if isinstance(holder, dict) else {})
-        schema = holders[-1].get(path[-1])
-        if not isinstance(schema, dict):
-            continue
-        value, removed = relax_schema(schema, ".".join(path))
-        if removed:
-            told += removed
-            for name, above in zip(reversed(path), reversed(holders), strict=True):
-                value = {**above, name: value}
-            body = value
-    return body, name_paths(told)
+    if not isinstance(value, dict):
+        return value, ()
+    if not keys:
+        return relax_schema(value, path)
+    part, removed = _relax(value.get(keys[0]), f"{path}.{keys[0]}", keys[1:])
+    return ({**value, keys[0]: part} if removed else value), removed
 
 
 def _is_asked(model: type[RequestObject], name: str, value: Any) -> bool:
@@ -115,11 +117,10 @@ def _is_asked(model: type[RequestObject], name: str, value: Any) -> bool:
     return (field is not None and field.is_required()) or not is_neutral(model, name, value)
 
 
-def _check_supported(body: Mapping[str, Any], model: type[RequestObject]) -> None:
-    for name in body:
-        if name in model.known and name not in model.model_fields:
-            others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
-            raise ApiError(400, f"{name} is not supported{others}{_hint(name)}", param=name)
+def _check_supported(name: str, model: type[RequestObject]) -> None:
+    if name in model.known and name not in model.model_fields:
+        others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
+        raise ApiError(400, f"{name} is not supported{others}{_hint(name)}", param=name)
 
 
 def _hint(name: str) -> str:
@@ -127,30 +128,29 @@ def _hint(name: str) -> str:
     return f"; {answer.text}" if answer and answer.kind != "same" else ""
 
 
-def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
-    """Raises ApiError for lists that are too long, whatever they contain.
+def _check_length(name: str, value: Any, context: ModelContext) -> None:
+    """Raises ApiError for a list that is too long, whatever it contains.
 
     This comes first because validation would look at each of a million items.
     """
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if isinstance(items := body.get(name), list) and len(items) > context.vocab_size:
-            message = (
-                f"{name} has {len(items)} entries; the model has {context.vocab_size} token ids"
-            )
-            raise ApiError(400, message, param=name)
-    for name in ("prompt", "continuation", "input"):
-        prompts = body.get(name)
-        for prompt in (
-            (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ()
+    if not isinstance(value, list):
+        return
+    if name in ("stop_token_ids", "allowed_token_ids") and len(value) > context.vocab_size:
+        message = f"{name} has {len(value)} entries; the model has {context.vocab_size} token ids"
+        raise ApiError(400, message, param=name)
+    if name not in ("prompt", "continuation", "input"):
+        return
+    for prompt in (value, *value[: context.limits.max_prompts]):
+        if (
+            isinstance(prompt, list)
+            and prompt
+            and isinstance(prompt[0], int)
+            and len(prompt) > context.max_model_len
         ):
-            if (
-                isinstance(prompt, list)
-                and prompt
-                and isinstance(prompt[0], int)
-                and len(prompt) > context.max_model_len
-            ):
-                message = f"The {name} has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
-                raise ApiError(400, message, param=name, code="context_length_exceeded")
+            message = (
+                f"The {name} has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
+            )
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
@@ -187,20 +187,6 @@ def _path(location: tuple[int | str, ...], body: Any) -> str:
             path += f"[{part}]"
             body = body[part] if part < len(body) else None
     return _printable(path)
-
-
-def _unknown(value: Any, path: str = "") -> Iterator[str]:
-    """Yields the paths of the fields that no model knows and that ask for something."""
-    if isinstance(value, RequestObject):
-        prefix = f"{path}." if path else ""
-        for name, item in (value.model_extra or {}).items():
-            if not is_neutral(type(value), name, item) and name not in type(value).added:
-                yield prefix + name
-        for name in value.model_fields_set & type(value).model_fields.keys():
-            yield from _unknown(getattr(value, name), prefix + name)
-    elif isinstance(value, list) and value and isinstance(value[0], RequestObject):
-        for index, item in enumerate(value):
-            yield from _unknown(item, f"{path}[{index}]")
 
 
 def _printable(path: str) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -97,6 +98,23 @@ class GenerationRequest(RequestObject):
         def __getattr__(self, name: str) -> Any:
             """Returns a parameter."""
 
+    @property
+    def format_parameter(self) -> str:
+        """Returns the name of the field that the engine's `structured_outputs` come from."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
+    def check(self) -> None:
+        """Raises ApiError for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise ApiError(400, f"{name} is only for use_beam_search=true", param=name)
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs is not supported with stream"
+            raise ApiError(400, message, param="prompt_logprobs")
+
 
 class Refusing(RequestObject):
     """A request that refuses what no request honours, and what only chats honour."""
@@ -115,6 +133,11 @@ class CompletionRequest(with_parameters("completions", GenerationRequest)):  # t
 
     prompt: Prompts
     echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Returns the number of most likely tokens whose log probabilities are asked for."""
+        return self.logprobs  # type: ignore[no-any-return]
 
 
 class TextPart(RequestObject):
@@ -287,6 +310,26 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
     ) = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None  # has no effect: no completion is kept
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Returns the number of most likely tokens whose log probabilities are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Returns the most tokens of an answer; None for as many as the model has room for."""
+        old: int | None = self.max_tokens
+        return old if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self) -> None:
+        """Raises ApiError for fields that do not go together."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
+        if self.max_tokens is not None and self.max_tokens != self.max_new_tokens:
+            message = f"max_completion_tokens={self.max_completion_tokens} and max_tokens={self.max_tokens} differ; give one of them"
+            raise ApiError(400, message, param="max_completion_tokens")
 
 
 class EmbeddingRequest(with_parameters("vectors", Refusing)):  # type: ignore[misc]

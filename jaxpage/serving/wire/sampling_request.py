@@ -7,14 +7,13 @@ from typing import Any
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
-from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.request_fields import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    TextFormat,
 )
 from jaxpage.serving.wire.schemas import check_schema
-from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 # These fields of vLLM's StructuredOutputsParams are false by default.
@@ -43,12 +42,16 @@ def sampling_params(
     try:
         values = {
             **context.sampling_defaults,
-            **engine_values(request),
-            "structured_outputs": read_structured_outputs(request),
+            **request.engine_values(),
+            "logprobs": request.num_logprobs,
+            "structured_outputs": read_structured_outputs(
+                request.response_format, request.structured_outputs
+            ),
             **changes,
         }
         params = SamplingParams(**values)
-        longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
+        name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
+        longest = _max_tokens_with_logprobs(params, name, context, num_prompts)
         if longest is not None and params.max_tokens is None:
             params = SamplingParams(**{**values, "max_tokens": longest})
     except ValueError as error:
@@ -56,28 +59,14 @@ def sampling_params(
     return params
 
 
-def engine_values(request: RequestObject) -> dict[str, Any]:
-    """Returns the parameters of a request that go to the engine as they are, or converted.
-
-    Raises:
-        ValueError: A value cannot be converted.
-    """
-    return {
-        field.name: field.engine(value)
-        for field in PARAMETERS
-        if field.engine
-        and field.name in type(request).model_fields
-        and (value := getattr(request, field.name)) is not None
-    }
-
-
 def _max_tokens_with_logprobs(
-    params: SamplingParams, request: GenerationRequest, context: ModelContext, num_prompts: int
+    params: SamplingParams, name: str, context: ModelContext, num_prompts: int
 ) -> int | None:
     """Returns the most tokens of a sequence whose log probabilities fit into an answer.
 
     None if there is room for as many as the model can generate. A request that says no length gets
-    what there is room for, as it does from the length of the model.
+    what there is room for, as it does from the length of the model. `name` is the field that asks
+    for the log probabilities.
 
     Raises:
         ApiError: The request asks for more tokens.
@@ -95,7 +84,6 @@ def _max_tokens_with_logprobs(
     if params.max_tokens is None and longest:
         return longest
     advice = f"max_tokens of at most {longest}" if longest else "fewer sequences"
-    name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
     raise ApiError(
         400,
         f"{name}: the response could have {number} log probabilities ({num_sequences} sequences times {max_tokens} tokens "
@@ -123,7 +111,7 @@ def beam_params(
         value = getattr(request, name, None)
         if value is not None and value not in field.beams:
             raise ApiError(400, f"{name} is not supported with use_beam_search", param=name)
-    if read_structured_outputs(request) is not None:
+    if read_structured_outputs(request.response_format, None) is not None:
         raise ApiError(
             400, "response_format is not supported with use_beam_search", param="response_format"
         )
@@ -147,25 +135,27 @@ def beam_params(
         raise as_api_error(error) from None
 
 
-def read_structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
+def read_structured_outputs(
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
+    structured_outputs: dict[str, Any] | None,
+) -> dict[str, Any] | None:
     """Returns the grammar that the output must keep to, in the engine's terms; None without one.
 
     Raises:
         ApiError: The request asks for a grammar in two ways, or the schema is refused.
     """
-    response_format = request.response_format
-    if isinstance(response_format, JsonObjectFormat | JsonSchemaFormat):
-        if request.structured_outputs is not None:
-            raise ApiError(
-                400,
-                "response_format and structured_outputs cannot be used together",
-                param="structured_outputs",
-            )
-        if isinstance(response_format, JsonObjectFormat):
-            return {"json_object": True}
-        check_schema(response_format.json_schema.schema_, "response_format.json_schema.schema")
-        return {"json": response_format.json_schema.schema_}
-    return _without_defaults(request.structured_outputs)
+    if response_format is None or isinstance(response_format, TextFormat):
+        return _without_defaults(structured_outputs)
+    if structured_outputs is not None:
+        raise ApiError(
+            400,
+            "response_format and structured_outputs cannot be used together",
+            param="structured_outputs",
+        )
+    if isinstance(response_format, JsonObjectFormat):
+        return {"json_object": True}
+    check_schema(response_format.json_schema.schema_, "response_format.json_schema.schema")
+    return {"json": response_format.json_schema.schema_}
 
 
 def _without_defaults(values: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -182,20 +172,3 @@ def _without_defaults(values: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, value in values.items()
         if not (value is False and name in _VLLM_DEFAULTS)
     }
-
-
-def format_parameter(request: GenerationRequest) -> str:
-    """Returns the name of the field that the engine's `structured_outputs` come from."""
-    return "structured_outputs" if request.response_format is None else "response_format"
-
-
-def check_common(request: GenerationRequest) -> None:
-    """Raises ApiError for fields that do not go together."""
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
-    if not request.use_beam_search:
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(request, name) is not None:
-                raise ApiError(400, f"{name} is only for use_beam_search=true", param=name)
-    if request.stream and request.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")

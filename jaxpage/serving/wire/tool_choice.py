@@ -79,6 +79,24 @@ class ToolUse(NamedTuple):
             raise ApiError(400, f"{self.parameter}: {error}", param=self.parameter) from None
         return {"grammar": grammar}
 
+    def changes(self, context: ModelContext, prompt: str) -> dict[str, Any]:
+        """Returns the parameters of the engine that the tools demand of an answer.
+
+        Args:
+            context: The served model.
+            prompt: The prompt of the answer.
+
+        Raises:
+            ApiError: A grammar cannot hold the model's form of calls to the tool's schema.
+        """
+        values: dict[str, Any] = {}
+        if (grammar := self.make_structured_outputs(context, prompt)) is not None:
+            values["structured_outputs"] = grammar
+        marks = context.chat_format.markers(with_tools=bool(self.callable))
+        if context.has_special_marks(marks):
+            values["skip_special_tokens"] = False
+        return values
+
     def parser(self, context: ModelContext, prompt: str, *, is_held: bool) -> PieceParser:
         """Returns the parser of an answer's text.
 

@@ -335,7 +335,7 @@ def open_tracing(config: ServerConfig) -> SpanWriter | None:
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from jaxpage.serving.otlp import open_spans
+        from jaxpage.serving.metrics.otlp import open_spans
 
         return open_spans(config.otlp_traces_endpoint)
     except ImportError as error:

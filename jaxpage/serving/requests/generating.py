@@ -25,10 +25,10 @@ from jaxpage.serving.http.answers import (
     to_api_error,
     whole_answer,
 )
-from jaxpage.serving.loop_turns import LoopTurns, num_entries, portions
-from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.tracing import record_of
+from jaxpage.serving.http.loop_turns import LoopTurns, num_entries, portions
+from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.tracing import record_of
+from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.wire.encoding import Frame
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange

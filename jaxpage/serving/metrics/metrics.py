@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 
 from jaxpage import __version__
-from jaxpage.serving.metric_texts import HELP, LABELS
+from jaxpage.serving.metrics.metric_texts import HELP, LABELS
 from jaxpage.settings.from_vllm import answers
 
 PREFIX = "jaxpage_"

@@ -16,8 +16,8 @@ from jaxpage.device import Embedder
 from jaxpage.driver import AsyncDriver
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import make_ignored_header, make_refusal, whole_answer
-from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.tracing import record_of
+from jaxpage.serving.metrics.tracing import record_of
+from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer

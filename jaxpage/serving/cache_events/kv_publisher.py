@@ -13,7 +13,7 @@ import msgpack
 import zmq
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.kv_events import Batch
+from jaxpage.serving.cache_events.kv_events import Batch
 
 NUM_KEPT = 10_000  # the most batches that can be sent again
 REPLAY_SECONDS = 0.05  # the longest time that a subscriber waits until its request is looked at

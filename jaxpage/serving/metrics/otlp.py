@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
 from jaxpage import __version__
-from jaxpage.serving.tracing import Phase, RequestRecord
+from jaxpage.serving.metrics.tracing import Phase, RequestRecord
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "http/protobuf"

@@ -8,8 +8,8 @@ from typing import Any
 from jaxpage.engine import PreparedRequest
 from jaxpage.engine.calls import ByVectors, YesNo
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.embedding_requests import EmbeddingRequests
 from jaxpage.serving.http.answers import make_refusal
+from jaxpage.serving.requests.embedding_requests import EmbeddingRequests
 from jaxpage.serving.wire.rerank import RerankAnswer
 
 

@@ -19,13 +19,13 @@ from jaxpage.checkpoints import with_weights_of
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.directories import directory_inside
-from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
-from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.preparing import Workers
+from jaxpage.serving.model.directories import directory_inside
+from jaxpage.serving.requests.generating import while_connected
+from jaxpage.serving.requests.in_flight import InFlightRequests
+from jaxpage.serving.requests.preparing import Workers
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show

@@ -1,0 +1,1 @@
+"""Tells routers what the prefix cache holds."""

@@ -1,0 +1,1 @@
+"""Watches the server: metrics, spans, logs, profiles, and the steps before something went wrong."""

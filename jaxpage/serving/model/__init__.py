@@ -1,0 +1,1 @@
+"""Says what the served model is and can do, and changes it: its weights and its adapters."""
