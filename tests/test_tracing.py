@@ -44,7 +44,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (  # noqa: E4
 )
 from opentelemetry.trace import SpanKind, StatusCode  # noqa: E402
 
-from jaxpage.serving import otlp  # noqa: E402
+from jaxpage.serving.metrics import otlp  # noqa: E402
 
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
