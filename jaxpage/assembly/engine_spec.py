@@ -273,7 +273,8 @@ def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
         )
     if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
         yield (
-            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
+            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a "
+            "model with recurrent layers cannot have: "
             f"it stays in {layout.dtype}"
         )
 
@@ -384,7 +385,8 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
     )
     if drafts is not None and not menu.verify:
         raise ConfigError(
-            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            "speculative_config: the smallest step with drafts has "
+            f"{1 + min(drafts.draft_lengths)} tokens; "
             f"max_num_batched_tokens is {most}"
         )
     return menu
