@@ -82,7 +82,8 @@ class Arguments:
                 raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
         if self.v_pages is not None and self.k_pages.shape != self.v_pages.shape:
             raise ValueError(
-                f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}"
+                f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and "
+                f"{self.v_pages.shape}"
             )
         if not jnp.issubdtype(self.q_TNH.dtype, jnp.floating):
             raise TypeError(f"q_TNH must hold floats, but holds {self.q_TNH.dtype}")
@@ -91,11 +92,13 @@ class Arguments:
         num_kv_heads = self.k_pages.shape[2]
         if self.context_len_B.shape != (num_rows,):
             raise ValueError(
-                f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}"
+                f"context_len_B must have the {num_rows} rows of block_table_BM, not "
+                f"{self.context_len_B.shape}"
             )
         if self.query_start.shape != (num_rows + 1,):
             raise ValueError(
-                f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}"
+                f"query_start must have {num_rows + 1} entries (rows + 1), not "
+                f"{self.query_start.shape}"
             )
         if self.q_TNH.shape[2] != self.k_pages.shape[3]:
             raise ValueError(
@@ -103,7 +106,8 @@ class Arguments:
             )
         if self.q_TNH.shape[1] % num_kv_heads or not self.q_TNH.shape[1]:
             raise ValueError(
-                f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads"
+                f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value "
+                "heads"
             )
 
 

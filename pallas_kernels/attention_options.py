@@ -105,14 +105,16 @@ class AttentionOptions:
             is_mask = tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_
             if not is_mask or tree.shape[0] != num_tokens:
                 raise ValueError(
-                    f"tree_mask_TQ must hold a bool for each of {num_tokens} query tokens and the tokens of its row, "
+                    f"tree_mask_TQ must hold a bool for each of {num_tokens} query tokens and the "
+                    "tokens of its row, "
                     f"not {tree.dtype} of shape {tree.shape}"
                 )
         if (self.value_width is None) == (v_pages is None):
             raise ValueError("either v_pages or value_width must be given, and not both")
         if self.value_width is not None and self.value_width > k_pages.shape[3]:
             raise ValueError(
-                f"value_width must be at most the width of k_pages, {k_pages.shape[3]}, not {self.value_width}"
+                f"value_width must be at most the width of k_pages, {k_pages.shape[3]}, not "
+                f"{self.value_width}"
             )
         longest = block_table_BM.shape[1] * k_pages.shape[1]
         is_one = self.attention_chunk is not None and self.attention_chunk >= longest

@@ -101,7 +101,8 @@ def scatter_blocks(
     block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)
     if contents.shape != (blocks.shape[0], block_bytes) or contents.dtype != "uint8":
         raise ValueError(
-            f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} {contents.shape}"
+            f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} "
+            f"{contents.shape}"
         )
     scattered = _choose("scatter_blocks", backend, interpret, leaves, blocks, contents)
     return jax.tree.unflatten(tree, scattered)
@@ -127,7 +128,8 @@ def _flatten(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util
         or not leaves[0].size
     ):
         raise ValueError(
-            f"pages must be alike in their first {axes} axes and not empty, but their shapes are {shapes}"
+            f"pages must be alike in their first {axes} axes and not empty, but their shapes are "
+            f"{shapes}"
         )
     for leaf in leaves:
         if not (

@@ -110,7 +110,8 @@ def _check(
             continue
         if new.shape != want:
             raise ValueError(
-                f"{name} must have one vector per slot and head of the pages, {want}, but is {new.shape}"
+                f"{name} must have one vector per slot and head of the pages, {want}, but is "
+                f"{new.shape}"
             )
         if not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(f"{name} must hold floats, but holds {new.dtype}")

@@ -103,7 +103,8 @@ def check_scales(
             )
         if scale.shape != pages.shape[:3]:
             raise ValueError(
-                f"{name}_scale must have one entry per slot and head, {pages.shape[:3]}, but its shape is {scale.shape}"
+                f"{name}_scale must have one entry per slot and head, {pages.shape[:3]}, but its "
+                f"shape is {scale.shape}"
             )
         if scale.dtype != jnp.float32:
             raise TypeError(f"{name}_scale must hold float32, but holds {scale.dtype}")

@@ -70,7 +70,8 @@ def check_vocabulary(size: int) -> None:
     """Raises ValueError for a vocabulary whose likelihoods cannot be added exactly."""
     if size > MAX_VOCABULARY:
         raise ValueError(
-            f"a vocabulary of {size} tokens: top-p adds up at most {MAX_VOCABULARY} likelihoods exactly"
+            f"a vocabulary of {size} tokens: top-p adds up at most {MAX_VOCABULARY} likelihoods "
+            "exactly"
         )
 
 

@@ -68,7 +68,8 @@ class Tiles:
                 raise ValueError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
         if self.split_context < self.context or self.split_context % self.context:
             raise ValueError(
-                f"split_context must be a multiple of context, {self.context}, not {self.split_context}"
+                f"split_context must be a multiple of context, {self.context}, not "
+                f"{self.split_context}"
             )
 
     def query_tokens(self, group: int) -> int:
@@ -88,7 +89,10 @@ class Shape:
     page_dtype: str
 
     def __str__(self) -> str:
-        return f"{self.kind} g{self.group} h{self.head_dim} s{self.block_size} {self.dtype} {self.page_dtype}"
+        return (
+            f"{self.kind} g{self.group} h{self.head_dim} s{self.block_size} {self.dtype} "
+            f"{self.page_dtype}"
+        )
 
 
 VERIFY_LEN = 64  # with more query tokens in a row, a call is a chunk

@@ -84,7 +84,10 @@ class Comparison:
 
     def describe(self) -> str:
         """Returns the comparison as text."""
-        shown = f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
+        shown = (
+            f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to "
+            f"{self.highest:.3f})"
+        )
         return "\n".join([shown, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,7 +150,8 @@ def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, A
     ]
     if other:
         raise UsageError(
-            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs"
+            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for "
+            "both runs"
         )
 
 

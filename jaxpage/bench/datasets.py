@@ -72,7 +72,8 @@ def workload_of(
         def encode(text: str) -> list[int]:
             if tokenizer is None:
                 raise UsageError(
-                    f"--dataset-path {arguments.dataset_path} has texts, and there is no tokenizer for them"
+                    f"--dataset-path {arguments.dataset_path} has texts, and there is no tokenizer "
+                    "for them"
                 )
             token_ids: list[int] = tokenizer(text)["input_ids"]
             return token_ids
@@ -89,7 +90,8 @@ def workload_of(
     if kind == "chat":
         if max_input < 2 * arguments.num_rounds:
             raise UsageError(
-                f"--num-rounds {arguments.num_rounds} needs --max-input {2 * arguments.num_rounds} or more"
+                f"--num-rounds {arguments.num_rounds} needs --max-input {2 * arguments.num_rounds} "
+                "or more"
             )
         return chat(count, **sizes, num_rounds=arguments.num_rounds)
     return make_workload(kind, count, **sizes)
@@ -115,7 +117,8 @@ def longest_lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[
     max_output = min(arguments.max_output, max_model_len - max_input)
     if (max_input, max_output) != (arguments.max_input, arguments.max_output):
         print(
-            f"max_model_len is {max_model_len}: prompts are cut to {max_input} tokens, outputs to {max_output}",
+            f"max_model_len is {max_model_len}: prompts are cut to {max_input} tokens, outputs to "
+            f"{max_output}",
             file=sys.stderr,
         )
     return max_input, max_output

@@ -68,7 +68,8 @@ def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, An
     ]
     if other:
         raise UsageError(
-            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs"
+            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for "
+            "both runs"
         )
 
 

@@ -63,6 +63,8 @@ def rate_notes(result: Mapping[str, Any]) -> list[str]:
     drawn = result["drawn_request_rate"]
     sent = result["sent_request_rate"]
     return [
-        f"The request rate was not held: {drawn:.2f} requests/s arrived, {sent:.2f} were sent, up to "
-        f"{result['max_lateness_ms']:.0f} ms late. Latencies count from the arrivals. Raise --max-concurrency, or run the client elsewhere"
+        f"The request rate was not held: {drawn:.2f} requests/s arrived, {sent:.2f} were sent, up "
+        "to "
+        f"{result['max_lateness_ms']:.0f} ms late. Latencies count from the arrivals. Raise "
+        "--max-concurrency, or run the client elsewhere"
     ]

@@ -69,7 +69,8 @@ def read_workload(
                 return _from_zero(work)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"--dataset-path {path}: not a file of --dataset {dataset}: {type(error).__name__}: {error}"
+            f"--dataset-path {path}: not a file of --dataset {dataset}: {type(error).__name__}: "
+            f"{error}"
         ) from None
     raise UsageError(
         f"--dataset-path {path} has {len(work)} requests, fewer than --num-prompts {count}"

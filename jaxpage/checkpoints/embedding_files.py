@@ -114,7 +114,8 @@ class Dense(NamedTuple):
         """Raises CheckpointError if the weight is for vectors of another width."""
         if width != self.weight.shape[1]:
             raise CheckpointError(
-                f"a Dense module of {MODULES_FILE} takes vectors of {self.weight.shape[1]} numbers, "
+                f"a Dense module of {MODULES_FILE} takes vectors of {self.weight.shape[1]} "
+                "numbers, "
                 f"and gets {width}"
             )
 
@@ -200,7 +201,8 @@ class EmbeddingFiles:
         if dimensions is not None:
             if dimensions > finished.size:
                 raise ValueError(
-                    f"dimensions={dimensions} is more than the {finished.size} of this model's vectors"
+                    f"dimensions={dimensions} is more than the {finished.size} of this model's "
+                    "vectors"
                 )
             finished = finished[:dimensions]
         if normalize or (is_unit and dimensions is not None):
@@ -314,7 +316,8 @@ def _read_dense(directory: Path, path: str) -> Dense:
     activation = str(stated).rpartition(".")[2]
     if not str(stated).startswith("torch.") or activation not in ACTIVATIONS:
         raise CheckpointError(
-            f"{place}: activation_function = {quote(stated)} is not one of {_list_names(ACTIVATIONS)} "
+            f"{place}: activation_function = {quote(stated)} is not one of "
+            f"{_list_names(ACTIVATIONS)} "
             "of torch.nn"
         )
     if not has_file(directory, f"{path}/{SINGLE}"):

@@ -45,7 +45,8 @@ def file_in(directory: Path, name: str) -> Path:
         raise CheckpointError(f"{quote(name)} cannot be opened: {_reason(error)}") from error
     if not any(real.is_relative_to(root) for root in _roots(directory)):
         raise CheckpointError(
-            f"{quote(name)} is a symbolic link that leaves the directory: copy the file, or make a hard link"
+            f"{quote(name)} is a symbolic link that leaves the directory: copy the file, or make a "
+            "hard link"
         )
     if not regular:
         raise CheckpointError(f"{quote(name)} is not a regular file")

@@ -37,7 +37,8 @@ def layers_beyond(
         if model != checkpoint and (len(needed[stem]), len(layers[stem])) == (model, checkpoint):
             both[stem] = min(model, checkpoint)
             problems.add(
-                f"the number of layers is {model} in config.json and {checkpoint} in the tensors ({quote(f'{stem}0')} to "
+                f"the number of layers is {model} in config.json and {checkpoint} in the tensors "
+                f"({quote(f'{stem}0')} to "
                 f"{quote(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
             )
     return lambda names: any(

@@ -192,7 +192,8 @@ def _pairs(
     for name, info in tensors.items():
         if not (match := _NAME.fullmatch(name)):
             problems.add(
-                f"{info.described} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B."
+                f"{info.described} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or "
+                ".lora_B."
             )
         elif match[1] not in targets:
             problems.add(
@@ -215,7 +216,10 @@ def _misfit(
 ) -> str | None:
     expected = (rank, target.num_in), (target.num_rows, rank)
     if (a.shape, b.shape) != expected:
-        return f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs {list(expected[0])} and {list(expected[1])}"
+        return (
+            f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs "
+            f"{list(expected[0])} and {list(expected[1])}"
+        )
     return f"has rank {rank}, above max_lora_rank, which is {max_rank}" if rank > max_rank else None
 
 

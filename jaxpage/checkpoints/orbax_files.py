@@ -116,7 +116,8 @@ def _check_files(folder: Path, problems: Problems) -> None:
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 where = quote(str((Path(root) / name).relative_to(folder.parent)))
                 problems.add(
-                    f"{where} is a symbolic link or a special file; an Orbax checkpoint has only plain ones"
+                    f"{where} is a symbolic link or a special file; an Orbax checkpoint has only "
+                    "plain ones"
                 )
 
 

@@ -58,8 +58,10 @@ def read_tensors(directory: Path, problems: Problems, other: str = SINGLE) -> di
     pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
     if pickles:
         problems.add(
-            f"its weights are pickled ({', '.join(map(quote, pickles))}), and opening a pickle runs code: refused, "
-            f"unopened. Save the model as safetensors (save_pretrained of transformers does) and load that"
+            f"its weights are pickled ({', '.join(map(quote, pickles))}), and opening a pickle "
+            "runs code: refused, "
+            "unopened. Save the model as safetensors (save_pretrained of transformers does) and "
+            "load that"
         )
         return {}
     others = sorted(file.name for file in directory.glob("*.safetensors"))

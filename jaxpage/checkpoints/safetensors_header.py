@@ -84,7 +84,8 @@ def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorI
             if header_bytes > MAX_HEADER_BYTES or header_bytes > num_bytes - 8:
                 limit = min(MAX_HEADER_BYTES, num_bytes - 8)
                 problems.add(
-                    f"{label}: the header claims {header_bytes} bytes, and at most {limit} are possible"
+                    f"{label}: the header claims {header_bytes} bytes, and at most {limit} are "
+                    "possible"
                 )
                 return {}
             raw = stream.read(header_bytes)
@@ -139,7 +140,10 @@ def _wrong_entry(entry: Any) -> str | None:
         return f"has the impossible data_offsets {quote(offsets)}"
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
-        return f"is {dtype} of shape {quote(shape)}, which does not fill its {offsets[1] - offsets[0]} bytes"
+        return (
+            f"is {dtype} of shape {quote(shape)}, which does not fill its "
+            f"{offsets[1] - offsets[0]} bytes"
+        )
     return None
 
 
@@ -162,7 +166,8 @@ def _check_tiling(
                 else "leaves a gap before it"
             )
             problems.add(
-                f"{label}: tensor {quote(tensor.name)} {kind} (at byte {tensor.offset}, not {position})"
+                f"{label}: tensor {quote(tensor.name)} {kind} (at byte {tensor.offset}, not "
+                f"{position})"
             )
         position = max(position, tensor.offset + tensor.num_bytes)
     if position > file_bytes:

@@ -124,7 +124,8 @@ class Conversation:
                 return without
         if length >= max_model_len:
             raise CapacityError(
-                f"the message is too long: with the system message it has {length} tokens, and the context has {max_model_len}, the answer "
+                f"the message is too long: with the system message it has {length} tokens, and the "
+                f"context has {max_model_len}, the answer "
                 "included"
             )
         return len(self.turns)
@@ -156,7 +157,10 @@ class Conversation:
             return f"{name}: {error}"
         near = close_names(name, COMMANDS)
         hint = f"did you mean {near[0]}?" if near else f"there are {' '.join(COMMANDS)}."
-        return f"There is no {name[:40]}; {hint} Nothing was sent. A text that begins with / goes between {QUOTES}."
+        return (
+            f"There is no {name[:40]}; {hint} Nothing was sent. A text that begins with / goes "
+            f"between {QUOTES}."
+        )
 
     def _set_parameter(self, text: str) -> str:
         name, _, value = text.partition(" ")
@@ -164,7 +168,8 @@ class Conversation:
         if name not in PARAMETERS:
             near = close_names(name, PARAMETERS)
             raise ValueError(
-                f"unknown parameter {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}"
+                f"unknown parameter {name!r}; "
+                f"{f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}"
             )
         if not value.strip():
             raise ValueError(f"{name} takes a value, such as /set temperature 0.5")
@@ -212,7 +217,8 @@ def help_text() -> str:
     return "\n".join(
         [
             *(f"{words[name]:<{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
-            f"Several lines: Alt-Enter, a paste, or a text between {QUOTES} and {QUOTES}. Ctrl-C clears the line, or stops an answer.",
+            f"Several lines: Alt-Enter, a paste, or a text between {QUOTES} and {QUOTES}. Ctrl-C "
+            "clears the line, or stops an answer.",
         ]
     )
 
@@ -260,7 +266,8 @@ def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
     roles = [role for role, _ in said]
     if roles != ["user", "assistant"] * (len(said) // 2):
         raise ValueError(
-            f"{path}: user and assistant must take turns, the user first; it has {', '.join(roles[:6])}"
+            f"{path}: user and assistant must take turns, the user first; it has "
+            f"{', '.join(roles[:6])}"
         )
     texts = [text for _, text in said]
     return system, list(zip(texts[::2], texts[1::2], strict=True))

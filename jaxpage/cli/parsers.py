@@ -35,7 +35,10 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="jaxpage",
         description="An LLM inference engine in JAX with a paged KV cache.",
-        epilog="Settings also come from JAXPAGE_* variables and from --config FILE. 'jaxpage COMMAND --help' has the flags.",
+        epilog=(
+            "Settings also come from JAXPAGE_* variables and from --config FILE. 'jaxpage COMMAND "
+            "--help' has the flags."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jaxpage {__version__}")
@@ -122,14 +125,18 @@ def _add_run_batch(commands: Commands[Parser]) -> None:
         "output",
         "OUTPUT",
         "-o",
-        "file of the answers, in the order in which they are ready; lines that it has are not asked again",
+        "file of the answers, in the order in which they are ready; lines that it has are not "
+        "asked again",
     )
     parser.add_argument(
         "--sort-window",
         type=int,
         default=4096,
         metavar="N",
-        help="most lines that are sorted by their prompts, for hits in the prefix cache; 1: the order of the file; default: 4096",
+        help=(
+            "most lines that are sorted by their prompts, for hits in the prefix cache; 1: the "
+            "order of the file; default: 4096"
+        ),
     )
     add_verbosity(parser)
     add_server_flags(parser, only=BATCH_SETTINGS)
@@ -169,7 +176,8 @@ def _add_convert(commands: Commands[Parser]) -> None:
     parser = add_command(
         commands,
         "convert",
-        "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face; Orbax of MaxText, Tunix or gemma",
+        "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face; "
+        "Orbax of MaxText, Tunix or gemma",
     )
     parser.add_argument("source", metavar="SRC", help="model directory, GGUF file, hub id or demo")
     parser.add_argument("destination", metavar="DST", help="new directory")
@@ -180,7 +188,8 @@ def _add_plan(commands: Commands[Parser]) -> None:
     parser = add_command(
         commands,
         "plan",
-        "how many KV blocks and users fit in memory; needs only config.json, and with --slo a device; reads no tensors",
+        "how many KV blocks and users fit in memory; needs only config.json, and with --slo a "
+        "device; reads no tensors",
     )
     add_model(parser, '"demo" (packaged), a directory, a config.json, a GGUF file, or a hub id')
     add = parser.add_argument

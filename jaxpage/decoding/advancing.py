@@ -32,7 +32,8 @@ def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Ma
                 mask = strategies[sample.sequence_id].mask(sample.sequence_id, sample.drafts)
             except Exception:
                 logger.exception(
-                    "the token mask of sequence %d could not be made; the request ends with an error",
+                    "the token mask of sequence %d could not be made; the request ends with an "
+                    "error",
                     sample.sequence_id,
                 )
                 mask = _NOTHING

@@ -68,7 +68,8 @@ class GrammarCompiler:
             return grammar
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(
-                f"structured_outputs: timed out after {WAIT_SECONDS:g} s waiting for the grammar compiler; try again"
+                f"structured_outputs: timed out after {WAIT_SECONDS:g} s waiting for the grammar "
+                "compiler; try again"
             )
         try:
             self._check_open()

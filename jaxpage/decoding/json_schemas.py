@@ -146,7 +146,8 @@ def _check_values(part: dict[str, Any]) -> None:
     for name in ("const", "enum", "multipleOf"):
         if name in part and (number := _inexact(part[name])) is not None:
             raise ValueError(
-                f"{name} has {number}, which is beyond 2^53 and no float; integers as large are not supported"
+                f"{name} has {number}, which is beyond 2^53 and no float; integers as large are "
+                "not supported"
             )
 
 

@@ -14,7 +14,10 @@ from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw, refusal
 from jaxpage.step.token_masks import Mask
 
-_TOO_SLOW = "following the grammar takes too long for the number of sequences of the request; lower n, or use a simpler grammar"
+_TOO_SLOW = (
+    "following the grammar takes too long for the number of sequences of the request; lower n, or "
+    "use a simpler grammar"
+)
 
 
 class SamplingStrategy:

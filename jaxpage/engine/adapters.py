@@ -61,7 +61,8 @@ class Adapters:
             known = self._read.get(asked.lora_path)
         if meant != this:
             raise ValueError(
-                f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give {asked.lora_name!r} another number"
+                f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give "
+                f"{asked.lora_name!r} another number"
             )
         version = adapter_version(directory)
         if known is None or known[0] != version:

@@ -126,7 +126,8 @@ class Admission:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.stop and self._spell is None:
             raise ValueError(
-                f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
+                f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use "
+                "stop_token_ids"
             )
         if params.structured_outputs and self._spell is None:
             kind, _ = params.structured_outputs
@@ -161,14 +162,16 @@ class Admission:
             )
         if len(token_ids) >= longest:
             raise ValueError(
-                f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: max_model_len is "
+                f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: "
+                "max_model_len is "
                 f"{self._max_model_len}, prompt and output together"
             )
         self._check_token_ids("prompt_token_ids", token_ids)
         room = longest - len(token_ids)
         if checked.sampling.min_tokens > room:
             raise ValueError(
-                f"min_tokens={checked.sampling.min_tokens} does not fit: after the prompt there is room for {room} tokens"
+                f"min_tokens={checked.sampling.min_tokens} does not fit: after the prompt there is "
+                f"room for {room} tokens"
             )
         if checked.beam:
             _check_length_penalty(checked.beam, min(checked.beam.max_tokens or room, room))
@@ -186,7 +189,8 @@ class Admission:
         num_ends = len(self._eos(beam).union(beam.stop_token_ids))
         if min(beam.beam_width + num_ends, self._vocab_size) > NUM_CANDIDATES:
             raise UnsupportedError(
-                f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids needs {beam.beam_width + num_ends}"
+                f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids needs "
+                f"{beam.beam_width + num_ends}"
                 f" candidates for each token; at most {NUM_CANDIDATES} are available"
             )
 
@@ -222,7 +226,8 @@ class Admission:
         low, high = REPETITION_PENALTIES
         if not low <= params.repetition_penalty <= high:
             raise UnsupportedError(
-                f"repetition_penalty={params.repetition_penalty} is out of range for float32 logits; use {low} to {high}"
+                f"repetition_penalty={params.repetition_penalty} is out of range for float32 "
+                f"logits; use {low} to {high}"
             )
 
     def _words(self, params: SamplingParams) -> Words:
@@ -231,7 +236,8 @@ class Admission:
             return ()
         if self._spell is None:
             raise ValueError(
-                f"bad_words={list(params.bad_words)!r} needs text, but the model has no tokenizer; use allowed_token_ids or logit_bias"
+                f"bad_words={list(params.bad_words)!r} needs text, but the model has no tokenizer; "
+                "use allowed_token_ids or logit_bias"
             )
         return self.check_words(self._spell(params.bad_words))
 
@@ -284,7 +290,8 @@ class Admission:
                 raise TypeError(f"{name} must hold integers, but has {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(
-                    f"{name} has {token_id}, but the model's token ids are 0 to {self._vocab_size - 1}"
+                    f"{name} has {token_id}, but the model's token ids are 0 to "
+                    f"{self._vocab_size - 1}"
                 )
 
 
@@ -293,7 +300,8 @@ def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:
         math.pow(longest, abs(beam.length_penalty))
     except OverflowError:
         raise ValueError(
-            f"length_penalty={beam.length_penalty}: {longest} tokens to this power is too large for a float; use a smaller value"
+            f"length_penalty={beam.length_penalty}: {longest} tokens to this power is too large "
+            "for a float; use a smaller value"
         ) from None
 
 

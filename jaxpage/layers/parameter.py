@@ -194,6 +194,7 @@ def _check(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, .
             math.prod(piece.shape) for piece in source.pieces
         ) != math.prod(shape):
             raise ValueError(
-                f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}"
+                f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is "
+                f"{shape}"
             )
     return tuple(sources)

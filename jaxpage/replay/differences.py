@@ -10,7 +10,10 @@ from jaxpage.settings.argument_checks import show
 
 _LEGENDS = {  # explains the entries of a list, next to a difference
     "rows": "[sequence, first position, tokens]",
-    "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
+    "drafts": (
+        "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was "
+        "drawn from]"
+    ),
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
     "further_tables": "[cache group, sequence, blocks, [first place that changed, block, block, ...], ...]",
     "swap_out": "[block, host block]",

@@ -106,7 +106,8 @@ def check_new(path: str | os.PathLike[str]) -> None:
     """
     if os.path.lexists(path):
         raise ConfigError(
-            f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name another, or remove it"
+            f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name "
+            "another, or remove it"
         )
     directory = Path(path).absolute().parent
     if not os.access(directory, os.W_OK | os.X_OK):

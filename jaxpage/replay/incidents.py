@@ -101,7 +101,10 @@ class IncidentRing(Recorder):
         """Returns the content of the ring."""
         why_not = None
         if not self._is_whole:
-            why_not = "it does not begin with the engine's first step, and a step depends on the KV cache before it"
+            why_not = (
+                "it does not begin with the engine's first step, and a step depends on the KV "
+                "cache before it"
+            )
         elif not self._keeps_token_ids:
             why_not = "token ids were left out"
         elif self._unsaid:

@@ -234,17 +234,20 @@ class ServerConfig(Settings):
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "lfm2", "granite", "minicpm5"] = (
         setting(
             "auto",
-            "format of the model's tool calls: auto (derived from its chat template), hermes, llama3_json, lfm2, granite, minicpm5 or none",
+            "format of the model's tool calls: auto (derived from its chat template), hermes, "
+            "llama3_json, lfm2, granite, minicpm5 or none",
             alias="--tool-call-parser",
         )
     )
     reasoning_parser: Literal["auto", "none", "think", "granite"] = setting(
         "auto",
-        "format of the model's reasoning, which is returned apart from the answer: auto (from its chat template), think, granite or none",
+        "format of the model's reasoning, which is returned apart from the answer: auto (from its "
+        "chat template), think, granite or none",
     )
     rerank_method: Literal["auto", "yes_no", "embedding"] = setting(
         "auto",
-        "how /v1/rerank scores: yes_no (the form of Qwen3-Reranker), embedding, or auto (by the model's files)",
+        "how /v1/rerank scores: yes_no (the form of Qwen3-Reranker), embedding, or auto (by the "
+        "model's files)",
     )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
     ui_show_prompts: bool = setting(
@@ -259,12 +262,14 @@ class ServerConfig(Settings):
     )
     otlp_traces_endpoint: _TracesURL | None = setting(
         None,
-        "send a span of each request to this URL, by OpenTelemetry: http://localhost:4318/v1/traces",
+        "send a span of each request to this URL, by OpenTelemetry: "
+        "http://localhost:4318/v1/traces",
         metavar="URL",
     )
     kv_events: _Endpoint | None = setting(
         None,
-        "publish which prefixes are cached, with their token ids, as vLLM does: tcp://127.0.0.1:PORT",
+        "publish which prefixes are cached, with their token ids, as vLLM does: "
+        "tcp://127.0.0.1:PORT",
         metavar="ENDPOINT",
     )
     kv_events_replay: _Endpoint | None = setting(
@@ -304,7 +309,8 @@ class ServerConfig(Settings):
     coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = (
         setting(
             None,
-            "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
+            "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, "
+            "Kubernetes)",
             metavar="HOST:PORT",
         )
     )
@@ -342,7 +348,8 @@ class ServerConfig(Settings):
         if self.log_requests and self.log_level in ("warning", "error"):
             yield (
                 "log_requests",
-                f"cannot be true while log_level is {self.log_level!r}: requests are logged at info",
+                f"cannot be true while log_level is {self.log_level!r}: requests are logged at "
+                "info",
             )
 
         if self.uds is not None:
@@ -466,7 +473,8 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
     if size % num_hosts:
         errors.append(
             ConfigError(
-                f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}"
+                f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, "
+                f"not {size}"
             )
         )
     explicit: dict[str, Any] = {
@@ -482,7 +490,8 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
     of_leader = {"event_log": engine.event_log, "incident_steps": server.incident_steps}
     errors += [
         UnsupportedError(
-            f"{name} is not supported with host_rank = {server.host_rank}: rank 0 writes it, give it there"
+            f"{name} is not supported with host_rank = {server.host_rank}: rank 0 writes it, give "
+            "it there"
         )
         for name, value in of_leader.items()
         if value is not None and server.host_rank

@@ -108,14 +108,16 @@ class EngineConfig(Settings):
         | None
     ) = setting(
         None,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
+        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the "
+        "name of the "
         "checkpoint's own method",
         shown="as the checkpoint; for a GGUF file, dequantised",
     )
     kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(_kv_cache_dtype)] = (
         setting(
             "auto",
-            "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8",
+            "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or "
+            "fp8",
         )
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
@@ -155,7 +157,8 @@ class EngineConfig(Settings):
     )
     num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = setting(
         1,
-        "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per "
+        "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less "
+        "host time per "
         "token, and tokens that arrive together; not with --speculative-config",
     )
     enable_mixed_steps: bool | None = setting(
@@ -174,12 +177,14 @@ class EngineConfig(Settings):
     )
     new_requests_wait_until: Literal["readmitted", "completed"] = setting(
         "readmitted",
-        "new requests wait until preempted ones are readmitted or completed; higher priorities do not wait",
+        "new requests wait until preempted ones are readmitted or completed; higher priorities do "
+        "not wait",
     )
     enable_prefix_caching: bool = setting(True, "requests share the KV blocks of equal prefixes")
     prefix_cache_directory: _Name | None = setting(
         None,
-        "directory of the user's own in which full KV blocks are kept as files, for later starts with the same "
+        "directory of the user's own in which full KV blocks are kept as files, for later starts "
+        "with the same "
         "weights and layout",
         type_text="AnyPath | None",
     )
@@ -216,14 +221,16 @@ class EngineConfig(Settings):
     )
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = setting(
         "auto",
-        "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 devices), fast (whatever "
+        "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
+        "devices), fast (whatever "
         "is fastest there), or auto (invariant on 2 or 4 CPU devices, else fast)",
     )
     cudagraph_update_mode: Literal[
         "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
     ] = setting(
         "auto",
-        "on GPUs, when XLA records a step's CUDA graph anew: auto (as it does by default), always_update, "
+        "on GPUs, when XLA records a step's CUDA graph anew: auto (as it does by default), "
+        "always_update, "
         "skip_profiled or another of the modes that this version of JAX knows",
     )
     cudagraph_collectives: bool = setting(
@@ -266,7 +273,8 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
     if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
         yield (
             "num_blocks",
-            f"cannot be {config.num_blocks} while kv_cache_memory_bytes is {config.kv_cache_memory_bytes}: both size the pool",
+            f"cannot be {config.num_blocks} while kv_cache_memory_bytes is "
+            f"{config.kv_cache_memory_bytes}: both size the pool",
         )
     if config.preemption_mode == "swap" and config.swap_space_blocks == 0:
         yield (
@@ -276,24 +284,28 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
     if config.preemption_mode == "recompute" and config.swap_space_blocks:
         yield (
             "swap_space_blocks",
-            f"cannot be {config.swap_space_blocks} while preemption_mode is 'recompute': nothing is swapped",
+            f"cannot be {config.swap_space_blocks} while preemption_mode is 'recompute': nothing "
+            "is swapped",
         )
     if config.preemption_mode == "auto" and config.max_num_seqs == 1 and config.swap_space_blocks:
         yield (
             "swap_space_blocks",
-            f"cannot be {config.swap_space_blocks} while max_num_seqs is 1 and preemption_mode 'auto': one sequence recomputes",
+            f"cannot be {config.swap_space_blocks} while max_num_seqs is 1 and preemption_mode "
+            "'auto': one sequence recomputes",
         )
     if config.scheduling_policy == "priority" and config.new_requests_wait_until == "completed":
         yield (
             "new_requests_wait_until",
-            "cannot be 'completed' while scheduling_policy is 'priority': requests of higher priority do not wait",
+            "cannot be 'completed' while scheduling_policy is 'priority': requests of higher "
+            "priority do not wait",
         )
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.problems())
         if config.num_scheduler_steps > 1:
             yield (
                 "num_scheduler_steps",
-                f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
+                f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need "
+                "the host in every step",
             )
     if config.cudagraph_collectives and config.tensor_parallel_size == 1:
         yield (
@@ -310,14 +322,16 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
             if getattr(config, name) != type(config).model_fields[name].default:
                 yield (
                     name,
-                    f"cannot be {getattr(config, name)} while enable_lora is false: there are no adapters",
+                    f"cannot be {getattr(config, name)} while enable_lora is false: there are no "
+                    "adapters",
                 )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):
                 yield (
                     "max_num_batched_tokens",
-                    f"must be at least {name} ({getattr(config, name)}), got {config.max_num_batched_tokens}",
+                    f"must be at least {name} ({getattr(config, name)}), got "
+                    f"{config.max_num_batched_tokens}",
                 )
 
 

@@ -169,11 +169,17 @@ class SpeculativeConfig(BaseModel):
         """Yields a text for each contradiction between the settings."""
         for name in TYPICAL:
             if (value := getattr(self, name)) is not None and self.acceptance != "typical":
-                yield f"{name} is {value!r}, but acceptance is {self.acceptance!r}: it belongs to typical"
+                yield (
+                    f"{name} is {value!r}, but acceptance is {self.acceptance!r}: it belongs to "
+                    "typical"
+                )
         for name, methods in BELONGS.items():
             value = getattr(self, name)
             if value is not None and self.method not in methods:
-                yield f"{name} is {value!r}, but method is {self.method!r}: it belongs to {', '.join(methods)}"
+                yield (
+                    f"{name} is {value!r}, but method is {self.method!r}: it belongs to "
+                    f"{', '.join(methods)}"
+                )
         shortest, longest = self.prompt_lookup
         if shortest > longest:
             yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {longest}"
@@ -193,11 +199,13 @@ class SpeculativeConfig(BaseModel):
         num_drafts = self.num_speculative_tokens
         if num_drafts != "auto" and num_drafts >= depth:
             yield (
-                f"num_speculative_tokens is {num_drafts}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
+                f"num_speculative_tokens is {num_drafts}, but suffix_decoding_max_tree_depth "
+                f"{depth} leaves at most {depth - 1}"
             )
         if int((depth - 1) * factor) < 1:
             yield (
-                f"suffix_decoding_max_spec_factor is {factor:g}, so nothing is drafted: suffix_decoding_max_tree_depth {depth} allows "
+                f"suffix_decoding_max_spec_factor is {factor:g}, so nothing is drafted: "
+                f"suffix_decoding_max_tree_depth {depth} allows "
                 f"at most {depth - 1} matching tokens; use at least 1/{depth - 1}"
             )
 
@@ -225,19 +233,24 @@ class SpeculativeConfig(BaseModel):
         if not self.tree and len({len(path) for path in known}) < len(known):
             yield "medusa_choices branches, but tree is False"
         if self.num_speculative_tokens not in ("auto", len(choices)):
-            yield f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has {len(choices)} paths"
+            yield (
+                f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has "
+                f"{len(choices)} paths"
+            )
 
     def find_refused(self) -> Iterable[str]:
         """Yields a text for each setting that this version does not support."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
-                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "
+                f"acceptance {self.acceptance!r} is not supported: this version of method "
+                "'lookahead' learns from coupled draws after "
                 "every draft; use coupled"
             )
         is_fixed = all(METHODS[name].is_fixed for name in self._possible)
         if is_fixed and self.num_speculative_tokens == "auto":
             yield (
-                f"num_speculative_tokens 'auto' is not supported: this version of method {self.method!r} drafts a fixed number; "
+                "num_speculative_tokens 'auto' is not supported: this version of method "
+                f"{self.method!r} drafts a fixed number; "
                 f"use 1 to {MOST_DRAFTS}"
             )
         if self.tree and self.method == "ngram":

@@ -79,7 +79,8 @@ def read_costs(path: str) -> CostModel:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fields = ", ".join(AnalyticCost.__dataclass_fields__)
         raise ValueError(
-            f"{path}: costs are what `jaxpage plan --slo --json` prints, or {fields}: {type(error).__name__}: {error}"
+            f"{path}: costs are what `jaxpage plan --slo --json` prints, or {fields}: "
+            f"{type(error).__name__}: {error}"
         ) from None
 
 

@@ -50,7 +50,8 @@ def compiler() -> list[str]:
     path = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if path is None:
         raise RuntimeError(
-            "it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)"
+            "it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or "
+            "$CXX)"
         )
     return [path]
 

@@ -140,7 +140,8 @@ def _refusal(arguments: Arguments) -> str | None:
     return first_reason(
         (
             width % LANES or arguments.out_width % LANES or width > MOST_HEAD_WIDTH,
-            f"heads {width} wide, and values {arguments.out_width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)",
+            f"heads {width} wide, and values {arguments.out_width} (multiples of {LANES} up to "
+            f"{MOST_HEAD_WIDTH} only)",
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (

@@ -171,11 +171,13 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
         ),
         (
             tiles.query_rows > ROWS,
-            f"tiles.query_rows={tiles.query_rows}: a program of the library takes {ROWS} query rows",
+            f"tiles.query_rows={tiles.query_rows}: a program of the library takes {ROWS} query "
+            "rows",
         ),
         (
             tiles.max_splits > 1 and arguments.max_query_len > 1,
-            f"tiles.max_splits={tiles.max_splits}: contexts are split where rows have one query token",
+            f"tiles.max_splits={tiles.max_splits}: contexts are split where rows have one query "
+            "token",
         ),
     )
     if reason:

@@ -87,8 +87,10 @@ def attend(
     plan = _plan(arguments, tiles, cut, interpret)
     if plan.shared_bytes + _RESERVED_BYTES > SHARED_BYTES:
         raise NotImplementedError(
-            f"tiles need {plan.shared_bytes + _RESERVED_BYTES} bytes of shared memory, and a program has {SHARED_BYTES}: "
-            f"query_rows={tiles.query_rows}, context={tiles.context}, num_stages={tiles.num_stages}, "
+            f"tiles need {plan.shared_bytes + _RESERVED_BYTES} bytes of shared memory, and a "
+            f"program has {SHARED_BYTES}: "
+            f"query_rows={tiles.query_rows}, context={tiles.context}, "
+            f"num_stages={tiles.num_stages}, "
             f"max_splits={tiles.max_splits}, head width {plan.head_dim}"
         )
     description_R3 = _describe(arguments, cut)
@@ -126,7 +128,10 @@ def supports(device: Any, call: Call) -> str | None:
     if reason := x64_reason():
         return reason
     if call.interpret and not MOSAIC_INTERPRETABLE:
-        return f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
+        return (
+            "interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is "
+            f"{jax.__version__}"
+        )
     if not call.interpret and capability(device) not in (None, (9, 0)):
         return (
             f"needs a GPU of compute capability 9.0, which alone has wgmma, but {describe(device)}"
@@ -183,7 +188,8 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
         (context % 64, f"tiles.context={context}: no multiple of 64"),
         (
             context % block_size and block_size % context,
-            f"tiles.context={context}: neither a multiple nor a part of the block size, {block_size}",
+            f"tiles.context={context}: neither a multiple nor a part of the block size, "
+            f"{block_size}",
         ),
     )
     if reason:

@@ -116,7 +116,8 @@ def attend(
     tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
-            f"tiles.query_rows of {tiles.query_rows}: the {shape.group} query heads of a key/value head share a tile"
+            f"tiles.query_rows of {tiles.query_rows}: the {shape.group} query heads of a key/value "
+            "head share a tile"
         )
     config = Config(
         tiles=tiles,
@@ -151,10 +152,16 @@ def supports(device: Any, call: Call) -> str | None:
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:
         pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
-        return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {describe(device)}"
+        return (
+            f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but "
+            f"{describe(device)}"
+        )
     if has is not None and not tb.knows(device.device_kind):
         instead = "" if tb.ASKS else ": jax 0.11.2 or newer asks the GPU itself"
-        return f"jax {jax.__version__} has a list of the GPUs that it takes, without {device.device_kind}{instead}"
+        return (
+            f"jax {jax.__version__} has a list of the GPUs that it takes, without "
+            f"{device.device_kind}{instead}"
+        )
     return x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
 
 

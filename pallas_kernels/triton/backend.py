@@ -137,6 +137,7 @@ def _check_offsets(operand: Any) -> None:
         and operand.size * operand.dtype.itemsize <= 2**32
     ):
         raise NotImplementedError(
-            f"an array {operand.dtype} {operand.shape} has more than 2**31 elements in no more than 2**32 bytes, "
+            f"an array {operand.dtype} {operand.shape} has more than 2**31 elements in no more "
+            "than 2**32 bytes, "
             "and offsets into it overflow in Pallas' Triton backend"
         )

@@ -357,7 +357,8 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
         return None if weight.zero_OJ is None and weight.minimum_OJ is None else num_in
     if size % cut.depth and (cut.depth % size or size == 1):
         raise NotImplementedError(
-            f"a scale for each {size} inputs (powers of two from 2 on, and multiples of {cut.depth}, only)"
+            f"a scale for each {size} inputs (powers of two from 2 on, and multiples of "
+            f"{cut.depth}, only)"
         )
     return size
 

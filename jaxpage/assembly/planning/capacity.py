@@ -63,8 +63,10 @@ def plan_memory(
     if plan.blocks_for(plan.max_model_len) >= plan.num_blocks:
         if config.max_model_len is not None:
             raise CapacityError(
-                f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
-                f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
+                f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the "
+                f"KV pool of {plan.num_slots} slots "
+                f"({plan.num_blocks - 1} blocks of {plan.block_size}). "
+                f"{_how_to_fit_one(config, plan)}"
             )
         plan = replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
     # A group with one sequence recomputes, and with max_num_seqs = 1 every group has one.
@@ -81,7 +83,8 @@ def plan_memory(
     )
     if config.preemption_mode == "swap" and not plan.num_host_blocks:
         raise CapacityError(
-            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} next to what else "
+            "preemption_mode is 'swap', but the host's free memory holds no block of "
+            f"{gib(plan.block_bytes)} next to what else "
             "is in it. Free memory, or use preemption_mode 'recompute'."
         )
     return plan
@@ -151,7 +154,10 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     num_blocks = 1 + plan.blocks_for(plan.max_model_len)
     num_bytes = plan.bytes_of(num_blocks)
     if num_bytes > plan.free_bytes:
-        return f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and {gib(plan.free_bytes)} are free for the pool."
+        return (
+            f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and "
+            f"{gib(plan.free_bytes)} are free for the pool."
+        )
     by_bytes = config.kv_cache_memory_bytes is not None
     setting = f"kv_cache_memory_bytes to {num_bytes}" if by_bytes else f"num_blocks to {num_blocks}"
     return f"{shorter}, or raise {setting} or more."
@@ -165,26 +171,32 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
     notices_list = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         notices_list.append(
-            f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
+            f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: "
+            "num_blocks or kv_cache_memory_bytes "
             "size the pool here"
         )
     if config.max_model_len is None and plan.max_model_len < longest:
         notices_list.append(
-            f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
+            f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the "
+            "model could take "
             f"{longest}: num_blocks or kv_cache_memory_bytes give it more memory"
         )
     if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
         notices_list.append(
-            f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of {gib(plan.free_bytes)} that are free: with more, the "
-            "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
+            f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of "
+            f"{gib(plan.free_bytes)} that are free: with more, the "
+            "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs "
+            "cannot address"
         )
     counts = plan.blocks_of_groups(plan.num_blocks)[1:]
     for states, count in zip(plan.windows, counts, strict=True):
         if states.is_state and count <= states.most_blocks:
             notices_list.append(
-                f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
+                f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up "
+                f"to {states.sequence_blocks} state "
                 f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower "
-                "max_num_batched_tokens or max_num_seqs, or a larger block_size, leaves room for more"
+                "max_num_batched_tokens or max_num_seqs, or a larger block_size, leaves room for "
+                "more"
             )
     return notices_list
 

@@ -315,13 +315,15 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
             else f"num_speculative_tokens is {num_drafts}"
         )
         raise ConfigError(
-            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each predicts one place, which gives "
+            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each "
+            "predicts one place, which gives "
             f"{len(choices)} drafts at most"
         )
     heads = HeadFiles(files, choices)
     if heads.num_candidates > files.num_tokens:
         raise ConfigError(
-            f"speculative_config: medusa_choices asks for rank {heads.num_candidates}, of {files.num_tokens} tokens in all"
+            f"speculative_config: medusa_choices asks for rank {heads.num_candidates}, of "
+            f"{files.num_tokens} tokens in all"
         )
     return heads
 
@@ -351,7 +353,8 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     needed = target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
-            "the draft model's positions end at %d, the model's at %d: beyond that its drafts are poor",
+            "the draft model's positions end at %d, the model's at %d: beyond that its drafts are "
+            "poor",
             positions,
             needed,
         )

@@ -26,14 +26,16 @@ def check_recurrent(
     """
     if any(any(each.states) for each in drafters):
         raise UnsupportedError(
-            "speculative_config: a draft model with recurrent layers is not supported; use one without, or a method "
+            "speculative_config: a draft model with recurrent layers is not supported; use one "
+            "without, or a method "
             "that drafts without a model"
         )
     if not any(kv.states):
         return
     if layout.kv_cache_dtype != "auto":
         raise UnsupportedError(
-            f"kv_cache_dtype {layout.kv_cache_dtype!r} is not supported for {model}, which has recurrent layers: their states "
+            f"kv_cache_dtype {layout.kv_cache_dtype!r} is not supported for {model}, which has "
+            "recurrent layers: their states "
             "are kept in float32, and their inputs in the model's dtype; use 'auto'"
         )
 
@@ -50,7 +52,8 @@ def refuse_recurrent(what: str, kv: KVSpec) -> None:
     """
     if any(kv.states):
         raise UnsupportedError(
-            f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
+            f"{what} is not supported for a model with recurrent layers: it knows keys and values "
+            "alone"
         )
 
 
@@ -80,6 +83,7 @@ def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KV
         else (f"method {config.method!r}", "a method of chains")
     )
     raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
+        f"speculative_config: {what} is not supported for {model}: its layers, or those of what "
+        "drafts for it, have sliding "
         f"windows or states; use {instead}"
     )

@@ -132,7 +132,10 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the table for start-up: names and values."""
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
-        host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}{' in a file' if self.swaps_to_file else ''}"
+        host = (
+            f"{self.num_host_blocks:,}, "
+            f"{gib(self.host_pool_bytes)}{' in a file' if self.swaps_to_file else ''}"
+        )
         counts = self.blocks_of_groups(self.num_blocks)[1:]
         return [
             (
@@ -147,7 +150,8 @@ class MemoryPlan:
             ("KV pool", gib(self.pool_bytes)),
             (
                 "KV blocks",
-                f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.first_block_bytes)} each",
+                f"{self.num_blocks - 1:,} of {self.block_size} slots, "
+                f"{gib(self.first_block_bytes)} each",
             ),
             *(
                 (window.described, f"{count - 1:,}, {gib(window.block_bytes)} each")
@@ -214,8 +218,10 @@ def choose_num_blocks(
         first, beyond = plan.unaddressable
         sizes = [f"{count} ({gib(plan.bytes_of(count))})" for count in (first - 1, beyond)]
         raise CapacityError(
-            f"{setting} gives {requested} KV blocks, with which the one-byte keys of a layer have 2^31 elements or more: the attention "
-            f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or more, or attention_backend 'scan'."
+            f"{setting} gives {requested} KV blocks, with which the one-byte keys of a layer have "
+            "2^31 elements or more: the attention "
+            f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or "
+            "more, or attention_backend 'scan'."
         )
     if requested < least:
         enough = least if setting == "num_blocks" else least * plan.block_bytes
@@ -288,16 +294,21 @@ def choose_num_host_blocks(
     fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
     disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
     raise CapacityError(
-        f"{requested} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
-        f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
-        f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free memory."
+        f"{requested} host blocks for swapping and the null block take "
+        f"{gib(plan.host_pool_bytes)}, but of the host's memory "
+        f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes "
+        f"{gib(plan.num_devices * plan.block_bytes)}. "
+        f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free "
+        "memory."
     )
 
 
 def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
     return (
-        f"{reason}: of {gib(plan.available_bytes)} available on {plan.device}, weights take {gib(plan.weights_bytes)} and the "
-        f"workspace {gib(plan.workspace_bytes)}; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. {advice}"
+        f"{reason}: of {gib(plan.available_bytes)} available on {plan.device}, weights take "
+        f"{gib(plan.weights_bytes)} and the "
+        f"workspace {gib(plan.workspace_bytes)}; a block of {plan.block_size} slots takes "
+        f"{gib(plan.block_bytes)}. {advice}"
     )
 
 

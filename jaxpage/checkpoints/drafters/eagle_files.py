@@ -121,7 +121,8 @@ def _check_method(method: EagleMethod, stored: Mapping[str, TensorInfo]) -> None
     if is_eagle3 != (method == "eagle3"):
         has = "have" if is_eagle3 else "lack"
         raise CheckpointError(
-            f"its tensors are of method {'eagle3' if is_eagle3 else 'eagle'!r}, not {method!r}: they {has} layers.0.hidden_norm.weight"
+            f"its tensors are of method {'eagle3' if is_eagle3 else 'eagle'!r}, not {method!r}: "
+            f"they {has} layers.0.hidden_norm.weight"
         )
 
 
@@ -198,7 +199,8 @@ def _check_sizes(
     if (stated or decoder.hidden_size) != width:
         name = "hidden_size" if stated is None else "target_hidden_size"
         problems.add(
-            f"config.json: {name} is {stated or decoder.hidden_size}, but the model's width is {width}"
+            f"config.json: {name} is {stated or decoder.hidden_size}, but the model's width is "
+            f"{width}"
         )
     for name in ("draft_vocab_size", "truncated_vocab_size"):
         if config.field(name, known) != known:
@@ -231,13 +233,15 @@ def _own(
     if table is None:
         if own_table is None:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: leave out quantization"
+                f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: "
+                "leave out quantization"
             )
         return own_table is not None
     if own_table is None:
         if table.shape != shape:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot take the place of one of {shape}"
+                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot take "
+                f"the place of one of {shape}"
             )
         return False
     readable = (

@@ -142,7 +142,8 @@ def _spec(
     if not heads:
         if stored or not problems:
             problems.add(
-                "no tensor has a name of Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight"
+                "no tensor has a name of Medusa heads: neither 0.0.linear.weight nor "
+                "blocks.0.layers.0.weight"
             )
         return None
     for name in ("medusa_num_heads", "num_heads"):
@@ -182,7 +183,8 @@ def _accuracies(
     right = isinstance(rows, list) and len(rows) == spec.num_heads and all(map(_are_shares, rows))
     if not right:
         problems.add(
-            f"config.json: {ACCURACIES} must be a list of shares that make at most 1 for each of {spec.num_heads} heads"
+            f"config.json: {ACCURACIES} must be a list of shares that make at most 1 for each of "
+            f"{spec.num_heads} heads"
         )
         return None
     return tuple(tuple(map(float, row)) for row in rows)

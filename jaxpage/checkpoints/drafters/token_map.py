@@ -28,7 +28,8 @@ def read_token_map(
     """
     if info.dtype not in _INTEGERS or len(info.shape) != 1 or not 0 < info.shape[0] <= vocab_size:
         problems.add(
-            f"tensor {info.name!r} is {info.dtype} of shape {info.shape}, and must be I64 or I32 of at most {vocab_size} token ids"
+            f"tensor {info.name!r} is {info.dtype} of shape {info.shape}, and must be I64 or I32 "
+            f"of at most {vocab_size} token ids"
         )
         return None
     if problems:  # Nothing is read from damaged files.
@@ -42,7 +43,8 @@ def read_token_map(
         or len(np.unique(token_ids)) < len(token_ids)
     ):
         problems.add(
-            f"tensor {info.name!r} has token ids twice, or beyond the model's, which end at {vocab_size - 1}"
+            f"tensor {info.name!r} has token ids twice, or beyond the model's, which end at "
+            f"{vocab_size - 1}"
         )
         return None
     return token_ids.astype(np.int32)

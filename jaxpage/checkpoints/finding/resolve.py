@@ -89,7 +89,8 @@ def resolve_model(
         if revision is not None:
             kind = "file" if is_file else "directory"
             raise ConfigError(
-                f"revision = {revision!r} names a version on the hub, but model = {name!r} is a {kind}"
+                f"revision = {revision!r} names a version on the hub, but model = {name!r} is a "
+                f"{kind}"
             )
         return local.resolve()
     if name in PACKAGED:
@@ -98,7 +99,8 @@ def resolve_model(
         )
     if name and os.path.lexists(local):
         raise ModelNotFoundError(
-            f"model = {name!r} is not a directory, and no GGUF file: give one, or the directory that holds its config.json"
+            f"model = {name!r} is not a directory, and no GGUF file: give one, or the directory "
+            "that holds its config.json"
         )
     if name.endswith(".gguf"):
         raise ModelNotFoundError(f"model = {name!r}: there is no such file{_near(name)}")
@@ -165,7 +167,8 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
     except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
         reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
         raise ModelNotFoundError(
-            f"model = {name!r}: there is no such directory, and {_refusal(error, revision)} ({type(error).__name__}: {reason}){_near(name)}"
+            f"model = {name!r}: there is no such directory, and {_refusal(error, revision)} "
+            f"({type(error).__name__}: {reason}){_near(name)}"
         ) from error
 
 
@@ -197,8 +200,10 @@ def _refusal(error: Exception, revision: str | None) -> str:
         )
     if statuses & {401, 403}:
         return (
-            f"the hub refused access{version}: the token may be old, or lack the right to read this "
-            f"model. Log in anew ({log_in}); to read open models without a token unset HF_TOKEN, or `hf auth logout`"
+            f"the hub refused access{version}: the token may be old, or lack the right to read "
+            "this "
+            f"model. Log in anew ({log_in}); to read open models without a token unset HF_TOKEN, "
+            "or `hf auth logout`"
         )
     if names & _UNREACHABLE:
         return (

@@ -176,7 +176,8 @@ class _Cursor:
         start = self.position
         if num_bytes > self._end - start:
             raise ValueError(
-                f"truncated: {num_bytes} bytes are needed at byte {start} of its header, which ends at {self._end}"
+                f"truncated: {num_bytes} bytes are needed at byte {start} of its header, which "
+                f"ends at {self._end}"
             )
         self.position += num_bytes
         return self._data[start : self.position]
@@ -209,7 +210,8 @@ class _Cursor:
         if kind == _STRING:
             return [self.string() for _ in range(length)]
         raise ValueError(
-            f"the list before byte {self.position} of its header has values of the unknown type {kind}"
+            f"the list before byte {self.position} of its header has values of the unknown type "
+            f"{kind}"
         )
 
 
@@ -268,8 +270,10 @@ def _check(
             problems.append(f"tensor {quote(entry.name)} is there twice")
         elif entry.sizes[0] % kind.block or min(entry.sizes) < 1 or entry.offset % alignment:
             problems.append(
-                f"tensor {quote(entry.name)} has {kind.name} rows of {entry.sizes[0]} numbers, shape {entry.sizes[::-1]} and offset "
-                f"{entry.offset}: rows must fill blocks of {kind.block}, and offsets are multiples of {alignment}"
+                f"tensor {quote(entry.name)} has {kind.name} rows of {entry.sizes[0]} numbers, "
+                f"shape {entry.sizes[::-1]} and offset "
+                f"{entry.offset}: rows must fill blocks of {kind.block}, and offsets are multiples "
+                f"of {alignment}"
             )
         else:
             length = math.prod(entry.sizes) // kind.block * kind.num_bytes
@@ -286,7 +290,8 @@ def _check(
     for name, count in wrong_types.items():
         read = ", ".join(kind.name for kind in types.values() if kind.is_read)
         problems.append(
-            f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: {read}"
+            f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: "
+            f"{read}"
         )
     problems += _find_misplaced(tensors, num_bytes)
     return GGUFFile(metadata, tensors, (), tuple(problems))
@@ -299,7 +304,8 @@ def _find_misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[s
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < position:
             problems.append(
-                f"tensor {quote(tensor.name)} overlaps the tensor before it (at byte {tensor.offset}, not {position})"
+                f"tensor {quote(tensor.name)} overlaps the tensor before it (at byte "
+                f"{tensor.offset}, not {position})"
             )
         position = max(position, tensor.offset + tensor.num_bytes)
     if position > num_bytes:

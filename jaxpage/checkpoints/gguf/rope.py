@@ -68,13 +68,15 @@ def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
         values.pop("original_context_length", None)
     elif kind != "none":
         raise UnsupportedError(
-            f"{file.architecture}.{_PREFIX}type is {quote(kind)}; none, linear and yarn are supported"
+            f"{file.architecture}.{_PREFIX}type is {quote(kind)}; none, linear and yarn are "
+            "supported"
         )
     if others := {
         key: value for key, value in values.items() if kind != "none" and value != _NEUTRAL.get(key)
     }:
         raise UnsupportedError(
-            f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quote([*others.values()])} is not supported"
+            f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quote([*others.values()])} is "
+            "not supported"
         )
     if kind != "none":
         parameters |= {"rope_type": kind, "factor": factor}
@@ -120,7 +122,8 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_dim: int) -> di
         expected = _llama3_factors(scaling, parameters["rope_theta"], head_dim)
     if not np.allclose(factors, expected, rtol=1e-4):
         raise UnsupportedError(
-            f"tensor 'rope_freqs.weight' has other factors than Llama 3.1's scaling by {scaling['factor']:g} makes of {_LLAMA3}"
+            "tensor 'rope_freqs.weight' has other factors than Llama 3.1's scaling by "
+            f"{scaling['factor']:g} makes of {_LLAMA3}"
         )
     return scaling
 

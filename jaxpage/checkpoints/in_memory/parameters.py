@@ -59,7 +59,8 @@ def open_parameters(
     if not isinstance(config, Mapping):
         if not hasattr(config, "to_dict"):
             raise TypeError(
-                f"config must be a dict, as config.json is, or a config of transformers; got {config!r:.80}"
+                "config must be a dict, as config.json is, or a config of transformers; got "
+                f"{config!r:.80}"
             )
         config = config.to_dict()
     problems = Problems(PLACE)
@@ -76,7 +77,8 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     """Returns the same model with other weights; it raises what `open_parameters` raises."""
     if not isinstance(parameters, Mapping | nnx.Module):
         raise TypeError(
-            f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}"
+            "parameters must be a dict of arrays by name, or a module of Flax NNX; got "
+            f"{parameters!r:.80}"
         )
     problems = Problems(PLACE)
     weights = model_weights(files.family, files.spec, files.rule)

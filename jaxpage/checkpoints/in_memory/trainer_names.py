@@ -78,7 +78,8 @@ def _inner(x: Any, sizes: Sizes) -> Any:
     """Returns the weight of gates or ups, of which gemma has both orders."""
     if x.shape[0] == x.shape[1]:
         raise UnsupportedError(
-            f"a gating_einsum of {x.shape[0]} by {x.shape[1]} does not show which axis is the input's"
+            f"a gating_einsum of {x.shape[0]} by {x.shape[1]} does not show which axis is the "
+            "input's"
         )
     return x.T if x.shape[0] == sizes.hidden_size else x
 
@@ -261,7 +262,8 @@ def hugging_face_names(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if family not in tables:
         known = ", ".join(name for name, kind in FAMILIES.items() if kind in tables)
         raise UnsupportedError(
-            f"the parameters have names of {trainer}, which are known for {known}, not for {architecture}"
+            f"the parameters have names of {trainer}, which are known for {known}, not for "
+            f"{architecture}"
         )
     sizes = _sizes(config)
     named: dict[str, Any] = {}

@@ -214,7 +214,8 @@ def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | dict[str, s
     if wrong := [name for name in names if not _is_template_name(name)]:
         raise _refusal(
             path,
-            f"tokenizer.chat_templates has {list_names(wrong)}: a name is 1 to {_MAX_NAME} letters, "
+            f"tokenizer.chat_templates has {list_names(wrong)}: a name is 1 to {_MAX_NAME} "
+            "letters, "
             "digits, _, - and ., the first a letter or a digit",
         )
     templates = {} if template is None else {"default": template}
@@ -232,5 +233,6 @@ def _is_template_name(name: Any) -> bool:
 
 def _refusal(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: its tokenizer cannot be built: {reason}. Give the directory of the model's own tokenizer with tokenizer= (--tokenizer)"
+        f"{path}: its tokenizer cannot be built: {reason}. Give the directory of the model's own "
+        "tokenizer with tokenizer= (--tokenizer)"
     )

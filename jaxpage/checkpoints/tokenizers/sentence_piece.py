@@ -38,7 +38,8 @@ def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"{path}: it is no SentencePiece model: {error!s:.200}") from error
     if problem := _problem(directory, model):
         raise CheckpointError(
-            f"{path}: without tokenizer_config.json its tokenizer cannot be built: {problem}. Give the directory of the model's "
+            f"{path}: without tokenizer_config.json its tokenizer cannot be built: {problem}. Give "
+            "the directory of the model's "
             "own tokenizer with tokenizer= (--tokenizer)"
         )
     tokens = [piece.piece for piece in model.pieces]

@@ -23,7 +23,8 @@ def check_growth(tokenizer: Any) -> None:
     for name in ("normalizer", "decoder"):
         if (growth := _growth_of(_describe(getattr(backend, name)))) > MAX_GROWTH:
             raise ValueError(
-                f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is allowed"
+                f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is "
+                "allowed"
             )
     processor = _describe(backend.post_processor)
     for stage in processor.get("processors", [processor]):

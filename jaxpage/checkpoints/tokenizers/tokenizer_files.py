@@ -94,7 +94,8 @@ def _check_regular(directory: Path) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{directory}: {list_names(wrong)} can be no file of a tokenizer: it is not a regular file"
+            f"{directory}: {list_names(wrong)} can be no file of a tokenizer: it is not a regular "
+            "file"
         )
 
 
@@ -130,8 +131,10 @@ def _check_sentence_piece(directory: Path) -> None:
     """
     if find_spec("sentencepiece") is None:
         raise CheckpointError(
-            f"{directory}: its tokenizer is tokenizer.model alone, and the package that reads SentencePiece models is not "
-            "installed: pip install sentencepiece, or give a directory with tokenizer.json with tokenizer= (--tokenizer)"
+            f"{directory}: its tokenizer is tokenizer.model alone, and the package that reads "
+            "SentencePiece models is not "
+            "installed: pip install sentencepiece, or give a directory with tokenizer.json with "
+            "tokenizer= (--tokenizer)"
         )
 
 

@@ -64,13 +64,15 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     if interpret and not (chosen.interpretable and device.platform == "cpu"):
         needed = " or ".join(chosen.platforms).upper()
         raise UnsupportedError(
-            f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not interpret it on this device"
+            f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not "
+            "interpret it on this device"
         )
     if reason := chosen.refusal(
         device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))
     ):
         raise UnsupportedError(
-            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
+            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use "
+            f"{XLA_ADVICE}"
         )
     return Backend(name, interpret, in_cpp=name == "cpu")
 

@@ -62,4 +62,7 @@ def notice(utilization: float) -> str:
         if variables
         else "JAX had opened the GPU before the engine, with 0.75 of its memory by default"
     )
-    return f"gpu_memory_utilization = {utilization:g} is a share of what JAX may take of the GPU, not of all its memory: {why}"
+    return (
+        f"gpu_memory_utilization = {utilization:g} is a share of what JAX may take of the GPU, not "
+        f"of all its memory: {why}"
+    )

@@ -229,7 +229,8 @@ def make_mesh(size: int = 1) -> DeviceMesh:
             else ""
         )
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but JAX has {len(devices)} {devices[0].platform} device(s){hint}"
+            f"tensor_parallel_size is {size}, but JAX has {len(devices)} {devices[0].platform} "
+            f"device(s){hint}"
         )
     if size % (count := jax.process_count()):
         raise ConfigError(

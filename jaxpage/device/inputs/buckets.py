@@ -151,7 +151,8 @@ class BucketMenu:
             ):
                 return bucket
         raise ValueError(
-            f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens and {num_draws} draws;"
+            f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens and {num_draws} "
+            "draws;"
             f" the menu has {self.buckets}"
         )
 

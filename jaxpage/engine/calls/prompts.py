@@ -11,7 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
 
-FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
+FORMS = (
+    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of "
+    "those"
+)
 Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
 _P = ParamSpec("_P")
@@ -34,7 +37,8 @@ def accept_sampling_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
         if "sampling_params" in keywords:
             if "params" in keywords:
                 raise TypeError(
-                    f"{method.__qualname__} takes params or sampling_params, its other name, and not both"
+                    f"{method.__qualname__} takes params or sampling_params, its other name, and "
+                    "not both"
                 )
             keywords["params"] = keywords.pop("sampling_params")
         return method(*arguments, **keywords)
@@ -77,7 +81,8 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
         or not all(map(_is_integer, values))
     ):
         raise TypeError(
-            f"token_ids must be a list of integers, or an array of them with one axis; got {token_ids!r:.80}"
+            "token_ids must be a list of integers, or an array of them with one axis; got "
+            f"{token_ids!r:.80}"
         )
     if wrong := [token_id for token_id in values if not 0 <= token_id < vocab_size]:
         raise ValueError(
@@ -96,7 +101,8 @@ def chat_prompt(
         or not all(isinstance(m, Mapping) for m in messages)
     ):
         raise TypeError(
-            f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}"
+            f"a conversation must be a list of {{'role': ..., 'content': ...}}; got "
+            f"{messages!r:.80}"
         )
     messages = [_check_message(message) for message in messages]
     if options := [

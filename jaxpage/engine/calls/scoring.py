@@ -48,7 +48,8 @@ def scores_of(
     for each in (each for output in outputs for each in output.outputs):
         if each.finish_reason == "error":
             raise RuntimeError(
-                f"the engine failed during scoring, and its log says why: {each.stop_reason or 'a step failed'}"
+                "the engine failed during scoring, and its log says why: "
+                f"{each.stop_reason or 'a step failed'}"
             )
         if each.finish_reason == "abort":
             raise WeightsReplaced("The request was ended: the model gets other weights")
@@ -73,7 +74,8 @@ def pair_arguments(
     kinds = {isinstance(each, list | tuple) for each in (*prompts, *continuations)}
     if len(kinds) > 1:
         raise TypeError(
-            "prompt_token_ids and continuation_token_ids must both be lists of token ids, or both be lists of such lists"
+            "prompt_token_ids and continuation_token_ids must both be lists of token ids, or both "
+            "be lists of such lists"
         )
     single = True not in kinds
     prompts, continuations = ([prompts], [continuations]) if single else (prompts, continuations)

@@ -214,7 +214,10 @@ def _row_lines(
     for kind, *edit in result.get("edits", ()):
         child = walk.sequences.get(edit[1]) or walk.ended.get(edit[1]) if kind == "fork" else None
         if child is not None and child.request_id == request_id:
-            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_describe_tokens(walk.drawn.get(edit[1], []), text_of)}"
+            yield (
+                f"sequence {edit[1]}: forked from sequence {edit[0]}, drew "
+                f"{_describe_tokens(walk.drawn.get(edit[1], []), text_of)}"
+            )
 
 
 def _logprobs(plan: Record, result: Record) -> dict[int, float]:
@@ -233,8 +236,8 @@ def _describe_arrival(arrival: Record, *, is_late: bool) -> str:
     parameters = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     was_there = "was there when the log begins" if is_late else "arrived"
     return (
-        f"{was_there}: {count(num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
-        + (parameters and f", {parameters}")
+        f"{was_there}: {count(num_prompt_tokens(arrival), 'prompt token')}, seed "
+        f"{arrival.get('seed')}" + (parameters and f", {parameters}")
     )
 
 

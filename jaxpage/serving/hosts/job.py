@@ -32,7 +32,8 @@ def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
     job = find_job()
     if job is None:
         raise ConfigError(
-            "coordinator: auto finds no job of Slurm, Open MPI or Kubernetes in the environment: give num_hosts, host_rank and coordinator"
+            "coordinator: auto finds no job of Slurm, Open MPI or Kubernetes in the environment: "
+            "give num_hosts, host_rank and coordinator"
         )
     if job.local_id is not None and engine.tensor_parallel_size == job.num_processes:
         # JAX reads this variable; without it each process takes all devices of its machine.

@@ -39,7 +39,8 @@ def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = No
         secret = environment.get(SECRET_VARIABLE, "").strip().encode()
     if len(secret) < _LEAST_BYTES:
         raise ConfigError(
-            f"several hosts need a secret of at least {_LEAST_BYTES} bytes, and {source} has {len(secret)}; "
+            f"several hosts need a secret of at least {_LEAST_BYTES} bytes, and {source} has "
+            f"{len(secret)}; "
             "openssl rand -hex 32 makes one, for --hosts-secret-file on every host"
         )
     return secret

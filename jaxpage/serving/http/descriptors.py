@@ -39,7 +39,8 @@ def room_for_connections(requested: int) -> int:
         return requested
     room = max(1, (soft - _OTHERS) // _PER_CONNECTION)
     logger.warning(
-        "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and needs %d",
+        "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and needs "
+        "%d",
         room,
         requested,
         soft,

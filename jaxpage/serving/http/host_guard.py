@@ -91,4 +91,7 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def _refusal(what: str) -> str:
-    return f"Without an API key this server only accepts requests with {what}; set --api-key-file to allow others"
+    return (
+        f"Without an API key this server only accepts requests with {what}; set --api-key-file to "
+        "allow others"
+    )

@@ -88,9 +88,10 @@ function storyOf(request) {
     ? `; preempted ${count(request.num_preemptions, "time")}`
     : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
-  return;
-  `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ` +
-    `${request.max_total_tokens} in total${kind}${gave}${ended}.`;
+  return (
+    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ` +
+    `${request.max_total_tokens} in total${kind}${gave}${ended}.`
+  );
 }
 
 /** Returns the block table of a sequence: the physical block of each logical one. */

@@ -104,9 +104,10 @@ function stepText(step, compiles) {
     ? ` There before the first request: ${count(compiles.total, "executable")}, compiled or read ` +
       `in ${compiles.seconds.toFixed(1)} s.`
     : "";
-  return;
-  "One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: " +
-    `${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
+  return (
+    "One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: " +
+    `${count(tokens, "token")}, ${count(rows, "row")}.${menu}`
+  );
 }
 
 /** Draws a cell for each token of the stream, in the order of its rows; drafts are hollow. */
