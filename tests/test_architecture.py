@@ -14,8 +14,7 @@ import pytest
 
 import jaxpage
 from tests.support import house, names, reach
-from tests.support.sources import WHEEL, door_names, read_modules
-from tools import house as house_table
+from tests.support.sources import WHEEL, door_names, imports, read_modules
 from tools import mutate
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +177,26 @@ def test_jaxpage_names_no_kernel_set() -> None:
         and node.value in names
     ]
     assert found == []
+
+
+def test_serving_names_no_dialect() -> None:
+    """An API is added in `serving/dialects` alone; the rest of the server takes the registered ones."""
+    room = "jaxpage/serving/dialects/"
+    modules = [module for module in read_modules(ROOT) if module.path.startswith("jaxpage/serving")]
+    dialects = {
+        Path(module.path).stem
+        for module in modules
+        if module.path.startswith(room) and "\nDIALECT = " in module.source
+    }
+    assert {"messages", "ollama", "openai", "responses"} == dialects
+    doors = {"jaxpage.serving.dialects.dialect", "jaxpage.serving.dialects.registry"}
+    for module in modules:
+        if not module.path.startswith(room):
+            inside = {
+                item.target for item in imports(module, set()) if "serving.dialects" in item.target
+            }
+            assert inside <= doors, module.path
+            assert not re.search("ollama|anthropic", module.source, re.I), module.path
 
 
 def test_every_module_of_the_wheel_is_reached() -> None:

@@ -58,16 +58,13 @@ def beyond(kind: Kind) -> list[tuple[Any, str]]:
     match kind:
         case Float():
             low = kind.low if kind.above_low else math.nextafter(kind.low, -INF)
-            values: list[Any] = [low, kind.low - 0.1, math.nextafter(kind.high, INF), NAN, INF]
-            values += [-INF, "1", True, []]
-            if math.isinf(kind.low):
-                values = [value for value in values if value != low]
+            values: list[Any] = [low, math.nextafter(kind.high, INF), NAN, "1", True]
         case Int():
-            values = [kind.low - 1, kind.high + 1, 2**70, 1.5, float(kind.high), "1", True]
+            values = [kind.low - 1, kind.high + 1, 1.5, "1", True]
         case Bool():
-            values = [0, 1, "true"]
+            values = [1, "true"]
         case Text():
-            values = ["x" * (kind.max_characters + 1), "x" * 10**6, 5]
+            values = ["x" * (kind.max_characters + 1), 5]
             values += [""] if kind.min_characters else []
         case Texts():
             items: list[Any] = [["x"] * (kind.max_items + 1), 5, {}]
