@@ -530,9 +530,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
         ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
         ("eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5),
         ("mtp", None, {"num_speculative_tokens": 4}, 2.5),
+        ("lookahead", None, {"num_speculative_tokens": 31}, 1.2),
     ],
 )
-def test_packaged_drafters_save_steps_and_change_nothing(
+def test_drafts_save_steps_of_the_packaged_model_and_change_nothing(
     plain: list[int], method: str, name: str | None, settings: dict[str, Any], at_least: float
 ) -> None:
     with started(method, name, **settings) as llm:
