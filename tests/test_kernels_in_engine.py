@@ -64,7 +64,8 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("model") / "llama", LLAMA)
+    config = {**LLAMA, "num_hidden_layers": 1}
+    return random_checkpoint(tmp_path_factory.mktemp("model") / "llama", config)
 
 
 def outputs_of(directory, **settings):

@@ -113,6 +113,7 @@ def test_auto_is_refused() -> None:
 # --- what it is worth
 
 
+@pytest.mark.usefixtures("compiled_when_used")
 def test_it_is_worth_something_on_the_demo_model() -> None:
     """Greedily and hot: what one tale taught is of use in the next one."""
     with LLM(
