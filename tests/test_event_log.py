@@ -1230,6 +1230,11 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "text").write_text("Once upon a time\n")
     assert run("replay", str(tmp_path / "text")) == 1
     assert "text, line 1: not a record of an event log" in capsys.readouterr().err
+    shown = tmp_path / "shown.jsonl"
+    broken = write(tmp_path / "broken.jsonl", [*records_of(path)[:9], {"event": "no such event"}])
+    assert run("replay", str(broken), "--snapshots", str(shown)) == 1 and not shown.exists()
+    assert run("replay", str(path), "--snapshots", str(shown), "--model", "no-such-model") != 0
+    assert not shown.exists(), "the same command can be given again"
 
 
 def test_the_command_with_another_engine(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpage.engine import Engine
+from jaxpage.errors import JaxpageError
 from jaxpage.private_files import open_private
 from jaxpage.replay import Record, Report, encode_record, replay
 from jaxpage.replay.reading import RecordedSteps, SequenceWalk, num_prompt_tokens
@@ -29,7 +30,7 @@ from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline
 
 FORMAT = 1
-MOST_IDS = 64  # the most tokens of a prompt that a snapshot of a log has; the page shows no more
+MOST_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
 
 
 def write_snapshots(
@@ -61,17 +62,21 @@ def write_snapshots(
         CapacityError: The memory is too small.
     """
     steps = RecordedSteps(log, text_of)
-    incident = steps.header.get("incident")
-    with open_private(path, "wb") as file:
-        lines = _Lines(file, steps)
-        about = {"incident": incident} if incident else {}
-        lines.write({"event": "snapshots", "format": FORMAT, "log": Path(log).name, **about})
-        if not (incident or {}).get("why_not_replayable"):
-            viewer = _EngineView(lines)
-            return replay(log, model=model, force=force, until=until, viewer=viewer)
-        view = _RecordView(lines)
-        for record in steps.records(until):
-            view.follow(record)
+    incident = steps.header.get("incident") or {}
+    about = {"incident": incident} if incident else {}
+    try:
+        with open_private(path, "wb") as file:
+            lines = _Lines(file, steps)
+            lines.write({"event": "snapshots", "format": FORMAT, "log": Path(log).name, **about})
+            if not incident.get("why_not_replayable"):
+                viewer = _EngineView(lines)
+                return replay(log, model=model, force=force, until=until, viewer=viewer)
+            view = _RecordView(lines)
+            for record in steps.records(until):
+                view.follow(record)
+    except JaxpageError:
+        path.unlink()  # so that the same command can be given again
+        raise
     return None
 
 

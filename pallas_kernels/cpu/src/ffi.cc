@@ -212,21 +212,28 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
     return ffi::Error::InvalidArgument("wrong number of axes");
   if (qd[2] % 16 || qd[2] > kMostHeadWidth)
     return ffi::Error::InvalidArgument("no kernel for this head width");
-  a.num_tokens = qd[0], a.num_heads = qd[1], a.head_dim = qd[2];
+  a.num_tokens = qd[0];
+  a.num_heads = qd[1];
+  a.head_dim = qd[2];
   const bool within_keys = a.value_width > 0;
   if (!within_keys) a.value_width = a.head_dim;
   if (a.value_width % 16 || a.value_width > a.head_dim)
     return ffi::Error::InvalidArgument("no kernel for this width of values");
   if (within_keys) a.v_pages = a.k_pages;
-  a.num_rows = td[0], a.table_width = td[1];
-  a.block_size = pd[1], a.num_kv_heads = pd[2], a.num_slots = pd[0] * pd[1];
-  a.q = q.untyped_data(), a.out = out.untyped_data();
+  a.num_rows = td[0];
+  a.table_width = td[1];
+  a.block_size = pd[1];
+  a.num_kv_heads = pd[2];
+  a.num_slots = pd[0] * pd[1];
+  a.q = q.untyped_data();
+  a.out = out.untyped_data();
   const bool quantized = k_scale.element_count() > 0;
   a.k_scale = quantized ? k_scale.typed_data() : nullptr;
   a.v_scale = within_keys ? a.k_scale : v_scale.typed_data();
   if (!quantized) a.v_scale = nullptr;
   a.block_table = block_table.typed_data();
-  a.context_len = context_len.typed_data(), a.query_start = query_start.typed_data();
+  a.context_len = context_len.typed_data();
+  a.query_start = query_start.typed_data();
   a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data())
                                           : nullptr;
   a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
@@ -299,11 +306,15 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   if (k_new.element_type() != q.element_type() || v_new.element_type() != q.element_type())
     return ffi::Error::InvalidArgument("queries, keys and values must have one type");
   Attention a{};
-  a.k_new = k_new.untyped_data(),
-  a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr,
+  a.k_new = k_new.untyped_data();
+  a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr;
   a.slots = slots.typed_data();
-  a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk,
+  a.k_pages = k_in.untyped_data();
+  a.v_pages = v_in.untyped_data();
+  a.scale = scale;
+  a.softcap = softcap;
+  a.window = window;
+  a.chunk = chunk;
   a.value_width = value_width;
   return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table,
              context_len, query_start, tree_mask, sinks, slopes, *out);
@@ -317,8 +328,12 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
                   ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, float scale,
                   float softcap, int64_t window, int64_t chunk, int64_t value_width) {
   Attention a{};
-  a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window, a.chunk = chunk,
+  a.k_pages = k_pages.untyped_data();
+  a.v_pages = v_pages.untyped_data();
+  a.scale = scale;
+  a.softcap = softcap;
+  a.window = window;
+  a.chunk = chunk;
   a.value_width = value_width;
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start,
              tree_mask, sinks, slopes, *out);
@@ -338,7 +353,8 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
   p.words = p.x;
   if (p.type == Type::kI8 && !p.is_coded) {
     row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
-    p.row_scale = row_scale.data(), p.row_sum = row_sum.data();
+    p.row_scale = row_scale.data();
+    p.row_sum = row_sum.data();
   }
   if (const int64_t bytes = k.bytes_of_row(p)) {
     prepared.resize(p.num_rows * bytes + 64);
@@ -370,8 +386,10 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
       return array ? static_cast<const char*>(array) + unit.group * bytes : nullptr;
     };
     Packed own = p;
-    own.panels = after(p.panels, bytes_of_group), own.scale = after(p.scale, bytes_of_scales);
-    own.minimum = after(p.minimum, bytes_of_scales), own.zero = after(p.zero, bytes_of_zeros);
+    own.panels = after(p.panels, bytes_of_group);
+    own.scale = after(p.scale, bytes_of_scales);
+    own.minimum = after(p.minimum, bytes_of_scales);
+    own.zero = after(p.zero, bytes_of_zeros);
     k.multiply(own, unit.row, unit.end_row, unit.panel,
                std::min(unit.panel + k.panels_at_once, num_panels));
   });
@@ -396,10 +414,15 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
       scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(),
-  p.panels = panels.untyped_data(), p.out = out->untyped_data();
+  p.instructions = static_cast<int>(instructions);
+  p.x = x.untyped_data();
+  p.panels = panels.untyped_data();
+  p.out = out->untyped_data();
   p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
-  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
+  p.num_rows = xd[0];
+  p.num_in = xd[1];
+  p.num_out = od[1];
+  p.num_words = pd[2];
   multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
                   0);
   return ffi::Error::Success();
@@ -417,8 +440,12 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
              od = out->dimensions();
   if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3)
     return ffi::Error::InvalidArgument("wrong number of axes");
-  p.is_coded = true, p.code = static_cast<Code>(code), p.group_size = group_size;
-  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1],
+  p.is_coded = true;
+  p.code = static_cast<Code>(code);
+  p.group_size = group_size;
+  p.num_rows = xd[0];
+  p.num_in = xd[1];
+  p.num_out = od[1];
   p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
   const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
   p.out_is_float = out->element_type() == ffi::DataType::F32;
@@ -439,8 +466,11 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
       (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.instructions = static_cast<int>(instructions), p.num_words = p.num_in / 2;
-  p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(),
+  p.instructions = static_cast<int>(instructions);
+  p.num_words = p.num_in / 2;
+  p.x = x.untyped_data();
+  p.panels = panels.untyped_data();
+  p.out = out->untyped_data();
   p.scale = scale.untyped_data();
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
   p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
@@ -457,7 +487,8 @@ ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&
   if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 ||
       out->element_type() != x.element_type())
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
-  p.x = x.untyped_data(), p.out = out->untyped_data();
+  p.x = x.untyped_data();
+  p.out = out->untyped_data();
   in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
               [&](int64_t row) { function(p, row); });
   return ffi::Error::Success();
@@ -469,7 +500,8 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuff
   const auto xd = x.dimensions(), od = out->dimensions();
   if (xd.size() != 2 || od.size() != 2 || xd[0] != od[0] || xd[1] != 2 * od[1])
     return ffi::Error::InvalidArgument("the shapes of gates do not fit");
-  p.width = od[1], p.activation = static_cast<Activation>(activation);
+  p.width = od[1];
+  p.activation = static_cast<Activation>(activation);
   return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
 }
 
@@ -480,7 +512,10 @@ ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::Any
       scale.element_count() != static_cast<size_t>(xd[1]) ||
       !type_of(scale.element_type(), false, &p.scale_type))
     return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
-  p.width = xd[1], p.scale = scale.untyped_data(), p.epsilon = epsilon, p.offset = offset;
+  p.width = xd[1];
+  p.scale = scale.untyped_data();
+  p.epsilon = epsilon;
+  p.offset = offset;
   return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
 }
 
@@ -497,7 +532,8 @@ ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a
   for (const auto* same : {&added, &*sum})
     if (same->element_count() != x.element_count() || same->element_type() != x.element_type())
       return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
-  p.added = added.untyped_data(), p.sum = sum->untyped_data();
+  p.added = added.untyped_data();
+  p.sum = sum->untyped_data();
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
 }
 
@@ -511,7 +547,9 @@ ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::A
       od[1] != p.num_heads || od[2] != p.width ||
       x.element_count() != static_cast<size_t>(num_tokens * heads_of_token * p.width))
     return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
-  p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
+  p.num_pairs = cd[1];
+  p.cos = cos.typed_data();
+  p.sin = sin.typed_data();
   return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, num_tokens * heads_of_token, x, out);
 }
 
@@ -520,7 +558,8 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> 
   Rows p{};
   const auto xd = x.dimensions();
   if (xd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
-  p.num_heads = xd[1], p.width = xd[2];
+  p.num_heads = xd[1];
+  p.width = xd[2];
   return turn_heads(pool, p, xd[0], x, cos, sin, out);
 }
 
@@ -535,7 +574,10 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
     if (each->element_count() != static_cast<size_t>(xd[0] * kd[1] * qd[2]) ||
         each->element_type() != x.element_type())
       return ffi::Error::InvalidArgument("the shapes of keys and values do not fit");
-  p.num_heads = qd[1], p.num_keys = kd[1], p.width = qd[2], p.keys = keys->untyped_data(),
+  p.num_heads = qd[1];
+  p.num_keys = kd[1];
+  p.width = qd[2];
+  p.keys = keys->untyped_data();
   p.values = values->untyped_data();
   return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }

@@ -154,7 +154,8 @@ class TileRows {
   // For `amx_square`; for `amx_tile` next_count is 0.
   JAXPAGE_AMX void set(int count, int next_count) {
     if (count == count_ && next_count == next_count_) return;
-    count_ = count, next_count_ = next_count;
+    count_ = count;
+    next_count_ = next_count;
     const int square[8] = {count, count,      next_count,   next_count,
                            count, next_count, kWordsOfTile, kWordsOfTile};
     alignas(64) uint8_t config[64] = {1};
