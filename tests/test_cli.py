@@ -583,7 +583,7 @@ def test_doctor_looks_at_a_model(
     assert told(str(broken))["model"].startswith("unknown: CheckpointError")
     missing = told(str(tmp_path / "missing"))
     assert "missing" in missing["model"] and "tokenizer" not in missing
-    monkeypatch.setattr("jaxpage.checkpoints.resolve_model", lambda _: 1 / 0)
+    monkeypatch.setattr("jaxpage.checkpoints.finding.resolve_model", lambda _: 1 / 0)
     assert "ZeroDivisionError" in told("demo")["model"]
 
 
