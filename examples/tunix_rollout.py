@@ -54,8 +54,8 @@ class JaxpageRollout(BaseRollout):
         asked = rollout_config
         token_ids = [self._tokenizer(prompt)["input_ids"] for prompt in prompts]
         width = asked.max_prompt_length
-        if (longest := max(map(len, token_ids))) > width:
-            raise ValueError(f"a prompt has {longest} tokens, and max_prompt_length is {width}")
+        if (max_length := max(map(len, token_ids))) > width:
+            raise ValueError(f"a prompt has {max_length} tokens, and max_prompt_length is {width}")
         seed = (
             None
             if asked.seed is None

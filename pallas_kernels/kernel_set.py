@@ -65,7 +65,7 @@ class KernelSet:
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.
         cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
-        likeliest: Selects the largest logits of rows; None if `cutoffs` is None.
+        top_candidates: Selects the largest logits of rows; None if `cutoffs` is None.
         honours: The fields of `AttentionOptions` that its attention computes; calls with others are
             refused.
         supports: (jax.Device, Call) -> the reason why it refuses a call for anything else, or None.
@@ -93,7 +93,7 @@ class KernelSet:
     multiply_grouped: Callable[..., jax.Array] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
-    likeliest: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    top_candidates: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     honours: frozenset[str]
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None

@@ -179,7 +179,7 @@ def test_drafts_are_verified_on_parts(directory, monkeypatch):
     assert generated(**ON_4, **drafting)[0] != one
 
 
-def most_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
+def max_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
     """Bytes of the largest array that this computation must gather, on whichever way of its conditionals it gathers least."""
     most = 0
     for item in found[name].instructions:
@@ -191,13 +191,13 @@ def most_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
             most = max(
                 most,
                 min(
-                    most_gathered(found, branch)
+                    max_gathered(found, branch)
                     for branch in re.findall(r"%([\w.\-]+)", branches[1])
                 ),
             )
         else:
             called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.rest)
-            most = max([most, *(most_gathered(found, each) for each in called)])
+            most = max([most, *(max_gathered(found, each) for each in called)])
     return most
 
 
@@ -212,7 +212,7 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
             text = llm._engine.runner.executables.step(bucket).executable.as_text()
         entry = re.search(r"^ENTRY %?([\w.\-]+) ", text, re.M)
         assert entry is not None
-        return most_gathered(hlo.computations(text), entry[1]), bucket.num_rows * 4 * LLAMA[
+        return max_gathered(hlo.computations(text), entry[1]), bucket.num_rows * 4 * LLAMA[
             "vocab_size"
         ]
 

@@ -152,7 +152,7 @@ def test_a_prompt_that_fills_the_model(models):
 def test_a_tiny_vocabulary_by_brute_force(tmp_path):
     """Wide enough for every hypothesis, the search finds the best of all; narrower, what a search by definition finds."""
     model = save_model("llama-grouped", tmp_path, vocab_size=3, eos_token_id=0)
-    prompt, most_tokens = [1, 2, 2, 1], 3
+    prompt, max_tokens = [1, 2, 2, 1], 3
     known: dict[tuple[int, ...], np.ndarray] = {}
 
     def logprobs_of(token_ids: tuple[int, ...]) -> np.ndarray:
@@ -165,14 +165,14 @@ def test_a_tiny_vocabulary_by_brute_force(tmp_path):
     with make_llm(tmp_path, max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32) as llm:
         for penalty, early in itertools.product(PENALTIES, EARLY):
             for width in (2, 3, 15, 16):
-                beam = BeamSearchParams(width, most_tokens, penalty, early)
+                beam = BeamSearchParams(width, max_tokens, penalty, early)
                 (output,) = llm.generate(prompt, beam, use_tqdm=False)
                 # 1 + 2 + 4 x 3: those that end after one token, after two, and all of three
                 if width >= 15:
-                    want = all_hypotheses(logprobs_of, penalty, {0}, most_tokens)
+                    want = all_hypotheses(logprobs_of, penalty, {0}, max_tokens)
                     assert len(want) == 15
                 else:
-                    want = naive_search(logprobs_of, beam, {0}, most_tokens)
+                    want = naive_search(logprobs_of, beam, {0}, max_tokens)
                 assert [tuple(one.token_ids) for one in output.outputs] == [
                     one.token_ids for one in want
                 ]

@@ -35,20 +35,20 @@ from tests.support.tokenizers import byte_letters
 PROMPT = (5, 6, 7)
 
 
-def request_of(beam: BeamSearchParams, eos: Sequence[int] = (), most_tokens: int = 6) -> Request:
+def request_of(beam: BeamSearchParams, eos: Sequence[int] = (), max_tokens: int = 6) -> Request:
     return Request(
         request_id="beams",
         prompt=None,
         prompt_token_ids=PROMPT,
         params=SamplingParams(
             temperature=0.0,
-            max_tokens=most_tokens,
+            max_tokens=max_tokens,
             ignore_eos=beam.ignore_eos,
             stop_token_ids=beam.stop_token_ids,
         ),
         seed=0,
         eos_token_ids=frozenset(eos),
-        max_total_tokens=len(PROMPT) + most_tokens,
+        max_total_tokens=len(PROMPT) + max_tokens,
         beam=beam,
     )
 
@@ -153,18 +153,18 @@ def check_search(
     beam: BeamSearchParams,
     n: int,
     eos: tuple[int, ...],
-    most_tokens: int,
+    max_tokens: int,
     num_token_ids: int,
     key: int,
 ) -> None:
     """Tokens, scores, reasons of the strategy are those of the naive search."""
     beam = dataclasses.replace(beam, n=min(n, beam.beam_width))
-    request = request_of(beam, eos, most_tokens)
+    request = request_of(beam, eos, max_tokens)
     ends = {*eos, *beam.stop_token_ids}
     strategy = BeamStrategy(request, range(request.num_sequence_ids), NoText)
     world = World(strategy, request, key, num_token_ids)
     found = world.run()
-    want = naive_search(world.logprobs_of, beam, ends, most_tokens)
+    want = naive_search(world.logprobs_of, beam, ends, max_tokens)
     assert [one.token_ids for one in found] == [one.token_ids for one in want]
     assert [one.score for one in found] == pytest.approx([one.score for one in want], rel=1e-12)
     for text in world.texts.values():
@@ -298,7 +298,7 @@ def test_planted_mistakes_are_seen(
 @settings(max_examples=60)
 @given(
     num_token_ids=st.integers(2, 3),
-    most_tokens=st.integers(1, 4),
+    max_tokens=st.integers(1, 4),
     length_penalty=st.sampled_from([-1.0, 0.0, 0.7, 2.0]),
     early_stopping=st.sampled_from([False, True, "never"]),
     ends=st.sampled_from([(), (0,), (0, 1)]),
@@ -306,19 +306,19 @@ def test_planted_mistakes_are_seen(
 )
 def test_a_width_that_holds_every_hypothesis_finds_the_best(
     num_token_ids: int,
-    most_tokens: int,
+    max_tokens: int,
     length_penalty: float,
     early_stopping: Any,
     ends: tuple[int, ...],
     key: int,
 ) -> None:
-    width = num_token_ids**most_tokens
+    width = num_token_ids**max_tokens
     beam = BeamSearchParams(
         width, length_penalty=length_penalty, early_stopping=early_stopping, stop_token_ids=ends
     )
-    request = request_of(beam, (), most_tokens)
+    request = request_of(beam, (), max_tokens)
     world = World(BeamStrategy(request, range(2 * width), NoText), request, key, num_token_ids)
-    want = all_hypotheses(world.logprobs_of, length_penalty, ends, most_tokens)
+    want = all_hypotheses(world.logprobs_of, length_penalty, ends, max_tokens)
     found = world.run()
     assert [one.token_ids for one in found] == [one.token_ids for one in want]
     assert [one.score for one in found] == pytest.approx([one.score for one in want])
@@ -387,7 +387,7 @@ def test_a_search_that_never_stops_early_looks_at_the_length_that_helps(
 ) -> None:
     """With six tokens -2 / 6 ** 0.5 is above -1.5; a penalty below 0 makes the shortest beam the best: -1.4 now."""
     beam = BeamSearchParams(2, length_penalty=length_penalty, early_stopping="never")
-    strategy = BeamStrategy(request_of(beam, most_tokens=6), range(4), NoText)
+    strategy = BeamStrategy(request_of(beam, max_tokens=6), range(4), NoText)
     strategy._num_tokens = 1
     likeliest_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), likeliest_logprob)
     assert not strategy._is_over(likeliest_beam, [_Hypothesis(-1.0, 0), _Hypothesis(-1.5, 1)])

@@ -139,7 +139,7 @@ def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
             return int(self) == int(other)
 
     monkeypatch.setattr(executables, "_compile_copy", lambda *arguments: arguments[1])
-    shared = SharedExecutables(most_maps=0)
+    shared = SharedExecutables(max_maps=0)
     with (
         shared.in_use(optimized=False) as counts,
         concurrent.futures.ThreadPoolExecutor(8) as threads,

@@ -93,11 +93,11 @@ def test_tokens_do_not_depend_on_the_pools(
 ) -> None:
     with make_llm(model, **{**SETTINGS, **settings}) as llm:
         full, window = llm._engine.scheduler.block_manager.groups
-        assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.most_blocks(192))
+        assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.max_blocks(192))
         assert (
-            window.most_blocks(192)
+            window.max_blocks(192)
             == (WINDOW + 16 - 1) // BLOCK_SIZE + 2
-            < full.most_blocks(192)
+            < full.max_blocks(192)
             == 48
         )
         assert texts(llm) == expected, "the first round"
@@ -192,7 +192,7 @@ def test_the_inspector_shows_every_group(model: Path) -> None:
 def test_layers_are_grouped_by_how_far_they_see() -> None:
     target = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, sliding_windows=(8, None, 32, 8))
     drafter = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, sliding_windows=(None, 64))
-    groups = cache_groups((target, drafter), longest=64, block_size=4, dtype="float32")
+    groups = cache_groups((target, drafter), max_length=64, block_size=4, dtype="float32")
     assert [(group.sliding_window, group.layers) for group in groups] == [
         (None, (1, 4, 5)),
         (32, (2,)),
@@ -229,7 +229,7 @@ def test_the_largest_pool_in_so_many_bytes(
         for num in range(num_bytes // first + 2)
     ]
     assert [plan.bytes_of(num) for num in range(len(sizes))] == sizes
-    assert plan.most_blocks(num_bytes) == max(
+    assert plan.max_blocks(num_bytes) == max(
         num for num, size in enumerate(sizes) if size <= num_bytes
     )
 

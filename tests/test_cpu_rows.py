@@ -94,14 +94,14 @@ def test_one_call_turns_pairs(width: int, pairs: int, dtype: str) -> None:
     angles = np.arange(300 * pairs).reshape(300, pairs) * 0.1
     cos, sin = (jnp.asarray(function(angles), jnp.float32) for function in (np.cos, np.sin))
 
-    def turned(x: np.ndarray) -> np.ndarray:
+    def rotated(x: np.ndarray) -> np.ndarray:
         cosines, sines = (np.asarray(each, np.float64)[-len(x) :, None] for each in (cos, sin))
         first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
         parts = (first * cosines - second * sines, second * cosines + first * sines)
         return np.concatenate([*parts, x[..., 2 * pairs :]], axis=-1)
 
     run = jax.jit(rows.rotate)
-    check(lambda x: run(x, cos[300 - len(x) :], sin[300 - len(x) :]), x, turned)
+    check(lambda x: run(x, cos[300 - len(x) :], sin[300 - len(x) :]), x, rotated)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -139,13 +139,13 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     angles = Rope((1.0, 0.1, 0.01)).angles(jnp.arange(12))
 
     def layers(x: jax.Array) -> Any:
-        turned = angles.rotate(x.reshape(12, 5, 20)), *angles.split_and_rotate(x, 1, 20)
+        rotated = angles.rotate(x.reshape(12, 5, 20)), *angles.split_and_rotate(x, 1, 20)
         return (
             norm(x),
             *add_and_norm(norm, x, 2 * x),
             gate(x, "gelu_new"),
             gate(x, "relu"),
-            turned,
+            rotated,
         )
 
     kernels = LayerKernels(*5 * [None], rows=ROW_KERNELS)  # type: ignore[arg-type]

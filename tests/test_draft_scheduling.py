@@ -340,4 +340,4 @@ def test_a_tree_is_a_chain_where_shapes_hold_chains_only() -> None:
 
 def test_limits_say_how_many_drafts_a_row_may_have() -> None:
     limits = StepLimits(8, 16, 4, False, ((2, 9), (4, 4), (8, 2)))
-    assert [limits.most_drafts(rows) for rows in (1, 2, 3, 4, 5, 8, 9)] == [8, 8, 3, 3, 1, 1, 0]
+    assert [limits.max_drafts(rows) for rows in (1, 2, 3, 4, 5, 8, 9)] == [8, 8, 3, 3, 1, 1, 0]

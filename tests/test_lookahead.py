@@ -342,7 +342,7 @@ def test_what_was_not_drawn_is_in_no_n_gram() -> None:
 
 
 def test_a_pool_keeps_the_latest() -> None:
-    pool = Pool(3, 2, most_keys=2)
+    pool = Pool(3, 2, max_keys=2)
     for tail in ((1, 1), (2, 2), (1, 1), (3, 3)):
         pool.add(7, tail)
     assert list(pool.behind(7)) == [(3, 3), (1, 1)]

@@ -312,8 +312,8 @@ def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
             assert draft.token_ids
 
 
-def suffix_proposer(most_requests: int = 100, **settings: Any) -> SuffixProposer:
-    return SuffixProposer(SuffixDecoding(max_cached_requests=most_requests), **settings)
+def suffix_proposer(max_requests: int = 100, **settings: Any) -> SuffixProposer:
+    return SuffixProposer(SuffixDecoding(max_cached_requests=max_requests), **settings)
 
 
 def answered(

@@ -80,7 +80,7 @@ def make_driver(
             if num_host_blocks
             else None,
             sliding_window=window,
-            max_tokens=limits.longest_row,
+            max_tokens=limits.max_row_length,
         )
         for place, window in enumerate(windows)
     ]
@@ -188,7 +188,7 @@ class Scheduling(RuleBasedStateMachine):
         most = -(-(num_prompt + max_tokens - 1) // block_size)
         # two positions more than it sees, and a step's tokens, wherever a block begins
         if self.window:
-            span = self.window + 1 + scheduler.limits.longest_row
+            span = self.window + 1 + scheduler.limits.max_row_length
             most = min(
                 most, max((first + span - 1) // block_size + 1 for first in range(block_size))
             )

@@ -173,7 +173,7 @@ def test_rows_of_nan_end() -> None:
     select.cutoffs(
         logits, logits.max(axis=1), ones, np.int32([5, 5]), 0.5 * ones, 0.0 * ones, interpret=True
     )
-    values, ids = select.likeliest(logits, ones, ones, 8, interpret=True)
+    values, ids = select.top_candidates(logits, ones, ones, 8, interpret=True)
     assert ids[1, 0] == 5 and np.isneginf(values[1, 1:]).all() and (np.asarray(ids) < V).all()
 
 

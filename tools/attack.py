@@ -245,7 +245,7 @@ class Siege:
         self.address = served.address
         self._process = psutil.Process(served.process.pid)
         self.tally: Counter[str] = Counter()
-        self.longest_pause = self.most_growth = (0.0, "")  # with the attack's name
+        self.longest_pause = self.max_growth = (0.0, "")  # with the attack's name
         warm_up = Attack("warm-up", "/v1/completions", None)
         body = json.dumps(
             {"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}
@@ -276,7 +276,7 @@ class Siege:
         growth = self._settled()
         pause = self._witness.longest(begin, time.monotonic())
         self.longest_pause = max(self.longest_pause, (pause, attack.name))
-        self.most_growth = max(self.most_growth, (growth, attack.name))
+        self.max_growth = max(self.max_growth, (growth, attack.name))
         found = [
             f"an answer has the status {end}"
             for end in set(ends)
@@ -346,7 +346,7 @@ def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool
             break
     ends = ", ".join(f"{end} {number}" for end, number in siege.tally.most_common())
     print(f"{count} attacks: {ends}")
-    growth, largest = siege.most_growth
+    growth, largest = siege.max_growth
     print(*siege.pauses(), sep="\n")
     print(f"bound of a stream and /health {siege.bound:.1f} s")
     print(f"most memory after an attack {growth / 2**20:+.0f} MiB: {largest}", flush=True)

@@ -117,7 +117,7 @@ def prepare(seed: int) -> Data:
 
 def progress(spec: ModelSpec, data: Data, run: training.Run) -> str:
     """Returns the text printed with every checkpoint: a quick validation loss and a sample."""
-    loss = evaluation.mean_loss(spec, run.params, data.human_validation, most_tokens=16_384)
+    loss = evaluation.mean_loss(spec, run.params, data.human_validation, max_tokens=16_384)
     prompt = data.tokenizer.encode("Once upon a time").ids
     text = data.tokenizer.decode(
         evaluation.sample_text(spec, run.params, prompt, 60, 0.7, seed=run.step)

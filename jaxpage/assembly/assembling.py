@@ -132,7 +132,7 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
             config.block_size,
             host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
             sliding_window=group.sliding_window,
-            max_tokens=spec.limits.longest_row,
+            max_tokens=spec.limits.max_row_length,
         )
         for group, blocks, host_blocks in zip(
             spec.groups, spec.blocks, spec.host_blocks, strict=True

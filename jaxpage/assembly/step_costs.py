@@ -65,9 +65,9 @@ def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
 
     Each row has blocks of its own, unless the pool has too few.
     """
-    longest = builder.tables.width * builder.block_size
-    size = min(bucket.num_tokens // bucket.num_rows, longest)
-    context = min(CONTEXT, longest - size)
+    max_length = builder.tables.width * builder.block_size
+    size = min(bucket.num_tokens // bucket.num_rows, max_length)
+    context = min(CONTEXT, max_length - size)
     width = -(-(context + size) // builder.block_size)
     parents = tuple(range(size - 1)) if bucket.verifies else ()
     drawn = range(0 if bucket.verifies else size - 1, size)

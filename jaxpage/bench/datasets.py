@@ -108,7 +108,7 @@ def workload_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"dataset": arguments.dataset, **path, **of_kind, "seed": arguments.seed}
 
 
-def longest_lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
+def max_lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
     """Returns the longest prompt and output that fit the model together.
 
     A line on stderr says so if they are less than asked for.

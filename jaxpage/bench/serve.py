@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench.answer_latencies import goals_of, rate_held, summary
-from jaxpage.bench.datasets import check_workload, longest_lengths, workload_fields, workload_of
+from jaxpage.bench.datasets import check_workload, max_lengths, workload_fields, workload_of
 from jaxpage.bench.http_client import Client
 from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.results import environment, print_result
@@ -207,7 +207,7 @@ def _workload(
         raise UsageError(
             "the server does not tell the size of its vocabulary: give --vocab-size N or --tokenizer MODEL"
         )
-    max_input, max_output = longest_lengths(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
+    max_input, max_output = max_lengths(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
     work = workload_of(
         arguments, vocab_size=size, max_input=max_input, max_output=max_output, tokenizer=tokenizer
     )

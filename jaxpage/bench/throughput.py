@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpage.bench.batched import AnswerBatch, run_batched
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
-from jaxpage.bench.datasets import check_workload, longest_lengths, workload_fields, workload_of
+from jaxpage.bench.datasets import check_workload, max_lengths, workload_fields, workload_of
 from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
 from jaxpage.bench.results import (
@@ -69,7 +69,7 @@ def run_throughput(
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     with start_engine(config) as (llm, load_seconds):
-        max_input, max_output = longest_lengths(arguments, llm.memory.max_model_len)
+        max_input, max_output = max_lengths(arguments, llm.memory.max_model_len)
         workload = workload_of(
             arguments,
             vocab_size=read_config(directory)["vocab_size"],

@@ -242,7 +242,7 @@ def _place(memory: int | None, utilization: float) -> DeviceSpec:
     )
 
 
-def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
+def _layouts(chosen: ModelLayout, max_devices: int) -> list[ModelLayout]:
     """Returns the layouts with which the chosen one is compared, the chosen one included."""
     narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
     layouts = [
@@ -250,7 +250,7 @@ def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
         for dtype in ("float32", narrow)
         for cache in CACHE_DTYPES
         for num in DEVICES
-        if num <= most_devices
+        if num <= max_devices
     ]
     return layouts if chosen in layouts else [chosen, *layouts]
 

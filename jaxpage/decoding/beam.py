@@ -78,7 +78,7 @@ class BeamStrategy:
         assert request.beam is not None and len(sequence_ids) == request.num_sequence_ids
         self._beam = request.beam
         self._ending_token_ids = request.ending_token_ids
-        self._most_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+        self._max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
         self._sequence_ids = tuple(sequence_ids)
         self._num_tokens = 0  # the output tokens of each beam
         # The most likely beam comes first.
@@ -91,7 +91,7 @@ class BeamStrategy:
         if bad is not None:
             return self._fail(refusal(bad))
         self._num_tokens += 1
-        is_last = self._num_tokens >= self._most_tokens
+        is_last = self._num_tokens >= self._max_tokens
         ranked = self._rank(draws)
         ended = [c for c in ranked[: self._beam.beam_width] if is_last or self._is_end(c)]
         going = (
@@ -144,7 +144,7 @@ class BeamStrategy:
             return True
         # A longer text can only score better.
         longest = early == "never" and self._beam.length_penalty > 0.0
-        num_tokens = self._most_tokens if longest else self._num_tokens
+        num_tokens = self._max_tokens if longest else self._num_tokens
         return self._score(likeliest.cumulative_logprob, num_tokens) <= best[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:

@@ -390,14 +390,14 @@ def log_probabilities(
         rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
         return jax.tree.map(lambda array: array[:, 0], rows)
     if (kernels := kernels_in_use()) is not None:
-        return _select_log_probabilities(logits_BV, token_ids_B, kernels.likeliest)
+        return _select_log_probabilities(logits_BV, token_ids_B, kernels.top_candidates)
     return _log_probabilities(logits_BV, token_ids_B)
 
 
 def _select_log_probabilities(
     logits_BV: jax.Array,
     token_ids_B: jax.Array,
-    likeliest: Callable[..., tuple[jax.Array, jax.Array]],
+    top_candidates: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> LogProbabilities:
     """Returns what `log_probabilities` returns, without an array as large as the logits."""
     largest_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
@@ -406,7 +406,7 @@ def _select_log_probabilities(
     chosen_B1 = own_B1 - largest_B1 - log_sum_B1
     ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
     count = min(NUM_CANDIDATES, logits_BV.shape[1])
-    some_BW, some_ids_BW = likeliest(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
+    some_BW, some_ids_BW = top_candidates(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
     top_BW, order_BW = jax.lax.top_k(some_BW, count)  # sorting so few takes one launch
     return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
 

@@ -23,12 +23,12 @@ class SelectionKernels(NamedTuple):
     Attributes:
         cutoffs: Takes (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R), and returns
             the least logit of each row that stays.
-        likeliest: Takes (logits_RV, largest_R, log_sum_R, count), and returns log probabilities and
-            ids, in the order of the ids where they are equal.
+        top_candidates: Takes (logits_RV, largest_R, log_sum_R, count), and returns log
+            probabilities and ids, in the order of the ids where they are equal.
     """
 
     cutoffs: Callable[..., jax.Array]
-    likeliest: Callable[..., tuple[jax.Array, jax.Array]]
+    top_candidates: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 _kernels: ContextVar[SelectionKernels | None] = ContextVar("selection_kernels", default=None)
@@ -49,11 +49,11 @@ def selection_kernels(backend: Backend) -> Iterator[None]:
 
 def _find(backend: Backend) -> SelectionKernels | None:
     for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
-        if each.cutoffs is None or each.likeliest is None:
+        if each.cutoffs is None or each.top_candidates is None:
             continue
         if each.refusal(jax.devices()[0], Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
-            return SelectionKernels(bound(each.cutoffs), bound(each.likeliest))
+            return SelectionKernels(bound(each.cutoffs), bound(each.top_candidates))
     return None
 
 

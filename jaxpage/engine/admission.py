@@ -154,20 +154,20 @@ class Admission:
         """
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
-        longest = self._longest(checked.sampling)
+        max_length = self._max_length(checked.sampling)
         # Such a prompt is only scored, so the message speaks of no output.
-        if len(token_ids) >= longest > self._max_model_len:
+        if len(token_ids) >= max_length > self._max_model_len:
             raise ValueError(
                 f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}"
             )
-        if len(token_ids) >= longest:
+        if len(token_ids) >= max_length:
             raise ValueError(
                 f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: "
                 "max_model_len is "
                 f"{self._max_model_len}, prompt and output together"
             )
         self._check_token_ids("prompt_token_ids", token_ids)
-        room = longest - len(token_ids)
+        room = max_length - len(token_ids)
         if checked.sampling.min_tokens > room:
             raise ValueError(
                 f"min_tokens={checked.sampling.min_tokens} does not fit: after the prompt there is "
@@ -177,7 +177,7 @@ class Admission:
             _check_length_penalty(checked.beam, min(checked.beam.max_tokens or room, room))
         return PreparedRequest(prompt, tuple(token_ids), checked)
 
-    def _longest(self, params: SamplingParams) -> int:
+    def _max_length(self, params: SamplingParams) -> int:
         """Returns the most tokens of a sequence, prompt and output together.
 
         If a prompt is scored, the one token after it is drawn but never computed, so it needs no
@@ -199,9 +199,9 @@ class Admission:
         checked = prepared.checked
         params = prepared.checked.sampling
         self._num_admitted += 1
-        longest = self._longest(params)
+        max_length = self._max_length(params)
         if params.max_tokens is not None:
-            longest = min(longest, len(prepared.token_ids) + params.max_tokens)
+            max_length = min(max_length, len(prepared.token_ids) + params.max_tokens)
         return Request(
             request_id=request_id,
             prompt=prepared.prompt,
@@ -209,7 +209,7 @@ class Admission:
             params=params,
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=self._eos(params),
-            max_total_tokens=longest,
+            max_total_tokens=max_length,
             bad_word_token_ids=checked.bad_word_token_ids,
             beam=checked.beam,
             is_prefix=prepared.is_prefix,
@@ -295,12 +295,12 @@ class Admission:
                 )
 
 
-def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:
+def _check_length_penalty(beam: BeamSearchParams, max_length: int) -> None:
     try:
-        math.pow(longest, abs(beam.length_penalty))
+        math.pow(max_length, abs(beam.length_penalty))
     except OverflowError:
         raise ValueError(
-            f"length_penalty={beam.length_penalty}: {longest} tokens to this power is too large "
+            f"length_penalty={beam.length_penalty}: {max_length} tokens to this power is too large "
             "for a float; use a smaller value"
         ) from None
 

@@ -92,8 +92,8 @@ class Latencies:
         self._decode.observe(last - first)
         self._prompt_tokens.observe(len(group.request.prompt_token_ids))
         self._generation_tokens.observe(sum(num_tokens))
-        if (longest := max(num_tokens)) > 1:
-            self._time_per_output_token.observe((last - first) / (longest - 1))
+        if (max_length := max(num_tokens)) > 1:
+            self._time_per_output_token.observe((last - first) / (max_length - 1))
 
     def snapshot(self) -> dict[str, Any]:
         """Returns all histograms by their public names."""

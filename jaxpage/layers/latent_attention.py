@@ -28,14 +28,14 @@ class LatentWidths:
 
     Attributes:
         rank: The width of the latent.
-        turned: The width of the part of keys that is rotated and shared by all heads.
+        rotated: The width of the part of keys that is rotated and shared by all heads.
         plain: The width of the rest of a head's keys, as they would be made.
         value: The width of a head's values, as they would be made.
         query_rank: The width of the latent of queries; None if queries have none.
     """
 
     rank: int
-    turned: int
+    rotated: int
     plain: int
     value: int
     query_rank: int | None
@@ -43,12 +43,12 @@ class LatentWidths:
     @property
     def kept(self) -> int:
         """Returns how many numbers a token keeps."""
-        return self.rank + self.turned
+        return self.rank + self.rotated
 
     @property
     def query(self) -> int:
         """Returns the width of a head's query."""
-        return self.plain + self.turned
+        return self.plain + self.rotated
 
 
 class LatentQueries(nnx.Module):
@@ -122,13 +122,13 @@ class LatentAttention(nnx.Module):
         absorbed_TNR = product_by_head(
             q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True
         )
-        turned_TNE = q_TNH[..., widths.plain :]
+        rotated_TNE = q_TNH[..., widths.plain :]
         shared_T1E = shared_TE[:, None]
         if self.rope is not None:
             angles = context.angles(self.rope)
-            turned_TNE = angles.rotate(turned_TNE)
+            rotated_TNE = angles.rotate(rotated_TNE)
             shared_T1E = angles.rotate(shared_T1E)
-        q_TNH = jnp.concatenate([absorbed_TNR, turned_TNE], axis=-1)
+        q_TNH = jnp.concatenate([absorbed_TNR, rotated_TNE], axis=-1)
         if self.temperature_tuning is not None:
             q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
         k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], shared_T1E], axis=-1)

@@ -125,9 +125,9 @@ class BlockManager:
         """Returns how many blocks hold this many tokens."""
         return self.groups[0].blocks_for(num_tokens)
 
-    def most_blocks(self, num_tokens: int) -> Counts:
+    def max_blocks(self, num_tokens: int) -> Counts:
         """Returns the most blocks that a sequence of this length holds at a time, by group."""
-        return tuple(group.most_blocks(num_tokens) for group in self.groups)
+        return tuple(group.max_blocks(num_tokens) for group in self.groups)
 
     def block_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
         """Returns a sequence's block tables, one for each cache group."""

@@ -135,7 +135,7 @@ class BlockTables:
             return 0
         return max(0, num_tokens - self.sliding_window - 1) // self.block_size
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         """Returns the largest number of blocks that a sequence of this length holds at a time."""
         blocks = self.blocks_for(num_tokens)
         if self.sliding_window is None:
@@ -154,7 +154,7 @@ class BlockTables:
         """
         if self.sliding_window is None:
             return stop
-        return min(stop, (num_before + self.most_blocks(stop)) * self.block_size)
+        return min(stop, (num_before + self.max_blocks(stop)) * self.block_size)
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
         """Gives up the blocks that no token after the first `num_tokens` can see any more."""

@@ -52,16 +52,16 @@ class AfmoeConfig(ExpertsConfig):
         head_dim = fields.integer("head_dim", 128)
         types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
         window = fields.optional_integer("sliding_window", 1024)
-        rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
+        rope, max_length = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
         is_scaled = fields.flag("mup_enabled", False)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=windows_of(fields, types, window),
-                rope=(rope, longest),
+                rope=(rope, max_length),
                 epsilon=("rms_norm_eps", 1e-5),
             ),
             rope_by_layer=rope_with_windows(rope, types),

@@ -21,23 +21,23 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return (*first, *odd_slopes)
 
 
-def read_without_positions(fields: Fields, longest: int, **options: Any) -> dict[str, Any]:
+def read_without_positions(fields: Fields, max_length: int, **options: Any) -> dict[str, Any]:
     """Returns what `read_common` does for a model with ALiBi and as many K/V heads as queries.
 
     The feed-forward width is four times that of the model, and the tables are tied by default.
 
     Args:
         fields: The fields of the config, with the usual names for width and heads.
-        longest: The longest sequence of the config; ALiBi has no limit of its own.
+        max_length: The longest sequence of the config; ALiBi has no limit of its own.
         **options: Further arguments of `read_common`.
     """
     return read_common(
         fields,
         num_kv_heads=fields.integer("num_attention_heads"),
         head_dim=fields.divide("hidden_size", "num_attention_heads"),
-        max_position_embeddings=longest,
+        max_position_embeddings=max_length,
         intermediate_size=4 * fields.integer("hidden_size"),
-        rope=(NO_ROTATION, longest),
+        rope=(NO_ROTATION, max_length),
         epsilon=("layer_norm_epsilon", 1e-5),
         tied=True,
         **options,

@@ -58,14 +58,14 @@ class BambaConfig(DecoderConfig):
         mamba = read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))
         head_dim = read_head_dim(fields)
-        longest = fields.integer("max_position_embeddings", 262_144)
+        max_length = fields.integer("max_position_embeddings", 262_144)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, partial=0.5),
+                max_position_embeddings=max_length,
+                rope=fields.rope(head_dim, max_length, partial=0.5),
                 epsilon=("rms_norm_eps", 1e-5),
                 kv={"states": states},
             ),

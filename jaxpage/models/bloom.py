@@ -49,9 +49,9 @@ class BloomConfig(DecoderConfig):
         if fields.flag("apply_residual_connection_post_layernorm", False):
             text = "apply_residual_connection_post_layernorm = true is not supported"
             fields.note(RefusedField(text), apply_residual_connection_post_layernorm=False)
-        longest = fields.integer("seq_length", 2048)
+        max_length = fields.integer("seq_length", 2048)
         return cls(
-            **read_without_positions(fields, longest, activation="gelu_new"),
+            **read_without_positions(fields, max_length, activation="gelu_new"),
             attention_bias=True,
             mlp_bias=True,
             name="transformer",
@@ -138,9 +138,9 @@ class MptConfig(DecoderConfig):
         fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
         fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
         fields.only(expansion_ratio=4, no_bias=True, logit_scale=None)
-        longest = fields.integer("max_seq_len", 2048)
+        max_length = fields.integer("max_seq_len", 2048)
         return cls(
-            **read_without_positions(fields, longest, activation="gelu"),
+            **read_without_positions(fields, max_length, activation="gelu"),
             attention_scale=fields.optional_number("softmax_scale", None),
             clip_qkv=fields.optional_number("clip_qkv", None),
             name="transformer",

@@ -49,14 +49,14 @@ class CohereConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> CohereConfig:
         """Returns what the fields say."""
-        longest = fields.integer("max_position_embeddings", 8192)
-        if fields.rope_parameters(longest, THETA)["rope_type"] == "default":
-            longest = fields.optional_integer("model_max_length", None) or longest
+        max_length = fields.integer("max_position_embeddings", 8192)
+        if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
+            max_length = fields.optional_integer("model_max_length", None) or max_length
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 rope={"theta": THETA, "interleaved": True},
                 epsilon=("layer_norm_eps", 1e-5),
                 tied=True,
@@ -115,8 +115,8 @@ class Cohere2Config(CohereConfig):
         """Returns what the fields say."""
         head_dim = read_head_dim(fields)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
-        longest = fields.integer("max_position_embeddings", 8192)
-        rope, reach = fields.rope(head_dim, longest, interleaved=True)
+        max_length = fields.integer("max_position_embeddings", 8192)
+        rope, reach = fields.rope(head_dim, max_length, interleaved=True)
         window = fields.optional_integer("sliding_window", 4096)
         return cls(
             **read_common(

@@ -65,7 +65,7 @@ class DeepseekV2Config(ExpertsConfig):
         groups = None if method == "greedy" else read_groups(fields, count, best=1)
         factor = fields.number("routed_scaling_factor", 1.0)
         return cls(
-            **read_latent_decoder(fields, longest=2048, query_rank=1536),
+            **read_latent_decoder(fields, max_length=2048, query_rank=1536),
             mlp_bias=fields.flag("mlp_bias", False),
             experts=read_experts(
                 fields,
@@ -105,7 +105,7 @@ class DeepseekV3Config(DeepseekV2Config):
     def read(cls, fields: Fields) -> DeepseekV3Config:
         """Returns what the fields say."""
         return cls(
-            **read_latent_decoder(fields, longest=4096, query_rank=1536),
+            **read_latent_decoder(fields, max_length=4096, query_rank=1536),
             experts=read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
             ),
@@ -131,7 +131,7 @@ class YoutuConfig(DeepseekV2Config):
     def read(cls, fields: Fields) -> YoutuConfig:
         """Returns what the fields say."""
         return cls(
-            **read_latent_decoder(fields, longest=131_072, query_rank=1536, tied=True),
+            **read_latent_decoder(fields, max_length=131_072, query_rank=1536, tied=True),
             experts=None,
             sparse_layers=(False,) * fields.integer("num_hidden_layers"),
         )
@@ -156,7 +156,7 @@ class AXK1Config(DeepseekV2Config):
         """Returns what the fields say."""
         heads = read_numbered_names(fields)
         return cls(
-            **read_latent_decoder(fields, longest=32_768, query_rank=1536),
+            **read_latent_decoder(fields, max_length=32_768, query_rank=1536),
             experts=read_corrected_experts(
                 fields,
                 count=192,

@@ -76,7 +76,7 @@ class SolarOpenConfig(ExpertsConfig):
         # Published files have these fields; transformers' class does not.
         fields.only(first_k_dense_replace=0, use_qk_norm=False)
         head_dim = fields.integer("head_dim", 128)
-        longest = fields.integer("max_position_embeddings", 131_072)
+        max_length = fields.integer("max_position_embeddings", 131_072)
         experts = read_corrected_experts(
             fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
         )
@@ -85,8 +85,8 @@ class SolarOpenConfig(ExpertsConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, theta=1_000_000.0),
+                max_position_embeddings=max_length,
+                rope=fields.rope(head_dim, max_length, theta=1_000_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
                 intermediate_size=experts.width,  # No layer is dense.
             ),

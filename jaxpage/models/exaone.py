@@ -37,14 +37,14 @@ def read_exaone(fields: Fields, window: int | None) -> dict[str, Any]:
     """
     head_dim = decoder_config.read_head_dim(fields)
     types = fields.layer_types(_usual_types(fields, window))
-    rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
+    rope, max_length = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
     common = read_common(
         fields,
         num_kv_heads=key_value_heads(fields, 32),
         head_dim=head_dim,
-        max_position_embeddings=longest,
+        max_position_embeddings=max_length,
         sliding_windows=windows_of(fields, types, window),
-        rope=(rope, longest),
+        rope=(rope, max_length),
         epsilon=("rms_norm_eps", 1e-5),
     )
     by_layer = () if window is None else rope_with_windows(rope, types)

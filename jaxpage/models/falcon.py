@@ -49,15 +49,15 @@ class FalconConfig(DecoderConfig):
         num_heads = fields.integer("num_attention_heads")
         width = fields.integer("hidden_size")
         head_dim = fields.divide("hidden_size", "num_attention_heads")
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         has_alibi = fields.flag("alibi", False)
         bias = fields.flag("bias", False)
         common = read_common(
             fields,
             num_kv_heads=_kv_heads(fields, num_heads),
             head_dim=head_dim,
-            max_position_embeddings=longest,
-            rope=(NO_ROTATION, longest) if has_alibi else None,
+            max_position_embeddings=max_length,
+            rope=(NO_ROTATION, max_length) if has_alibi else None,
             intermediate_size=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
             epsilon=("layer_norm_epsilon", 1e-5),
             activation=("activation", "gelu"),

@@ -335,7 +335,7 @@ class Fields(ConfigFields):
         self,
         parameters: dict[str, Any],
         head_dim: int,
-        longest: int,
+        max_length: int,
         partial: float | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> tuple[Rope, int]:
@@ -375,7 +375,7 @@ class Fields(ConfigFields):
             self.note(*map(RefusedField, refused), *map(WrongField, wrong), **NO_ROPE)
             factor = partial or 1.0
             width = int(head_dim * factor)
-            parameters = _plain_rope(longest)
+            parameters = _plain_rope(max_length)
         if width % 2 or width == 0:
             instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
             instead |= NO_ROPE if factor != 1.0 else {}
@@ -383,12 +383,14 @@ class Fields(ConfigFields):
             text += f" (head_dim {head_dim}, partial_rotary_factor {factor})"
             self.note(WrongField(text), **instead)
             width = _SIZE
-            parameters = _plain_rope(longest)
+            parameters = _plain_rope(max_length)
         try:
-            return make_rope(parameters, head_dim=width, max_position_embeddings=longest)
+            return make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
         except CheckpointError as error:
             self.note(WrongField(str(error)), **NO_ROPE)
-            return make_rope(_plain_rope(longest), head_dim=width, max_position_embeddings=longest)
+            return make_rope(
+                _plain_rope(max_length), head_dim=width, max_position_embeddings=max_length
+            )
 
     def rope_parameters(
         self, max_position_embeddings: int, theta: float, original: int | None = None
@@ -422,7 +424,7 @@ class Fields(ConfigFields):
         return self._instead(error, name, None)
 
     def _complete(
-        self, stated: Mapping[str, Any], longest: int, theta: float, original: int | None
+        self, stated: Mapping[str, Any], max_length: int, theta: float, original: int | None
     ) -> dict[str, Any]:
         """Returns rope parameters with what other fields say, and the defaults."""
         parameters = _standard(stated)
@@ -432,13 +434,13 @@ class Fields(ConfigFields):
         original = self.get(LENGTH, original)
         if original is not None:
             parameters[LENGTH] = _whole(original)
-        parameters.setdefault(LENGTH, longest)
+        parameters.setdefault(LENGTH, max_length)
         return parameters
 
 
-def _plain_rope(longest: int) -> dict[str, Any]:
+def _plain_rope(max_length: int) -> dict[str, Any]:
     """Returns rope parameters in the place of wrong ones, while the other fields are read."""
-    return {"rope_type": "default", "rope_theta": 10_000.0, LENGTH: longest}
+    return {"rope_type": "default", "rope_theta": 10_000.0, LENGTH: max_length}
 
 
 def _standard(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,8 +222,8 @@ class Gemma3Config(Gemma2Config):
             fields.note(RefusedField(text), attn_logit_softcapping=None)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
         window = fields.optional_integer("sliding_window", 4096)
-        longest = fields.integer("max_position_embeddings", 131_072)
-        ropes, reach = fields.ropes_by_type(fields.integer("head_dim", 256), longest, THETA)
+        max_length = fields.integer("max_position_embeddings", 131_072)
+        ropes, reach = fields.ropes_by_type(fields.integer("head_dim", 256), max_length, THETA)
         config = cls.read_gemma(
             fields,
             max_position_embeddings=reach,

@@ -103,8 +103,8 @@ class Gemma3nConfig(Gemma4LayersConfig):
         """Returns what the fields say."""
         head_dim = fields.integer("head_dim", 256)
         types = layer_types(fields, 5)
-        longest = fields.integer("max_position_embeddings", 32_768)
-        ropes, longest = fields.ropes_by_type(head_dim, longest, ROPES)
+        max_length = fields.integer("max_position_embeddings", 32_768)
+        ropes, max_length = fields.ropes_by_type(head_dim, max_length, ROPES)
         places = find_shared_layers(fields, types, 15)
         widths = _inner_widths(fields, len(types))
         sparsities = _sparsities(fields, len(types))
@@ -113,8 +113,8 @@ class Gemma3nConfig(Gemma4LayersConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=(ropes[FULL], longest),
+                max_position_embeddings=max_length,
+                rope=(ropes[FULL], max_length),
                 activation=("hidden_activation", ACTIVATION),
                 intermediate_size=max(widths),
                 tied=True,

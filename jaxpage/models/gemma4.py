@@ -87,7 +87,7 @@ class Gemma4Config(Gemma4LayersConfig):
             fields.note(RefusedField(text), use_bidirectional_attention=None)
         types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
-        ropes, longest = _ropes(fields, heads)
+        ropes, max_length = _ropes(fields, heads)
         places = find_shared_layers(fields, types, 0)
         cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
@@ -97,8 +97,8 @@ class Gemma4Config(Gemma4LayersConfig):
                 fields,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=(ropes[FULL], longest),
+                max_position_embeddings=max_length,
+                rope=(ropes[FULL], max_length),
                 activation=("hidden_activation", ACTIVATION),
                 tied=True,
                 kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
@@ -173,7 +173,7 @@ def _heads_by_layer(
 
 def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions."""
-    longest = fields.integer("max_position_embeddings", 131_072)
+    max_length = fields.integer("max_position_embeddings", 131_072)
     stated = fields.get("rope_parameters", None)
     scaling = fields.get("rope_scaling", stated)  # It replaces the other one in transformers too.
     if stated is not None and scaling != stated:
@@ -184,7 +184,7 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     for kind, (_, width) in heads.items():
         of_kind = stated.get(kind) if isinstance(stated, dict) else None
         ropes[kind] = read_rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
-    return ropes, longest
+    return ropes, max_length
 
 
 def _inputs(fields: Fields) -> InputsForm | None:

@@ -45,14 +45,14 @@ class Glm4MoeConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> Glm4MoeConfig:
         """Returns what the fields say."""
         head_dim = read_head_dim(fields)
-        longest = fields.integer("max_position_embeddings", 131_072)
+        max_length = fields.integer("max_position_embeddings", 131_072)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, partial=0.5),
+                max_position_embeddings=max_length,
+                rope=fields.rope(head_dim, max_length, partial=0.5),
                 epsilon=EPSILON,
             ),
             attention_bias=fields.flag("attention_bias", False),
@@ -91,7 +91,7 @@ class Glm4MoeLiteConfig(DeepseekV2Config):
         num_layers = fields.integer("num_hidden_layers")
         return cls(
             **read_latent_decoder(
-                fields, epsilon=EPSILON, longest=202_752, query_rank=768, plain=192, value=256
+                fields, epsilon=EPSILON, max_length=202_752, query_rank=768, plain=192, value=256
             ),
             experts=read_corrected_experts(
                 fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8

@@ -169,16 +169,16 @@ class GPTBigCodeConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> GPTBigCodeConfig:
         """Returns what the fields say."""
-        longest = fields.integer("max_position_embeddings", 1024)
+        max_length = fields.integer("max_position_embeddings", 1024)
         heads = fields.integer("num_attention_heads")
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=1 if fields.flag("multi_query", True) else heads,
                 head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 intermediate_size=inner_width(fields, "n_inner"),
-                rope=(NO_ROTATION, longest),
+                rope=(NO_ROTATION, max_length),
                 epsilon=EPSILON,
                 activation=("activation_function", "gelu_pytorch_tanh"),
                 tied=True,

@@ -56,7 +56,7 @@ class GPTNeoXConfig(DecoderConfig):
     def read(cls, fields: Fields) -> GPTNeoXConfig:
         """Returns what the fields say."""
         head_dim = fields.divide("hidden_size", "num_attention_heads")
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         theta = fields.number("rotary_emb_base", 10_000.0)
         share = fields.number("rotary_pct", 0.25)
         # transformers passes these over, too; who wrote them expects something of them.
@@ -66,8 +66,8 @@ class GPTNeoXConfig(DecoderConfig):
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest, theta=theta, partial=share),
+                max_position_embeddings=max_length,
+                rope=fields.rope(head_dim, max_length, theta=theta, partial=share),
                 epsilon=("layer_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
             ),
@@ -116,15 +116,15 @@ class GPTJConfig(DecoderConfig):
     def read(cls, fields: Fields) -> GPTJConfig:
         """Returns what the fields say."""
         head_dim = fields.divide("hidden_size", "num_attention_heads")
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 intermediate_size=inner_width(fields, "n_inner"),
-                rope=(_gptj_rope(fields, head_dim, longest), longest),
+                rope=(_gptj_rope(fields, head_dim, max_length), max_length),
                 epsilon=EPSILON,
                 activation=("activation_function", "gelu_new"),
             ),
@@ -133,14 +133,14 @@ class GPTJConfig(DecoderConfig):
         )
 
 
-def _gptj_rope(fields: Fields, head_dim: int, longest: int) -> Rope:
+def _gptj_rope(fields: Fields, head_dim: int, max_length: int) -> Rope:
     width = fields.integer("rotary_dim", 64)
     if width % 2 or width > head_dim:
         text = f"rotary_dim = {width} must be even, and at most the width of a head, {head_dim}"
         fields.note(WrongField(text), rotary_dim=2)
         width = 2
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-    rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=longest)
+    rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
     return replace(rope, interleaved=True)
 
 
@@ -231,19 +231,19 @@ class GPTNeoConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoConfig:
         """Returns what the fields say."""
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         window = fields.integer("window_size", 256)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 intermediate_size=inner_width(fields, "intermediate_size"),
                 sliding_windows=tuple(
                     window if kind == "local" else None for kind in _kinds(fields)
                 ),
-                rope=(NO_ROTATION, longest),
+                rope=(NO_ROTATION, max_length),
                 epsilon=EPSILON,
                 activation=("activation_function", "gelu_new"),
                 tied=True,

@@ -48,7 +48,7 @@ class GptOssConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> GptOssConfig:
         """Returns what the fields say."""
         head_dim = fields.integer("head_dim", 64)
-        longest = fields.integer("max_position_embeddings", 131_072)
+        max_length = fields.integer("max_position_embeddings", 131_072)
         types = layer_types(fields, 2)
         window = fields.optional_integer("sliding_window", 128)
         limit = fields.number("swiglu_limit", 7.0)
@@ -57,9 +57,9 @@ class GptOssConfig(ExpertsConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=windows_of(fields, types, window),
-                rope=fields.rope(head_dim, longest, theta=150_000.0),
+                rope=fields.rope(head_dim, max_length, theta=150_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
             ),
             attention_bias=fields.flag("attention_bias", True),

@@ -193,7 +193,7 @@ class GraniteSWAConfig(GraniteConfig):
     def read(cls, fields: Fields) -> GraniteSWAConfig:
         """Returns what the fields say."""
         return cls(
-            **read_swash(fields, kv_heads=4, longest=8192, epsilon=1e-5, tied=True),
+            **read_swash(fields, kv_heads=4, max_length=8192, epsilon=1e-5, tied=True),
             attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             factors=GraniteFactors.read(fields),
@@ -201,7 +201,7 @@ class GraniteSWAConfig(GraniteConfig):
 
 
 def read_swash(
-    fields: Fields, *, kv_heads: int | None, longest: int, epsilon: float, tied: bool
+    fields: Fields, *, kv_heads: int | None, max_length: int, epsilon: float, tied: bool
 ) -> dict[str, Any]:
     """Returns the fields of a `DecoderConfig` of Granite Swash; the arguments are defaults.
 
@@ -209,13 +209,13 @@ def read_swash(
     no rotary embedding.
     """
     head_dim = decoder_config.read_head_dim(fields)
-    longest = fields.integer("max_position_embeddings", longest)
+    max_length = fields.integer("max_position_embeddings", max_length)
     types = layer_types(fields, 4, first=0)
-    rope, reach = fields.rope(head_dim, longest)
-    parameters = fields.rope_parameters(longest, 10_000.0)
+    rope, reach = fields.rope(head_dim, max_length)
+    parameters = fields.rope_parameters(max_length, 10_000.0)
     thetas = _read_thetas(fields, parameters["rope_theta"])
     ropes = {
-        theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, longest)[0]
+        theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, max_length)[0]
         for theta in thetas
         if theta
     }
@@ -269,7 +269,7 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
         """Returns what the fields say."""
         return cls(
-            **read_swash(fields, kv_heads=None, longest=2048, epsilon=1e-6, tied=False),
+            **read_swash(fields, kv_heads=None, max_length=2048, epsilon=1e-6, tied=False),
             attention_bias=fields.flag("attention_bias", False),
             factors=GraniteFactors.read(fields),
             experts=granite_experts(fields, cls.shared_width(fields)),

@@ -53,7 +53,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
         )
         mamba = read_mamba(fields)
         head_dim = read_head_dim(fields)
-        rope, longest = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
+        rope, max_length = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
@@ -65,8 +65,8 @@ class GraniteMoeHybridConfig(ExpertsConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=(rope, longest),
+                max_position_embeddings=max_length,
+                rope=(rope, max_length),
                 kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
                 intermediate_size=shared_width,
             ),

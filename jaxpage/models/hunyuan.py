@@ -30,8 +30,8 @@ def read_hunyuan(fields: Fields) -> dict[str, Any]:
     A "dynamic" rope with `alpha` has a larger base at every length, and no other scaling.
     """
     head_dim = decoder_config.read_head_dim(fields)
-    longest = fields.integer("max_position_embeddings", 2048)
-    parameters = fields.rope_parameters(longest, 10_000.0)
+    max_length = fields.integer("max_position_embeddings", 2048)
+    parameters = fields.rope_parameters(max_length, 10_000.0)
     alpha = parameters.get("alpha")
     if parameters["rope_type"] == "dynamic" and alpha:
         theta = parameters["rope_theta"]
@@ -49,7 +49,7 @@ def read_hunyuan(fields: Fields) -> dict[str, Any]:
         fields,
         num_kv_heads=key_value_heads(fields, None),
         head_dim=head_dim,
-        max_position_embeddings=longest,
+        max_position_embeddings=max_length,
         epsilon=("rms_norm_eps", 1e-5),
     )
     return {**common, "attention_bias": fields.flag("attention_bias", False)}

@@ -76,7 +76,7 @@ class JambaConfig(ExpertsConfig):
                 normalized=False,
             )
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
-        longest = fields.integer("max_position_embeddings", 262_144)
+        max_length = fields.integer("max_position_embeddings", 262_144)
         states = (
             *(None if each else mamba.state for each in attends),
             *(mamba.convolved for each in attends if not each),
@@ -86,8 +86,8 @@ class JambaConfig(ExpertsConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=read_head_dim(fields),
-                max_position_embeddings=longest,
-                rope=(NO_ROTATION, longest),
+                max_position_embeddings=max_length,
+                rope=(NO_ROTATION, max_length),
                 kv=cache_of_states(states, num_layers),
             ),
             recurrent=mamba,

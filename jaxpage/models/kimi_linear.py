@@ -97,14 +97,14 @@ class KimiLinearConfig(ExpertsConfig):
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
         widths = read_widths(fields, query_rank=None)
-        longest = fields.integer("max_position_embeddings", 1_048_576)
+        max_length = fields.integer("max_position_embeddings", 1_048_576)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=1,
                 head_dim=widths.kept,
-                max_position_embeddings=longest,
-                rope=(NO_ROTATION, longest),
+                max_position_embeddings=max_length,
+                rope=(NO_ROTATION, max_length),
                 epsilon=("rms_norm_eps", 1e-5),
                 kv={
                     "value_width": widths.rank,

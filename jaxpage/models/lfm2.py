@@ -110,15 +110,15 @@ def read_lfm2(fields: Fields, types: Sequence[str], **options: Any) -> dict[str,
         **options: Further arguments of `read_common`.
     """
     head_dim = read_head_dim(fields)
-    longest = fields.integer("max_position_embeddings", 128_000)
-    rope, longest = fields.rope(head_dim, longest, theta=1_000_000.0)
+    max_length = fields.integer("max_position_embeddings", 128_000)
+    rope, max_length = fields.rope(head_dim, max_length, theta=1_000_000.0)
     convolution = read_convolution(fields, kernel=3)
     common = read_common(
         fields,
         num_kv_heads=key_value_heads(fields, 8),
         head_dim=head_dim,
-        max_position_embeddings=longest,
-        rope=(rope, longest),
+        max_position_embeddings=max_length,
+        rope=(rope, max_length),
         epsilon=("norm_eps", 1e-5),
         activation="silu",
         tied=True,
@@ -271,7 +271,7 @@ class Lfm3Config(Lfm2Config):
         )
         head_dim = fields.integer("head_dim", 128)
         ropes = _read_ropes(fields, types, head_dim)
-        longest = fields.integer("max_position_embeddings", 128_000)
+        max_length = fields.integer("max_position_embeddings", 128_000)
         convolution = read_convolution(fields, kernel=7)
         window = fields.optional_integer("sliding_window", 256)
         return cls(
@@ -279,9 +279,9 @@ class Lfm3Config(Lfm2Config):
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=windows_of(fields, types, window),
-                rope=(ropes.get(FULL, NO_ROTATION), longest),
+                rope=(ropes.get(FULL, NO_ROTATION), max_length),
                 epsilon=("norm_eps", 1e-5),
                 activation="silu",
                 tied=True,

@@ -63,8 +63,8 @@ class Llama4Config(ExpertsConfig):
     def read(cls, fields: Fields) -> Llama4Config:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128) or decoder_config.read_head_dim(fields)
-        longest = fields.integer("max_position_embeddings", 131_072)
-        rope, reach = fields.rope(head_dim, longest, theta=500_000.0, interleaved=True)
+        max_length = fields.integer("max_position_embeddings", 131_072)
+        rope, reach = fields.rope(head_dim, max_length, theta=500_000.0, interleaved=True)
         rotates = rotating_layers(fields)
         return cls(
             **read_common(

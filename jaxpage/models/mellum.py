@@ -32,16 +32,16 @@ class MellumConfig(ExpertsConfig):
         num_layers = fields.integer("num_hidden_layers")
         types = fields.layer_types(["full_attention"] * num_layers)
         window = fields.optional_integer("sliding_window", 1024)
-        longest = fields.integer("max_position_embeddings", 131_072)
-        ropes, longest = fields.ropes_by_type(head_dim, longest, THETA)
+        max_length = fields.integer("max_position_embeddings", 131_072)
+        ropes, max_length = fields.ropes_by_type(head_dim, max_length, THETA)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 4),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=windows_of(fields, types, window),
-                rope=(ropes["full_attention"], longest),
+                rope=(ropes["full_attention"], max_length),
             ),
             rope_by_layer=tuple(ropes[kind] for kind in types),
             attention_bias=fields.flag("attention_bias", False),

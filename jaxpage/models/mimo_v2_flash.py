@@ -68,16 +68,16 @@ class MiMoV2FlashConfig(ExpertsConfig):
         num_kv_heads, head_dim, value_width = _widths(fields, types)
         heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
         _refuse_contradictions(fields, types, sparse)
-        ropes, longest = _ropes(fields, head_dim)
+        ropes, max_length = _ropes(fields, head_dim)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 kv={"heads": heads},
                 sliding_windows=windows_of(fields, types, _window(fields)),
-                rope=(ropes[FULL], longest),
+                rope=(ropes[FULL], max_length),
                 epsilon=("rms_norm_eps", 1e-5),
             ),
             rope_by_layer=tuple(ropes[kind] for kind in types),
@@ -132,8 +132,8 @@ def _ropes(fields: Fields, head_dim: int) -> tuple[dict[str, Rope], int]:
             kind: {"partial_rotary_factor": 1.0, **each} if _is_scaled(each) else each
             for kind, each in ropes.items()
         }
-    longest = fields.integer("max_position_embeddings", 131_072)
-    return fields.ropes_by_type(head_dim, longest, THETA, partial=SHARE)
+    max_length = fields.integer("max_position_embeddings", 131_072)
+    return fields.ropes_by_type(head_dim, max_length, THETA, partial=SHARE)
 
 
 def _is_scaled(rope: Any) -> bool:

@@ -128,31 +128,31 @@ class Ministral3Config(DecoderConfig):
     def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
         head_dim = fields.optional_integer("head_dim", 128)
-        longest = fields.integer("max_position_embeddings", 262_144)
+        max_length = fields.integer("max_position_embeddings", 262_144)
         window = fields.optional_integer("sliding_window", None)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim or decoder_config.read_head_dim(fields),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
                 epsilon=("rms_norm_eps", 1e-5),
             ),
-            temperature_tuning=read_growth(fields, longest),
+            temperature_tuning=read_growth(fields, max_length),
         )
 
 
-def read_growth(fields: Fields, longest: int) -> tuple[float, int, int] | None:
+def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | None:
     """Returns `Scores.temperature_tuning`; None if there is no `llama_4_scaling_beta`.
 
     `rope_parameters`, or `rope_scaling`, say how queries are scaled by position.
 
     Args:
         fields: The fields of the config.
-        longest: The number of positions.
+        max_length: The number of positions.
     """
-    parameters = fields.rope_parameters(longest, 10_000.0)
+    parameters = fields.rope_parameters(max_length, 10_000.0)
     rate, length = (
         parameters.get(name)
         for name in ("llama_4_scaling_beta", "original_max_position_embeddings")

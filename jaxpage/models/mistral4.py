@@ -47,10 +47,10 @@ class Mistral4Config(DeepseekV2Config):
     @classmethod
     def read(cls, fields: Fields) -> Mistral4Config:
         """Returns what the fields say."""
-        longest = fields.integer("max_position_embeddings", 1_048_576)
+        max_length = fields.integer("max_position_embeddings", 1_048_576)
         return cls(
             **read_latent_decoder(
-                fields, longest=longest, rank=256, query_rank=1024, plain=64, turns_share=True
+                fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
             ),
             experts=read_corrected_experts(
                 fields,
@@ -63,7 +63,7 @@ class Mistral4Config(DeepseekV2Config):
                 corrected=False,
             ),
             sparse_layers=first_dense(fields, 0),
-            temperature_tuning=mistral.read_growth(fields, longest),
+            temperature_tuning=mistral.read_growth(fields, max_length),
         )
 
 

@@ -39,8 +39,8 @@ class NanoChatConfig(DecoderConfig):
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
-        longest = fields.integer("max_position_embeddings", 2048)
-        rope, reach = fields.rope(head_dim, longest)
+        max_length = fields.integer("max_position_embeddings", 2048)
+        rope, reach = fields.rope(head_dim, max_length)
         backwards = tuple(-frequency for frequency in rope.frequencies)
         return cls(
             **read_common(

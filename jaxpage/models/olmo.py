@@ -122,8 +122,8 @@ class Olmo3Config(DecoderConfig):
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         types = layer_types(fields, 4)
-        longest = fields.integer("max_position_embeddings", 2048)
-        ropes, reach = fields.ropes_by_type(head_dim, longest, THETA)
+        max_length = fields.integer("max_position_embeddings", 2048)
+        ropes, reach = fields.ropes_by_type(head_dim, max_length, THETA)
         window = fields.optional_integer("sliding_window", 4096)
         return cls(
             **read_common(

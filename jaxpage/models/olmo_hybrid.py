@@ -47,15 +47,15 @@ class OlmoHybridConfig(DecoderConfig):
         types = _layer_types(fields)
         delta = _read_delta(fields)
         head_dim = decoder_config.read_head_dim(fields)
-        rope, longest = _read_rope(fields, head_dim)
+        rope, max_length = _read_rope(fields, head_dim)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
-                rope=(rope, longest),
+                rope=(rope, max_length),
             ),
             attention_bias=fields.flag("attention_bias", False),
             recurrent=delta,
@@ -99,12 +99,12 @@ def _read_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
 
     There is no rotary embedding if `rope_theta` is null.
     """
-    longest = fields.integer("max_position_embeddings", 65_536)
+    max_length = fields.integer("max_position_embeddings", 65_536)
     rope = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     theta = fields.get("rope_theta", 10_000.0)
     if isinstance(rope, dict):
         theta = rope.get("rope_theta", theta)
-    return (NO_ROTATION, longest) if theta is None else fields.rope(head_dim, longest)
+    return (NO_ROTATION, max_length) if theta is None else fields.rope(head_dim, max_length)
 
 
 class OlmoHybrid(Olmo2, config=OlmoHybridConfig):

@@ -58,7 +58,7 @@ class OPTConfig(DecoderConfig):
     def read(cls, fields: Fields) -> OPTConfig:
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         norm_first = fields.flag("do_layer_norm_before", True)
         bias = fields.flag("enable_bias", True)
         return cls(
@@ -66,9 +66,9 @@ class OPTConfig(DecoderConfig):
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 intermediate_size=fields.integer("ffn_dim"),
-                rope=(NO_ROTATION, longest),
+                rope=(NO_ROTATION, max_length),
                 epsilon=EPSILON,
                 activation=("activation_function", "relu"),
                 tied=True,
@@ -193,15 +193,15 @@ class XGLMConfig(DecoderConfig):
     def read(cls, fields: Fields) -> XGLMConfig:
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
-        longest = fields.integer("max_position_embeddings", 2048)
+        max_length = fields.integer("max_position_embeddings", 2048)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 intermediate_size=fields.integer("ffn_dim"),
-                rope=(NO_ROTATION, longest),
+                rope=(NO_ROTATION, max_length),
                 epsilon=EPSILON,
                 activation=("activation_function", "gelu"),
                 tied=True,

@@ -161,15 +161,15 @@ class PhimoeConfig(ExpertsConfig):
         fields.only(num_experts_per_tok=2)
         num_layers = fields.integer("num_hidden_layers")
         head_dim = decoder_config.read_head_dim(fields)
-        rope, longest = _read_moe_rope(fields, head_dim)
+        rope, max_length = _read_moe_rope(fields, head_dim)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
+                max_position_embeddings=max_length,
                 sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-                rope=(rope, longest),
+                rope=(rope, max_length),
                 epsilon=("rms_norm_eps", 1e-5),
             ),
             attention_bias=fields.flag("attention_bias", False),
@@ -188,9 +188,9 @@ class PhimoeConfig(ExpertsConfig):
 
 def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
     """Returns the rotation and its length; a scaled one has its own factor of sines."""
-    longest = fields.integer("max_position_embeddings", 131_072)
-    rope, longest = fields.rope(head_dim, longest, theta=MOE_THETA)
-    parameters = fields.rope_parameters(longest, MOE_THETA)
+    max_length = fields.integer("max_position_embeddings", 131_072)
+    rope, max_length = fields.rope(head_dim, max_length, theta=MOE_THETA)
+    parameters = fields.rope_parameters(max_length, MOE_THETA)
     if parameters["rope_type"] != "default":
         factor = parameters.get("short_mscale")
         if not isinstance(factor, int | float) or not 0 < factor < 1e30:
@@ -198,7 +198,7 @@ def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
             fields.note(WrongField(text), rope_scaling=None, rope_parameters=None)
             factor = 1.0
         rope = replace(rope, attention_factor=float(factor))
-    return rope, longest
+    return rope, max_length
 
 
 class Phimoe(Llama, config=PhimoeConfig):

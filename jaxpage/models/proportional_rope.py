@@ -44,7 +44,7 @@ def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_dim
         theta = share = factor = 1.0
     if rope_type == "default":
         share = factor = 1.0
-    turned = int(min(share, 1.0) * head_dim // 2)
-    powers = np.arange(0, 2 * turned, 2, dtype=np.float32) / np.float32(head_dim)
+    rotated = int(min(share, 1.0) * head_dim // 2)
+    powers = np.arange(0, 2 * rotated, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
-    return Rope((*map(float, frequencies), *(0.0,) * (head_dim // 2 - turned)))
+    return Rope((*map(float, frequencies), *(0.0,) * (head_dim // 2 - rotated)))

@@ -59,15 +59,15 @@ class HybridConfig(DecoderConfig):
         )
         delta = cls.read_delta(fields)
         head_dim = fields.integer("head_dim", 256)
-        longest = fields.integer("max_position_embeddings", 32768)
-        rope, longest = fields.rope(head_dim, longest, partial=0.25)
+        max_length = fields.integer("max_position_embeddings", 32768)
+        rope, max_length = fields.rope(head_dim, max_length, partial=0.25)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, cls.default_kv_heads),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=(rope, longest),
+                max_position_embeddings=max_length,
+                rope=(rope, max_length),
                 kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             ),
             attention_bias=fields.flag("attention_bias", False),

@@ -22,7 +22,7 @@ class SmolLM3Config(DecoderConfig):
     def read(cls, fields: Fields) -> SmolLM3Config:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
-        longest = fields.integer("max_position_embeddings", 32768)
+        max_length = fields.integer("max_position_embeddings", 32768)
         rotates = rotating_layers(fields)
         window = None
         if fields.flag("use_sliding_window", False):
@@ -33,7 +33,7 @@ class SmolLM3Config(DecoderConfig):
                 for does_rotate in rotates
             ]
         )
-        rope, reach = fields.rope(head_dim, longest, theta=2_000_000.0)
+        rope, reach = fields.rope(head_dim, max_length, theta=2_000_000.0)
         return cls(
             **read_common(
                 fields,

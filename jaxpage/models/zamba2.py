@@ -152,7 +152,7 @@ class Zamba2Config(DecoderConfig):
         head_dim = _read_head_dim(fields, width)
         _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
         _refuse(fields)
-        longest = fields.integer("max_position_embeddings", 4096)
+        max_length = fields.integer("max_position_embeddings", 4096)
         rotates = fields.flag("use_mem_rope", False)
         of_types = {LINEAR: (mamba.state,), HYBRID: (None, mamba.state)}
         states = [state for kind in types for state in of_types[kind]]
@@ -161,8 +161,8 @@ class Zamba2Config(DecoderConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_dim=head_dim,
-                max_position_embeddings=longest,
-                rope=fields.rope(head_dim, longest) if rotates else (NO_ROTATION, longest),
+                max_position_embeddings=max_length,
+                rope=fields.rope(head_dim, max_length) if rotates else (NO_ROTATION, max_length),
                 epsilon=("rms_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
                 intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,

@@ -71,7 +71,7 @@ def blocks_alone(group: SequenceGroup, manager: BlockManager) -> Counts:
     """
     request = group.request
     # The last token is drawn and never computed.
-    blocks = manager.most_blocks(request.max_total_tokens - 1)
+    blocks = manager.max_blocks(request.max_total_tokens - 1)
     num_pinned = 0
     # A prompt that is scored is computed in full, whatever is pinned of it.
     if request.params.prompt_logprobs is None:

@@ -345,7 +345,7 @@ class Scheduler:
             if not self.limits.trees:
                 draft = draft.first_branch()
             num_left = request.max_total_tokens - sequence.num_known_tokens - 1
-            most = min(budget, self.limits.most_drafts(num_rows), num_left)
+            most = min(budget, self.limits.max_drafts(num_rows), num_left)
             budget -= self._add_draft(step, sequence, draft, most)
 
     def _add_draft(self, step: PlanBuilder, sequence: Sequence, draft: Draft, most: int) -> int:

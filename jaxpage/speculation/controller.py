@@ -321,7 +321,7 @@ class Controller:
         """
         if num_rows not in self._shapes_by_rows:
             most = min(
-                self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows)
+                self._limits.draft_budget(num_rows), num_rows * self._limits.max_drafts(num_rows)
             )
             shapes = [self._limits.shape(num_rows, 0)]
             num_drafts = 1
@@ -334,7 +334,7 @@ class Controller:
     def _expect_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Returns what could be asked for: the form of the last draft, and after it a chain."""
         most = (
-            min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
+            min(self._limits.max_drafts(num_rows), self._limits.draft_budget(num_rows))
             // self._unit
         )
         known = self._parents[:most] if self._unit == 1 else ()

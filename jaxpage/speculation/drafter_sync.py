@@ -83,7 +83,7 @@ class DrafterSync:
             if self._steps_off > 0:
                 return None
             self._lost = 0.0
-        depth = self._limits.most_drafts(len(plan.rows))
+        depth = self._limits.max_drafts(len(plan.rows))
         if self._controller is not None:
             depth = min(depth, self._controller.depth)
         goes_on = len({sample.row for sample in plan.samples}) < len(plan.rows)  # a prompt goes on

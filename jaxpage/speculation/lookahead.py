@@ -33,18 +33,18 @@ Places = dict[tuple[int, int], int]  # in a draft, by the place before (-1: none
 class Pool:
     """Holds n-grams by their first token: the latest few of each token."""
 
-    def __init__(self, length: int, most: int, most_keys: int = MOST_KEYS) -> None:
+    def __init__(self, length: int, most: int, max_keys: int = MOST_KEYS) -> None:
         """Makes an empty pool.
 
         Args:
             length: The length of an n-gram, at least 2.
             most: The most n-grams that begin with a token. The one that was added or met again
                 longest ago gives way.
-            most_keys: The most first tokens; the same goes for them.
+            max_keys: The most first tokens; the same goes for them.
         """
         self._length = length
         self._most = most
-        self._most_keys = most_keys
+        self._max_keys = max_keys
         # The latest come last.
         self._tails: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
@@ -56,7 +56,7 @@ class Pool:
         if len(tails) > self._most:
             tails.popitem(last=False)
         self._tails.move_to_end(token_id)
-        if len(self._tails) > self._most_keys:
+        if len(self._tails) > self._max_keys:
             self._tails.popitem(last=False)
 
     def take(self, token_ids: TokenIds[int], start: int, stop: int) -> None:
@@ -87,7 +87,7 @@ class Window:
             token_ids: The text, which may get longer and change in no other way.
         """
         self._token_ids = token_ids
-        self._most_rows = sizes.ngram - 1
+        self._max_rows = sizes.ngram - 1
         self._num_filled = 0
         self.num_known = len(token_ids)  # tokens of the text before the window
         self.rows = [[token_ids[-1], *(self._filling() for _ in range(sizes.window - 1))]]
@@ -113,13 +113,13 @@ class Window:
         for column, token_id in enumerate(drawn):
             if token_id is None:  # the row before has a guess for the same place
                 token_id = last[column + 1] if column + 1 < len(last) else self._filling()
-            elif len(self.rows) == self._most_rows:
+            elif len(self.rows) == self._max_rows:
                 first, *between = (row[column] for row in self.rows)
                 pool.add(first, (*between, token_id))
             row.append(token_id)
         self.rows.append(row)
         self.num_known += 1
-        if len(self.rows) > self._most_rows:
+        if len(self.rows) > self._max_rows:
             del self.rows[0]
         else:
             self._drop(1)

@@ -171,7 +171,7 @@ class ProposingSpeculator:
                 num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready
             )
         most = min(
-            self._limits.most_drafts(num_rows),
+            self._limits.max_drafts(num_rows),
             self._limits.draft_budget(num_rows) // max(1, num_rows),
         )
         return dict.fromkeys(sequence_ids, most) if most else {}

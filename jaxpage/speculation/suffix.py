@@ -179,10 +179,10 @@ class _Shared:
     limits say, and at least half of it, the latest; and nothing is ever taken out of a tree.
     """
 
-    def __init__(self, settings: SuffixDecoding, most_edges: int) -> None:
+    def __init__(self, settings: SuffixDecoding, max_edges: int) -> None:
         self._depth = settings.max_tree_depth
-        self._most_texts = settings.max_cached_requests
-        self._most_edges = most_edges
+        self._max_texts = settings.max_cached_requests
+        self._max_edges = max_edges
         self._young: dict[str | None, SuffixTree] = {}
         self._old: dict[str | None, SuffixTree] = {}
         self._num_texts = 0  # in the young generation, one for each sequence
@@ -216,7 +216,7 @@ class _Shared:
         Returns:
             How many tokens were taken in.
         """
-        if not self._most_texts:
+        if not self._max_texts:
             return 0
         written = self._written.get(sequence.sequence_id)
         if written is None:
@@ -232,8 +232,8 @@ class _Shared:
 
     def _room(self, salt: str | None, written: _Written) -> SuffixTree:
         """Returns the tree that the sequence writes to."""
-        is_full = written.tree is None and self._num_texts >= max(1, self._most_texts // 2)
-        if is_full or self._num_edges > self._most_edges // 2:
+        is_full = written.tree is None and self._num_texts >= max(1, self._max_texts // 2)
+        if is_full or self._num_edges > self._max_edges // 2:
             self._turn()
         if written.tree is None:
             if salt not in self._young:
@@ -244,7 +244,7 @@ class _Shared:
         return written.tree
 
     def _turn(self) -> None:
-        self._old = self._young if self._most_texts > 1 else {}
+        self._old = self._young if self._max_texts > 1 else {}
         self._young = {}
         self._num_texts = self._num_edges = 0
         for written in self._written.values():

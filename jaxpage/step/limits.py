@@ -45,15 +45,15 @@ class StepLimits:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
-    def most_drafts(self, num_rows: int) -> int:
+    def max_drafts(self, num_rows: int) -> int:
         """Returns how many drafts a row may have in a step of this many decoding rows."""
         lengths = (length - 1 for rows, length in self.verified if rows >= num_rows)
         return max(lengths, default=self.num_steps - 1)
 
     @property
-    def longest_row(self) -> int:
+    def max_row_length(self) -> int:
         """Returns the most query tokens that a sequence can have in a step."""
-        return max(self.max_tokens, 1 + self.most_drafts(1))
+        return max(self.max_tokens, 1 + self.max_drafts(1))
 
     def draft_budget(self, num_rows: int) -> int:
         """Returns how many drafts all rows together may have in a step of decoding rows."""

@@ -303,7 +303,7 @@ SET = KernelSet(
     multiply=product.multiply,
     multiply_grouped=product.multiply_grouped,
     cutoffs=select.cutoffs,
-    likeliest=select.likeliest,
+    top_candidates=select.top_candidates,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
     ),

@@ -77,7 +77,7 @@ def cutoffs(
     return least_R
 
 
-def likeliest(
+def top_candidates(
     logits_RV: jax.Array,
     largest_R: jax.Array,
     log_sum_R: jax.Array,
@@ -93,7 +93,7 @@ def likeliest(
     """
     num_rows, vocab_size = logits_RV.shape
     call = backend.kernel_call(
-        functools.partial(_likeliest_kernel, tile=_tile(vocab_size), count=count),
+        functools.partial(_top_candidates_kernel, tile=_tile(vocab_size), count=count),
         name="likeliest",
         grid=(num_rows,),
         out_shape=[
@@ -333,7 +333,7 @@ def _between(low: jax.Array, high: jax.Array) -> jax.Array:
     return (low & high) + ((low ^ high) >> 1)
 
 
-def _likeliest_kernel(  # type: ignore[no-untyped-def]
+def _top_candidates_kernel(  # type: ignore[no-untyped-def]
     logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref, *, tile: int, count: int
 ):
     row = pl.program_id(0)

@@ -157,7 +157,7 @@ def step_by_step(
     def norm(x: np.ndarray, weight: str) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x) + TOY.norm_epsilon) * p[weight]
 
-    def turned(x_NH: np.ndarray, at: int) -> np.ndarray:
+    def rotated(x_NH: np.ndarray, at: int) -> np.ndarray:
         first, second = np.split(x_NH, 2, -1)
         angle = at * TOY.rope_theta ** (-np.arange(0, TOY.head_dim, 2) / TOY.head_dim)
         cos, sin = np.cos(angle), np.sin(angle)
@@ -178,9 +178,9 @@ def step_by_step(
         x = feature if is_eagle else both @ p["fc_proj"]
         y = both if is_eagle else norm(x, "input_norm")
         q, k, v = ((y @ p[f"{part}_proj"]).reshape(-1, TOY.head_dim) for part in "qkv")
-        keys.append(turned(k, at)[0])
+        keys.append(rotated(k, at)[0])
         values.append(v[0])
-        weights = np.exp(turned(q, at) @ np.array(keys).T / np.sqrt(TOY.head_dim))
+        weights = np.exp(rotated(q, at) @ np.array(keys).T / np.sqrt(TOY.head_dim))
         attended = weights @ np.array(values) / weights.sum(-1, keepdims=True)
         x = x + attended.reshape(-1) @ p["o_proj"]
         fed = norm(x, "post_norm")

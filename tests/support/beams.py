@@ -22,13 +22,13 @@ class Found(NamedTuple):
 
 
 def naive_search(
-    logprobs_of: LogprobsOf, beam: BeamSearchParams, ends: Collection[int], most_tokens: int
+    logprobs_of: LogprobsOf, beam: BeamSearchParams, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
-    """The best hypotheses, the best first: those that end with a token of `ends` or have `most_tokens` tokens."""
+    """The best hypotheses, the best first: those that end with a token of `ends` or have `max_tokens` tokens."""
     width = beam.beam_width
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     done: list[Found] = []
-    for length in range(1, most_tokens + 1):
+    for length in range(1, max_tokens + 1):
         scored = [
             ((*tokens, token), total + float(logprob))
             for tokens, total in live
@@ -38,19 +38,17 @@ def naive_search(
         order = np.argsort([-total for _, total in scored], kind="stable")
         for place in order[:width]:
             tokens, total = scored[place]
-            if tokens[-1] in ends or length == most_tokens:
+            if tokens[-1] in ends or length == max_tokens:
                 done.append(Found(tokens, total / length**beam.length_penalty))
         done = sorted(done, key=lambda found: found.score, reverse=True)[:width]
         live = [scored[place] for place in order if scored[place][0][-1] not in ends][:width]
-        if not live or length == most_tokens:
+        if not live or length == max_tokens:
             break
         if len(done) == width:
             if width == 1 or beam.early_stopping is True:
                 break
             hoped_for = (
-                most_tokens
-                if beam.early_stopping == "never" and beam.length_penalty > 0
-                else length
+                max_tokens if beam.early_stopping == "never" and beam.length_penalty > 0 else length
             )
             if live[0][1] / hoped_for**beam.length_penalty <= done[-1].score:
                 break
@@ -58,13 +56,13 @@ def naive_search(
 
 
 def all_hypotheses(
-    logprobs_of: LogprobsOf, length_penalty: float, ends: Collection[int], most_tokens: int
+    logprobs_of: LogprobsOf, length_penalty: float, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
     """Every hypothesis that there is, the best first."""
     found: list[Found] = []
 
     def visit(tokens: tuple[int, ...], total: float) -> None:
-        if tokens and (tokens[-1] in ends or len(tokens) == most_tokens):
+        if tokens and (tokens[-1] in ends or len(tokens) == max_tokens):
             found.append(Found(tokens, total / len(tokens) ** length_penalty))
             return
         for token, logprob in enumerate(logprobs_of(tokens)):

@@ -95,11 +95,11 @@ class Counts:
 class SharedExecutables:
     """Compiles each executable once in a process: it holds neither weights nor pages, so engines of the same shapes may share it.
 
-    When the process has more memory maps than `most_maps`, those that were used least recently are forgotten.
+    When the process has more memory maps than `max_maps`, those that were used least recently are forgotten.
     """
 
-    def __init__(self, *, most_maps: int = sys.maxsize) -> None:
-        self._most_maps = most_maps
+    def __init__(self, *, max_maps: int = sys.maxsize) -> None:
+        self._max_maps = max_maps
         self._kept: collections.OrderedDict[object, tuple[Any, object]] = collections.OrderedDict()
         self._first_seen: dict[str, dict[str, object]] = {}
         self._as_it_was: dict[str, Namespaces] = {}
@@ -166,7 +166,7 @@ class SharedExecutables:
             # so that no other object gets the id of one that was changed
             self._kept[key] = executable, changed
             # to count a thousand maps takes 2 ms
-            if len(self._kept) % 8 == 0 and _num_maps() > self._most_maps:
+            if len(self._kept) % 8 == 0 and _num_maps() > self._max_maps:
                 for _ in range(len(self._kept) // 4):
                     self._kept.popitem(last=False)
         return executable

@@ -51,19 +51,25 @@ def state_window(state: StateSpec, block_size: int) -> int:
 
 
 def cache_groups(
-    kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike, num_shards: int = 1
+    kvs: Sequence[KVSpec],
+    *,
+    max_length: int,
+    block_size: int,
+    dtype: DTypeLike,
+    num_shards: int = 1,
 ) -> tuple[CacheGroup, ...]:
     """Returns the cache groups of a model; the group whose layers see most comes first.
 
     Args:
         kvs: What the layers of the model keep, and those of a drafter.
-        longest: The positions of the longest sequence; a window that is no shorter counts as none.
+        max_length: The positions of the longest sequence; a window that is no shorter counts as
+            none.
         block_size: The slots of a block (S).
         dtype: The type of the pages.
         num_shards: The shards of the model on a device, each with arrays of its own; `kvs` has what
             one of them keeps.
     """
-    kinds = _kinds(kvs, longest, block_size)
+    kinds = _kinds(kvs, max_length, block_size)
     layer_bytes = [
         bytes_of_pages((layer,)) * (1 if place else num_shards)
         for place, kv in enumerate(kvs)
@@ -94,7 +100,7 @@ class _Kind(NamedTuple):
     is_state: bool
 
 
-def _kinds(kvs: Sequence[KVSpec], longest: int, block_size: int) -> list[_Kind]:
+def _kinds(kvs: Sequence[KVSpec], max_length: int, block_size: int) -> list[_Kind]:
     """Returns the kind of each layer."""
     kinds = []
     for kv in kvs:
@@ -103,7 +109,7 @@ def _kinds(kvs: Sequence[KVSpec], longest: int, block_size: int) -> list[_Kind]:
                 kinds.append(_Kind(state_window(state, block_size), True))
             else:
                 kinds.append(
-                    _Kind(math.inf if window is None or window >= longest else window, False)
+                    _Kind(math.inf if window is None or window >= max_length else window, False)
                 )
     return kinds
 

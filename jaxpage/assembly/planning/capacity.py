@@ -34,7 +34,7 @@ def plan_memory(
     groups: Sequence[CacheGroup],
     menu: BucketMenu,
     *,
-    longest_row: int,
+    max_row_length: int,
     swaps: bool,
 ) -> MemoryPlan:
     """Divides the memory of one device, and decides whether blocks can be swapped.
@@ -44,7 +44,7 @@ def plan_memory(
         weights_bytes: The bytes of all weights on all devices.
         groups: The cache groups; the one that sees the longest context comes first.
         menu: The shapes of the steps.
-        longest_row: The most tokens that a sequence can have in a step.
+        max_row_length: The most tokens that a sequence can have in a step.
         swaps: True if the host's memory is planned, too; see `engine_spec_of`.
 
     Raises:
@@ -53,7 +53,7 @@ def plan_memory(
     config = described.config
     device = described.device
     plan = choose_num_blocks(
-        _without_blocks(described, weights_bytes, groups, menu, longest_row),
+        _without_blocks(described, weights_bytes, groups, menu, max_row_length),
         requested=config.num_blocks,
         pool_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
@@ -68,7 +68,7 @@ def plan_memory(
                 f"({plan.num_blocks - 1} blocks of {plan.block_size}). "
                 f"{_how_to_fit_one(config, plan)}"
             )
-        plan = replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
+        plan = replace(plan, max_model_len=plan.num_slots, max_sequence_blocks=None)
     # A group with one sequence recomputes, and with max_num_seqs = 1 every group has one.
     recomputes = config.preemption_mode == "recompute" or (
         config.preemption_mode == "auto" and config.max_num_seqs == 1
@@ -95,7 +95,7 @@ def _without_blocks(
     weights_bytes: int,
     groups: Sequence[CacheGroup],
     menu: BucketMenu,
-    longest_row: int,
+    max_row_length: int,
 ) -> MemoryPlan:
     """Returns the plan without the number of blocks; see `plan_memory`."""
     config = described.config
@@ -103,15 +103,15 @@ def _without_blocks(
     layout = described.layout
     drafting = described.drafting
     first, *further = groups
-    longest = config.max_model_len or described.model.max_position_embeddings
-    workspace_bytes = _workspace_estimate(described.model, longest, menu)
+    max_length = config.max_model_len or described.model.max_position_embeddings
+    workspace_bytes = _workspace_estimate(described.model, max_length, menu)
     dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, dtype)
         workspace_bytes += bytes_of_pages(scratch)
 
     def at_a_time(window: int) -> int:
-        return window_blocks(window, longest_row, config.block_size)
+        return window_blocks(window, max_row_length, config.block_size)
 
     return MemoryPlan(
         device=device.name,
@@ -122,8 +122,8 @@ def _without_blocks(
         block_size=config.block_size,
         num_blocks=0,
         num_devices=layout.tensor_parallel_size,
-        max_model_len=longest,
-        most_sequence_blocks=None
+        max_model_len=max_length,
+        max_sequence_blocks=None
         if first.sliding_window is None
         else at_a_time(first.sliding_window),
         windows=tuple(
@@ -167,7 +167,7 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
     """Returns warnings about settings whose effect is not what their values suggest."""
     config = described.config
     device = described.device
-    longest = described.model.max_position_embeddings
+    max_length = described.model.max_position_embeddings
     notices_list = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         notices_list.append(
@@ -175,11 +175,11 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
             "num_blocks or kv_cache_memory_bytes "
             "size the pool here"
         )
-    if config.max_model_len is None and plan.max_model_len < longest:
+    if config.max_model_len is None and plan.max_model_len < max_length:
         notices_list.append(
             f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the "
             "model could take "
-            f"{longest}: num_blocks or kv_cache_memory_bytes give it more memory"
+            f"{max_length}: num_blocks or kv_cache_memory_bytes give it more memory"
         )
     if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
         notices_list.append(
@@ -190,7 +190,7 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
         )
     counts = plan.blocks_of_groups(plan.num_blocks)[1:]
     for states, count in zip(plan.windows, counts, strict=True):
-        if states.is_state and count <= states.most_blocks:
+        if states.is_state and count <= states.max_blocks:
             notices_list.append(
                 f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up "
                 f"to {states.sequence_blocks} state "

@@ -279,12 +279,12 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
     It has one branch unless the shapes take trees.
     """
-    most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
-    most_rows = max(bucket.num_rows for bucket in menu.verify)
+    max_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+    max_rows = max(bucket.num_rows for bucket in menu.verify)
     if not any(bucket.trees for bucket in menu.verify):
-        return TreeShape(most_drafts, 1, most_rows)
+        return TreeShape(max_drafts, 1, max_rows)
     return TreeShape(
-        min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows
+        min(max_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(max_drafts)), max_rows
     )
 
 

@@ -228,10 +228,10 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     config = described.config
     model = described.model
     layout = described.layout
-    longest = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
+    max_length = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > max_length:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}"
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
             " (original_max_position_embeddings, where the model has LongRoPE)"
         )
     mixed = mixes(config, described.device)
@@ -248,13 +248,13 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
     groups = cache_groups(
         kvs,
-        longest=config.max_model_len or longest,
+        max_length=config.max_model_len or max_length,
         block_size=config.block_size,
         dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
     memory = plan_memory(
-        described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps
+        described, weights_bytes, groups, menu, max_row_length=limits.max_row_length, swaps=swaps
     )
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = menu.swapping(memory.block_bytes)

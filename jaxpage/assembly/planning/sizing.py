@@ -36,7 +36,7 @@ class WindowBlocks(NamedTuple):
     sliding_window: int  # tokens
     block_bytes: int
     sequence_blocks: int  # the most that one sequence holds at a time
-    most_blocks: int  # the most that all sequences hold at a time: its pool is no larger
+    max_blocks: int  # the most that all sequences hold at a time: its pool is no larger
     is_state: bool = False
 
     @property
@@ -58,7 +58,7 @@ class MemoryPlan:
     num_blocks: int  # the blocks of the first cache group, the null block included
     max_model_len: int
     # The most that one sequence holds at a time, where a window slides.
-    most_sequence_blocks: int | None = None
+    max_sequence_blocks: int | None = None
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
     # Numbers of blocks that the attention kernels do not take: the first, and the next that they
     # take.
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     def blocks_of_groups(self, num_blocks: int) -> tuple[int, ...]:
         """Returns the blocks of every group, null blocks included; the first has `num_blocks`."""
-        return (num_blocks, *(min(num_blocks, 1 + window.most_blocks) for window in self.windows))
+        return (num_blocks, *(min(num_blocks, 1 + window.max_blocks) for window in self.windows))
 
     def bytes_of(self, num_blocks: int) -> int:
         """Returns the bytes of all groups, null blocks included; the first has `num_blocks`."""
@@ -89,7 +89,7 @@ class MemoryPlan:
             math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True)
         )
 
-    def most_blocks(self, num_bytes: int) -> int:
+    def max_blocks(self, num_bytes: int) -> int:
         """Returns the most blocks of the first group with which all groups fit in `num_bytes`.
 
         The null block is included.
@@ -127,7 +127,7 @@ class MemoryPlan:
 
     def blocks_for(self, length: int) -> int:
         """Returns the most blocks of the first group that `length` tokens take at a time."""
-        return min(-(-length // self.block_size), self.most_sequence_blocks or length)
+        return min(-(-length // self.block_size), self.max_sequence_blocks or length)
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the table for start-up: names and values."""
@@ -198,18 +198,18 @@ def choose_num_blocks(
     setting = "num_blocks" if requested is not None else "kv_cache_memory_bytes"
     if requested is None:
         if pool_bytes is not None:
-            requested = plan.most_blocks(pool_bytes)
+            requested = plan.max_blocks(pool_bytes)
         elif plan.device.startswith("cpu"):
             requested = 1 + _halve(
-                _useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1
+                _useful_on_host(plan, max_num_seqs), plan.max_blocks(int(free * HOST_SHARE)) - 1
             )
         else:
-            requested = 1 + _round_down(plan.most_blocks(free) - 1)
+            requested = 1 + _round_down(plan.max_blocks(free) - 1)
             if requested in range(*plan.unaddressable):
                 requested = plan.unaddressable[0] - 1
     plan = replace(plan, num_blocks=requested)
     if plan.pool_bytes > free:
-        most = plan.most_blocks(free) if setting == "num_blocks" else free
+        most = plan.max_blocks(free) if setting == "num_blocks" else free
         advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
         raise CapacityError(
             _does_not_fit(plan, f"{requested} KV blocks take {gib(plan.pool_bytes)}", advice)
@@ -241,7 +241,7 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
         1,
         min(
             max(usual, plan.blocks_for(plan.max_model_len)),
-            plan.most_blocks(MOST_BYTES_ON_HOST) - 1,
+            plan.max_blocks(MOST_BYTES_ON_HOST) - 1,
         ),
     )
 
@@ -284,14 +284,14 @@ def choose_num_host_blocks(
     )
     free = max(0, available - plan.num_devices * taken)
     if requested is None:
-        fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
+        fitting = max(0, plan.max_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halve(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=requested)
     if plan.host_pool_bytes <= free:
         return plan
     if plan.host_pool_bytes <= on_disk:
         return replace(plan, swaps_to_file=True)
-    fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
+    fitting = max(0, plan.max_blocks(max(free, on_disk) // plan.num_devices) - 1)
     disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
     raise CapacityError(
         f"{requested} host blocks for swapping and the null block take "

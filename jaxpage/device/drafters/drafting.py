@@ -45,7 +45,7 @@ class TreeShape(NamedTuple):
     num_levels: int  # J: tokens ahead
     # X: the branches that go on from a level, and the candidates after each of them; 1: a chain
     num_branches: int
-    most_rows: int  # a step with more rows has no drafts
+    max_rows: int  # a step with more rows has no drafts
 
     def scratch_blocks(self, block_size: int) -> int:
         """Returns the scratch blocks of one branch, which may begin anywhere in a block."""
@@ -53,7 +53,7 @@ class TreeShape(NamedTuple):
 
     def num_scratch_blocks(self, block_size: int) -> int:
         """Returns the scratch blocks of all branches of a step."""
-        return self.most_rows * self.num_branches * self.scratch_blocks(block_size)
+        return self.max_rows * self.num_branches * self.scratch_blocks(block_size)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ModelDrafter:
 
     def drafts_in(self, bucket: Bucket) -> bool:
         """Returns whether there are scratch blocks for all rows of the shape."""
-        return bucket.num_rows <= self.shape.most_rows
+        return bucket.num_rows <= self.shape.max_rows
 
     def step(
         self, parameters: Any, target: TargetStep, pages: KVPages

@@ -138,16 +138,16 @@ class BucketMenu:
         Raises:
             ValueError: No bucket holds the step.
         """
-        longest = max(query_lens)
+        max_length = max(query_lens)
         num_rows = max(len(query_lens), 0 if verifies or multi_step else num_draws)
-        single = self.decode if longest == 1 and not scores else self.chunk
+        single = self.decode if max_length == 1 and not scores else self.chunk
         for bucket in self.multi_step if multi_step else self.verify if verifies else single:
             if branches and not bucket.trees:
                 continue
             if (
                 sum(query_lens) <= bucket.num_tokens
                 and num_rows <= bucket.num_rows
-                and longest <= bucket.max_query_len
+                and max_length <= bucket.max_query_len
             ):
                 return bucket
         raise ValueError(
@@ -187,12 +187,12 @@ def make_menu(
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
-    longest = 1 + max(num_drafts, default=0)
+    max_length = 1 + max(num_drafts, default=0)
     verify = [
         Bucket(
             size * (1 + k),
             size,
-            min(size * (1 + k), longest),
+            min(size * (1 + k), max_length),
             verifies=True,
             trees=trees,
             q_width=q_width,

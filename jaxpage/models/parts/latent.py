@@ -47,7 +47,7 @@ def read_widths(
     """
     return LatentWidths(
         rank=fields.integer("kv_lora_rank", rank),
-        turned=fields.integer("qk_rope_head_dim", 64),
+        rotated=fields.integer("qk_rope_head_dim", 64),
         plain=fields.integer("qk_nope_head_dim", plain),
         value=fields.integer("v_head_dim", value),
         query_rank=fields.optional_integer("q_lora_rank", query_rank),
@@ -55,33 +55,33 @@ def read_widths(
 
 
 def read_latent(
-    fields: Fields, *, longest: int, turns_share: bool = False, **defaults: Any
+    fields: Fields, *, max_length: int, turns_share: bool = False, **defaults: Any
 ) -> tuple[LatentSpec, Rope, int]:
     """Returns the latent attention, its rotation, and the number of positions for which that holds.
 
     Args:
         fields: The fields of the config.
-        longest: The family's default of `max_position_embeddings`.
+        max_length: The family's default of `max_position_embeddings`.
         turns_share: True if `partial_rotary_factor` says which share of a head is turned.
         **defaults: Further arguments of `read_widths`.
     """
     widths = read_widths(fields, **defaults)
-    longest = fields.integer("max_position_embeddings", longest)
+    max_length = fields.integer("max_position_embeddings", max_length)
     if turns_share:
-        rope, length = _read_share(fields, widths, longest)
+        rope, length = _read_share(fields, widths, max_length)
     else:
-        rope, length = fields.rope(widths.turned, longest)
+        rope, length = fields.rope(widths.rotated, max_length)
     scale = widths.query**-0.5 * _stretch(fields) ** 2
     spec = LatentSpec(widths, scale, fields.flag("attention_bias", False))
     return spec, replace(rope, interleaved=fields.flag("rope_interleave", True)), length
 
 
-def _read_share(fields: Fields, widths: LatentWidths, longest: int) -> tuple[Rope, int]:
+def _read_share(fields: Fields, widths: LatentWidths, max_length: int) -> tuple[Rope, int]:
     """Returns the rotation; `partial_rotary_factor` must agree with the widths of the head."""
-    share = widths.turned / widths.query
-    rope, length = fields.rope(widths.query, longest, partial=share)
-    if 2 * len(rope.frequencies) != widths.turned:
-        text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.turned}"
+    share = widths.rotated / widths.query
+    rope, length = fields.rope(widths.query, max_length, partial=share)
+    if 2 * len(rope.frequencies) != widths.rotated:
+        text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.rotated}"
         fields.note(WrongField(text), **NO_ROPE)
     return rope, length
 

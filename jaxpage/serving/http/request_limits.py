@@ -64,7 +64,7 @@ class Limits:
         self._timeout = body_timeout_seconds
         self._budget = NUM_LARGEST_BODIES * max_body_bytes
         self._num_held = 0  # the bytes of all bodies that are held now
-        self._most_held = 0  # the most of them since memory was last given back
+        self._max_held = 0  # the most of them since memory was last given back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, and counts the bytes of its body."""
@@ -97,7 +97,7 @@ class Limits:
                 )
             num_bytes += size
             self._num_held += size
-            self._most_held = max(self._most_held, self._num_held)
+            self._max_held = max(self._max_held, self._num_held)
             is_complete = not message.get("more_body", False)
             return message
 
@@ -105,8 +105,8 @@ class Limits:
             await self._app(scope, receive_limited, send)
         finally:
             self._num_held -= num_bytes
-            if self._most_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:
-                self._most_held = 0
+            if self._max_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:
+                self._max_held = 0
                 asyncio.get_running_loop().run_in_executor(None, give_memory_back)
 
     def _check(self, headers: Headers, most: int) -> None:

@@ -145,7 +145,7 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
         room = num_bytes - memory.weights_bytes - memory.workspace_bytes
         if memory.pool_bytes <= room:
             return {}
-        most = memory.most_blocks(max(room, 0))
+        most = memory.max_blocks(max(room, 0))
         config = spec.config
         sizes = ("num_blocks", "kv_cache_memory_bytes")
         explicit = [name for name in sizes if getattr(config, name) is not None]

@@ -8,14 +8,14 @@ from tools.lab.demo_model.tokenizer import END_OF_TEXT_ID
 
 
 def mean_loss(
-    spec: ModelSpec, params: Params, stream: np.ndarray, most_tokens: int | None = None
+    spec: ModelSpec, params: Params, stream: np.ndarray, max_tokens: int | None = None
 ) -> float:
     """Returns nats per token over consecutive full-length windows, 8 rows at a time."""
     evaluate = jax.jit(lambda p, w: token_losses(spec, p, w[:, :-1], w[:, 1:]))
     length = spec.max_positions
     windows = max(8, (len(stream) - 1) // length // 8 * 8)
-    if most_tokens is not None:
-        windows = min(windows, max(8, most_tokens // length // 8 * 8))
+    if max_tokens is not None:
+        windows = min(windows, max(8, max_tokens // length // 8 * 8))
     index = np.arange(windows)[:, None] * length + np.arange(length + 1)
     rows = stream[index].astype(np.int32).reshape(-1, 8, length + 1)
     return float(np.mean([evaluate(params, batch) for batch in rows]))

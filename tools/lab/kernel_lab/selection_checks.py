@@ -35,15 +35,17 @@ TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
 def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     """Yields the findings of the first kernel set that selects."""
-    found = next(((each.cutoffs, each.likeliest) for each in SETS.values() if each.cutoffs), None)
+    found = next(
+        ((each.cutoffs, each.top_candidates) for each in SETS.values() if each.cutoffs), None
+    )
     if found is None or found[0] is None or found[1] is None:
         raise LeftOut("no kernel set selects in rows of logits")
     cutoffs = functools.partial(found[0], interpret=interpret)
-    likeliest = functools.partial(found[1], interpret=interpret)
+    top_candidates = functools.partial(found[1], interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
     yield judged("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
-    yield judged("sampler: most likely", functools.partial(_likeliest, likeliest, vocab_size))
-    yield judged("sampler: timings", functools.partial(_timings, cutoffs, likeliest, small))
+    yield judged("sampler: most likely", functools.partial(_likeliest, top_candidates, vocab_size))
+    yield judged("sampler: timings", functools.partial(_timings, cutoffs, top_candidates, small))
 
 
 def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, float, float]]]:
@@ -99,10 +101,10 @@ def _is_right(
     return bool((kept_V >= kept(-MASS_ERROR)).all() and (kept_V <= kept(MASS_ERROR)).all())
 
 
-def _likeliest(likeliest: Callable[..., Any], vocab_size: int) -> Finding:
+def _likeliest(top_candidates: Callable[..., Any], vocab_size: int) -> Finding:
     logits_RV = _rows(vocab_size)[0][:: len(CUTS)]
     largest_R, nothing_R = logits_RV.max(axis=1), np.zeros(len(logits_RV), np.float32)
-    select = jax.jit(likeliest, static_argnums=3)
+    select = jax.jit(top_candidates, static_argnums=3)
     values_RW, ids_RW = map(np.asarray, select(logits_RV, largest_R, nothing_R, NUM_LIKELIEST))
     logits_RV = logits_RV - largest_R[:, None]
     order_RW = np.argsort(-values_RW, axis=1, kind="stable")
@@ -120,7 +122,7 @@ def _likeliest(likeliest: Callable[..., Any], vocab_size: int) -> Finding:
 
 
 def _timings(
-    cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], small: bool
+    cutoffs: Callable[..., jax.Array], top_candidates: Callable[..., Any], small: bool
 ) -> Finding:
     """Times each operation, as one call among many.
 
@@ -137,7 +139,7 @@ def _timings(
         logits_RV = (
             jax.random.normal(jax.random.key(0), (num_rows, vocab_size), jnp.float32) * scale
         )
-        for name, run in _works(cutoffs, likeliest, num_rows).items():
+        for name, run in _works(cutoffs, top_candidates, num_rows).items():
             seconds = _seconds(run, logits_RV, num_calls)
             readings = "-" if copied is None else f"{seconds * copied / logits_RV.nbytes:.1f}"
             table.rows.append([name, f"x {scale:g}", f"{seconds * 1e6:.1f}", readings])
@@ -148,7 +150,7 @@ def _timings(
 
 
 def _works(
-    cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], num_rows: int
+    cutoffs: Callable[..., jax.Array], top_candidates: Callable[..., Any], num_rows: int
 ) -> dict[str, Any]:
     """Returns functions of the logits that return a number for each row."""
 
@@ -161,7 +163,7 @@ def _works(
 
     def log_probabilities(logits_RV: jax.Array) -> jax.Array:
         nothing_R = jnp.zeros(num_rows)
-        values_RW: jax.Array = likeliest(
+        values_RW: jax.Array = top_candidates(
             logits_RV, logits_RV.max(axis=1), nothing_R, NUM_LIKELIEST
         )[0]
         return values_RW[:, 0]

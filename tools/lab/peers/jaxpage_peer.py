@@ -20,7 +20,7 @@ def main() -> None:
         task.model,
         **weights,
         max_model_len=task.longest,
-        max_num_seqs=task.most_rows,
+        max_num_seqs=task.max_rows,
         enable_prefix_caching=False,
         **task.mode,
     )

@@ -57,7 +57,7 @@ class Task:
         return max(*lengths, self.context + self.steps + FIRST_TOKENS, self.prompt + FIRST_TOKENS)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Returns the most sequences at the same time."""
         return max(len(self.trace), *self.rows)
 

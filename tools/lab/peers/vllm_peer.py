@@ -23,7 +23,7 @@ def main() -> None:
         task.model,
         dtype=task.dtype,
         max_model_len=task.longest,
-        max_num_seqs=task.most_rows,
+        max_num_seqs=task.max_rows,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         **task.mode,

@@ -178,12 +178,12 @@ def selection_case(
 ) -> Case:
     """Returns the selection of a step of Llama-3-8B, with cut-offs and log probabilities."""
     kernels = SETS[backend]
-    assert kernels.cutoffs is not None and kernels.likeliest is not None
-    cutoffs, likeliest = kernels.cutoffs, kernels.likeliest
+    assert kernels.cutoffs is not None and kernels.top_candidates is not None
+    cutoffs, top_candidates = kernels.cutoffs, kernels.top_candidates
 
     def function(logits_RV: jax.Array, number_R: jax.Array, top_k_R: jax.Array) -> Any:
         least_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
-        return least_R, likeliest(logits_RV, number_R, number_R, 64)
+        return least_R, top_candidates(logits_RV, number_R, number_R, 64)
 
     arguments = (
         _shape((num_rows, vocab_size), "float32"),
