@@ -201,7 +201,7 @@ def test_the_kth_failure(
 ) -> None:
     injector, num_harmed = Injector(), 0
     POINTS[point].plant(monkeypatch, server, injector)
-    for k in range(1, MAX_CALLS):
+    for k in (*range(1, 9), *range(9, MAX_CALLS, 3)):  # later calls are for tokens like the others
         server.loop.call(Engine.reset_prefix_cache).result()  # so that all rounds allocate alike
         injector.arm(k)
         answers = asyncio.run(_ask_all(server, REQUESTS))

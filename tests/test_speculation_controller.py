@@ -125,7 +125,7 @@ def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
     return loop.run(400).tokens_per_second / expected(CPU, loop.limits, rates, num_rows, 0)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("num_rows", few([1, 4, 16], [1, 16]))
 def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int) -> None:
     shares = [
         of_none(PROFILES[profile], num_rows, seed)
@@ -180,7 +180,8 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
 
 
 @pytest.mark.parametrize(
-    ("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)]
+    ("device", "num_rows"),
+    few([("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)], [("A100", 32), ("CPU", 3)]),
 )
 def test_it_follows_a_change(device: str, num_rows: int) -> None:
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
@@ -220,7 +221,7 @@ def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) ->
     assert tokens_per_second(2.0) > 0.94 * tokens_per_second(1.0)
 
 
-@pytest.mark.parametrize(("num_rows", "found"), [(1, 0.0), (1, 0.02), (4, 0.02)])
+@pytest.mark.parametrize(("num_rows", "found"), few([(1, 0.0), (1, 0.02), (4, 0.02)], [(1, 0.02)]))
 def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: float) -> None:
     """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
     device = dataclasses.replace(CPU, draft=0.4e-3)
