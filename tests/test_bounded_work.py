@@ -391,9 +391,9 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPat
     made: list[str] = []
     usual = openapi
 
-    def counted(context: Any) -> Any:
+    def counted(context: Any, documents: Any) -> Any:
         made.append(threading.current_thread().name)
-        return usual(context)
+        return usual(context, documents)
 
     monkeypatch.setattr("jaxpage.serving.requests.shared_answers.openapi", counted)
     asyncio.run(main())

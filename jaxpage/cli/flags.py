@@ -17,7 +17,6 @@ from jaxpage.settings.field_table import (
     Float,
     Int,
     Kind,
-    Text,
     Texts,
     TokenIdList,
 )
@@ -69,8 +68,6 @@ def _parser_of(kind: Kind | None) -> Callable[[str], Any] | None:
             return float
         case Bool():
             return None
-        case Text():
-            return str
     return json_object
 
 
