@@ -65,6 +65,14 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
     assert names.shared_classes(house_modules) == []
 
 
+def test_identifiers_have_the_words_of_the_field() -> None:
+    modules = read_modules(ROOT, WHEEL)
+    assert names.old_words(modules) == []
+    source = "def f(head_width, most_rows):\n    return max(asked_for, at_most) + most_common"
+    planted = Module("jaxpage/a.py", ast.parse(source), source)
+    assert len(names.old_words([planted])) == 3
+
+
 def test_doors_give_the_names_that_they_list() -> None:
     """Those that are loaded at first use, too."""
     doors = house.INNER_DOORS | {f"jaxpage.{room}" for room in house.DOORS}

@@ -8,6 +8,9 @@ object, or a listener, which says what has happened (`stepped`).
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator, Sequence
 
 from tests.support.sources import Function, Module
@@ -22,6 +25,19 @@ sold spelt spent stood taken taught thought thrown told understood won worn writ
 IRREGULAR = frozenset(_IRREGULAR.split())
 # Words that end in "ed" and are no participles.
 PLAIN = frozenset({"bed", "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unused"})
+# Words that stood for a term of the field, with the term. They are parts of identifiers.
+TERMS = {
+    "head_width": "head_dim",
+    "model_width": "hidden_size",
+    "behind_attention": "post_attention_norm",
+    "behind_mlp": "post_mlp_norm",
+    "query_growth": "temperature_tuning",
+    "asked": "requested",
+    "obey": "run",
+    "obeys": "runs",
+    "taker": "the running thread",
+}
+FOREIGN_NAMES = frozenset({"most_common", "most_common_dtype", "_most_common_dtype"})
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
 
 
@@ -59,6 +75,20 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
                 place = f"{module.path}:{node.lineno}"
                 names += [f"{place}: {name}" for name in sorted(bound & PRONOUNS)]
     return names, count
+
+
+def old_words(modules: Sequence[Module]) -> list[str]:
+    """Returns the identifiers with a word that stands for a term of the field."""
+    pattern = re.compile(rf"(?:^|_)(?:{'|'.join(TERMS)})(?:_|$)|^_*most_")
+    places = []
+    for module in modules:
+        for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+            if token.type != tokenize.NAME or token.string in FOREIGN_NAMES:
+                continue
+            if match := pattern.search(token.string):
+                term = TERMS.get(match[0].strip("_"), "max")
+                places.append(f"{module.path}:{token.start[0]}: {token.string} ({term})")
+    return places
 
 
 def bound_names(function: ast.AST) -> Iterator[str]:
