@@ -51,26 +51,26 @@ class JaxpageRollout(BaseRollout):
         """
         if kwargs:
             raise TypeError(f"arguments that are not supported: {', '.join(kwargs)}")
-        asked = rollout_config
+        requested = rollout_config
         token_ids = [self._tokenizer(prompt)["input_ids"] for prompt in prompts]
-        width = asked.max_prompt_length
+        width = requested.max_prompt_length
         if (max_length := max(map(len, token_ids))) > width:
             raise ValueError(f"a prompt has {max_length} tokens, and max_prompt_length is {width}")
         seed = (
             None
-            if asked.seed is None
-            else int(np.asarray(jax.random.key_data(asked.seed)).ravel()[-1])
+            if requested.seed is None
+            else int(np.asarray(jax.random.key_data(requested.seed)).ravel()[-1])
         )
         params = [
             SamplingParams(
-                max_tokens=asked.max_tokens_to_generate,
-                temperature=asked.temperature,
-                top_p=1.0 if asked.top_p is None else asked.top_p,
-                top_k=0 if asked.top_k in (None, -1) else asked.top_k,
-                stop_token_ids=list(asked.eos_tokens or ()),
-                ignore_eos=asked.eos_tokens is not None,
+                max_tokens=requested.max_tokens_to_generate,
+                temperature=requested.temperature,
+                top_p=1.0 if requested.top_p is None else requested.top_p,
+                top_k=0 if requested.top_k in (None, -1) else requested.top_k,
+                stop_token_ids=list(requested.eos_tokens or ()),
+                ignore_eos=requested.eos_tokens is not None,
                 seed=None if seed is None else (seed + index) % 2**32,
-                logprobs=0 if asked.return_logprobs else None,
+                logprobs=0 if requested.return_logprobs else None,
             )
             for index in range(len(prompts))
         ]
@@ -81,7 +81,7 @@ class JaxpageRollout(BaseRollout):
         for row, ids in zip(padded_NC, token_ids, strict=True):
             row[width - len(ids) :] = ids
         logprobs = None
-        if asked.return_logprobs:
+        if requested.return_logprobs:
             entries = [
                 zip(output.logprobs or (), output.token_ids, strict=True) for output in outputs
             ]

@@ -97,7 +97,7 @@ def _compilation(request):
         "--write-durations"
     )
     usual = usual and not request.config.getoption("--optimized") and durations.is_of_this_python()
-    if usual and (problem := durations.over_budget(name, len(counts.asked), _DURATIONS)):
+    if usual and (problem := durations.over_budget(name, len(counts.requested), _DURATIONS)):
         pytest.fail(problem, pytrace=False)
 
 

@@ -373,11 +373,11 @@ def generated_with(directory: Path, names: list[str | None], **settings: Any) ->
     """As `generated`, each prompt with an adapter or none. There are two adapters and one slot."""
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    asked = [
+    requested = [
         name and LoRARequest(name, 1 + names.index(name), str(directory / name)) for name in names
     ]
     with when_used(), LLM(str(directory / "model"), **{**SETTINGS, **lora, **settings}) as llm:
-        outputs = llm.generate(prompts_of(131), params, use_tqdm=False, lora_request=asked)
+        outputs = llm.generate(prompts_of(131), params, use_tqdm=False, lora_request=requested)
         invariants(llm)
     return tokens_of(outputs)
 
@@ -420,7 +420,7 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     write_heads(tmp_path)
     write_original(tmp_path / "medusa", random_heads(3, 1, 257, 64))
     drafter = directory if method == "draft_model" else tmp_path / method
-    asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    requested = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
     params = SamplingParams(
         temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
     )
@@ -428,7 +428,7 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
         when_used(),
         LLM(
             str(directory),
-            **{**SETTINGS, **ON_4, "speculative_config": asked, "preemption_mode": "swap"},
+            **{**SETTINGS, **ON_4, "speculative_config": requested, "preemption_mode": "swap"},
         ) as llm,
     ):
         engine, prompts = llm._engine, enumerate(prompts_of(257))
@@ -459,9 +459,9 @@ def test_a_head_inside_the_checkpoint_changes_no_bit(family, tmp_path):
     model = save_with_head(
         family, tmp_path, num_tokens=4, vocab_size=257, max_position_embeddings=256, **sizes
     )
-    asked = {"method": "mtp", "num_speculative_tokens": 2}
+    requested = {"method": "mtp", "num_speculative_tokens": 2}
     found = {}
-    for layout, drafting in (("one", None), ("four", asked)):
+    for layout, drafting in (("one", None), ("four", requested)):
         settings = {**SETTINGS, **LAYOUTS[layout], "speculative_config": drafting}
         with when_used(), LLM(str(tmp_path), **settings) as llm:
             drafts = record(llm) if drafting else []

@@ -129,8 +129,8 @@ def texts(directory: Any, together: list[str], **settings: Any) -> dict[str, Any
         found = {
             name: llm.generate(prompt, params, use_tqdm=False) for name, params in ASKED.items()
         }
-        asked = [ASKED[name] for name in together]
-        found["together"] = llm.generate([prompt] * len(asked), asked, use_tqdm=False)
+        requested = [ASKED[name] for name in together]
+        found["together"] = llm.generate([prompt] * len(requested), requested, use_tqdm=False)
         invariants(llm)
     return {
         name: [list(output.outputs[0].token_ids) for output in outputs]

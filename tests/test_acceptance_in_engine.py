@@ -58,11 +58,11 @@ class Drawing(Proposer):
         self.q = (np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)).astype(np.float32)
         self.says = self.q
         self.parents, self.tokens, self.draws = parents, tokens, drawn
-        self.num_asked = 0
+        self.num_requested = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """A function of the request and its tokens, so that it drafts the same again."""
-        self.num_asked += 1
+        self.num_requested += 1
         known = sequence.token_ids
         rng = np.random.default_rng([request.seed % 2**32, sequence.sample_index, *known])
         drafts: list[int] = []
@@ -140,7 +140,7 @@ def counted(outputs: list[Any]) -> np.ndarray:
     return counts
 
 
-def asked(count: int, first_seed: int = 0, **given: Any) -> list[SamplingParams]:
+def requested(count: int, first_seed: int = 0, **given: Any) -> list[SamplingParams]:
     params = SamplingParams(
         max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=TOKENS.tolist(), **given
     )
@@ -167,7 +167,7 @@ def test_texts_follow_the_distribution(
         llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen")
     )
     before = llm.stats()["spec_decode_num_accepted_tokens_total"]
-    counts = counted(texts_of(llm, asked(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
+    counts = counted(texts_of(llm, requested(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
     assert counts.sum() == NUM_REQUESTS * 4
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
     assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 36
@@ -190,7 +190,7 @@ def test_drafts_that_a_model_draws_change_no_distribution(
     sampler: str, drawing: LLM, log_probabilities: list[np.ndarray]
 ) -> None:
     before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
-    counts = counted(texts_of(drawing, asked(400, n=4, **SAMPLERS[sampler])))
+    counts = counted(texts_of(drawing, requested(400, n=4, **SAMPLERS[sampler])))
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
     assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 90
 
@@ -214,7 +214,7 @@ def test_a_model_that_draws_from_something_else_shows(
     monkeypatch.setattr(drafting, "draw_draft", lie)
     monkeypatch.setattr(Candidates, "check", lambda *_: None)
     with start_drawing(directory, draft_model) as llm:
-        counts = counted(texts_of(llm, asked(400, n=4, temperature=1.0)))
+        counts = counted(texts_of(llm, requested(400, n=4, temperature=1.0)))
     assert z_score(counts, expected(log_probabilities, temperature=1.0)) > 10
 
 
@@ -240,14 +240,19 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
     liar.says = np.roll(liar.q, 1, axis=1)
     draft_with(llm._engine, liar)
     assert (
-        z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)) > 10
+        z_score(counted(texts_of(llm, requested(NUM_REQUESTS, n=4))), expected(log_probabilities))
+        > 10
     )
     silent = Drawing(CHAIN)
     real = silent.propose
     silent.propose = lambda *given: real(*given)._replace(q=None)  # type: ignore[method-assign,union-attr]
     draft_with(llm._engine, silent)
     assert (
-        abs(z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)))
+        abs(
+            z_score(
+                counted(texts_of(llm, requested(NUM_REQUESTS, n=4))), expected(log_probabilities)
+            )
+        )
         < 4
     )
 
@@ -258,7 +263,7 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     engine, before = llm._engine, llm.stats()
     reporters = [
         engine.add(f"{index}", engine.prepare(None, PROMPT, params))
-        for index, params in enumerate(asked(600, 5000, n=2))
+        for index, params in enumerate(requested(600, 5000, n=2))
     ]
     for number in itertools.count():
         if not engine.has_unfinished:
@@ -409,7 +414,7 @@ def test_a_log_of_drafts_that_were_drawn_is_replayed(llm: LLM, tmp_path: Path) -
     tokenizer = llm.tokenizer
     with logged(llm, path) as other:
         draft_with(other, Drawing(TREE))
-        texts_of(llm, asked(12, n=2, logprobs=1))
+        texts_of(llm, requested(12, n=2, logprobs=1))
     llm._driver, llm.tokenizer = driver, tokenizer
     report = replayed(llm, path)
     assert report.difference is report.ending is None and report.num_steps == len(results_of(path))

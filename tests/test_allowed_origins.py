@@ -46,10 +46,10 @@ def test_an_allowed_page_may_use_the_server_and_no_other_page(built: Any, keys: 
             assert status == 200 and headers["access-control-allow-origin"] == PAGE
             assert "origin" in headers["vary"].lower()
             for origin in ("http://evil.example", f"{PAGE}.evil.example", "null", f"{PAGE}0"):
-                asked = {**FROM_PAGE, "Origin": origin}
-                status, headers, _ = ask(running, "OPTIONS", path, **asked, **PREFLIGHT)
+                requested = {**FROM_PAGE, "Origin": origin}
+                status, headers, _ = ask(running, "OPTIONS", path, **requested, **PREFLIGHT)
                 assert status == 400 and "access-control-allow-origin" not in headers
-                status, headers, _ = ask(running, "POST", path, SHORT, **asked, **key)
+                status, headers, _ = ask(running, "POST", path, SHORT, **requested, **key)
                 assert "access-control-allow-origin" not in headers
                 # With keys the key decides, except on the paths that a page may ask for plainly.
                 assert status == (200 if keys and path == PATHS[0] else 403)
@@ -60,14 +60,14 @@ def test_an_allowed_page_may_use_the_server_and_no_other_page(built: Any, keys: 
             status, headers, _ = ask(running, "POST", PATHS[0], SHORT, **FROM_PAGE)
             assert status == 401 and headers["access-control-allow-origin"] == PAGE
         else:
-            asked = {"Host": "evil.example", "Origin": PAGE}
-            assert ask(running, "POST", PATHS[0], SHORT, **asked)[0] == 403
+            requested = {"Host": "evil.example", "Origin": PAGE}
+            assert ask(running, "POST", PATHS[0], SHORT, **requested)[0] == 403
 
 
 def test_without_the_setting_no_answer_has_the_headers(built: Any) -> None:
     with serving(built, api_keys=(KEY,)) as running:
-        asked = {"Origin": PAGE, "Authorization": f"Bearer {KEY}"}
-        status, headers, _ = ask(running, "POST", PATHS[0], SHORT, **asked)
+        requested = {"Origin": PAGE, "Authorization": f"Bearer {KEY}"}
+        status, headers, _ = ask(running, "POST", PATHS[0], SHORT, **requested)
         assert status == 200 and not any(name.startswith("access-control") for name in headers)
         assert ask(running, "OPTIONS", PATHS[0], Origin=PAGE, **PREFLIGHT)[0] == 401
 

@@ -14,7 +14,7 @@ import pytest
 
 import jaxpage
 from tests.support import house, names, reach
-from tests.support.sources import WHEEL, door_names, imports, read_modules
+from tests.support.sources import WHEEL, Module, door_names, imports, read_modules
 from tools import house as house_table
 from tools import mutate
 

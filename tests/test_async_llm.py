@@ -140,7 +140,7 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             with pytest.raises(ValueError, match="has no chat template; use generate"):
                 await anext(llm.chat([{"role": "user", "content": "Q"}]))
             llm.tokenizer = with_template("{{ messages[0].content }}")
-            asked = llm.get_tokenizer()("Q")["input_ids"]
+            requested = llm.get_tokenizer()("Q")["input_ids"]
             greedy = SamplingParams(temperature=0.0, max_tokens=5)
             chatted = [
                 each
@@ -148,12 +148,12 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
                     [{"role": "user", "content": "Q"}], sampling_params=greedy
                 )
             ]
-            generated = [each async for each in llm.generate(asked, greedy)]
+            generated = [each async for each in llm.generate(requested, greedy)]
             assert (
-                chatted[-1].prompt_token_ids == asked
+                chatted[-1].prompt_token_ids == requested
                 and chatted[-1].outputs == generated[-1].outputs
             )
-            assert llm.detokenize(asked) == "Q"
+            assert llm.detokenize(requested) == "Q"
 
     asyncio.run(run())
 

@@ -64,7 +64,7 @@ class Echo:
     """Answers with the body of the request, for the first time with 429, and dies after `last` answers."""
 
     def __init__(self, last: int | None = None) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.refused: set[str] = set()
         self.last = last
 
@@ -74,9 +74,9 @@ class Echo:
         if prompt not in self.refused and prompt.endswith("7"):
             self.refused.add(prompt)
             return InProcessAnswer(429, "x", b"{}")
-        if len(self.asked) == self.last:
+        if len(self.requested) == self.last:
             raise EngineFailed("killed")
-        self.asked.append(prompt)
+        self.requested.append(prompt)
         usage = {"prompt_tokens": 2, "completion_tokens": 3}
         told = json.dumps({"echo": prompt, "usage": usage}).encode()
         return InProcessAnswer(400 if prompt.endswith("5") else 200, "x", told)
@@ -110,7 +110,7 @@ def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
     texts = [line(number) for number in range(40)]
     texts[11], texts[20], texts[21] = "{", line(3), ""  # no JSON, a name that is taken, and nothing
     source.write_text("\n".join(texts))
-    asked: list[str] = []
+    requested: list[str] = []
     while True:
         client = Echo(chance.randrange(1, 12))
         try:
@@ -121,11 +121,11 @@ def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
             torn = chance.choice([b"", b'{"id": "batch_re', b"\0\0"])
             target.write_bytes(target.read_bytes() + torn)
         finally:
-            asked += client.asked
+            requested += client.requested
     answers = [json.loads(one) for one in target.read_text().splitlines()]
     numbers = sorted(int(one["id"].split("_")[2]) for one in answers)
     assert numbers == [number for number in range(1, 41) if number != 22]
-    assert sorted(asked) == sorted(f"p{n}" for n in range(40) if n not in (11, 20, 21))
+    assert sorted(requested) == sorted(f"p{n}" for n in range(40) if n not in (11, 20, 21))
     for one in answers:
         if one["error"] is None:
             assert one["response"]["body"]["echo"] == "p" + one["custom_id"][1:]

@@ -68,19 +68,19 @@ def transformers_search(
 
 
 def compare(
-    model: Any, llm: Any, asked: list[tuple[list[int], BeamSearchParams]], beside: int = 0
+    model: Any, llm: Any, requested: list[tuple[list[int], BeamSearchParams]], beside: int = 0
 ) -> list[Any]:
     """All of them in one call, beside samplers and greedy requests."""
     strangers: list[Any] = [
         ([3, 4, 5], SamplingParams(temperature=1.0, n=2, max_tokens=20)) for _ in range(beside)
     ]
     strangers += [([6] * 9, SamplingParams(temperature=0.0, max_tokens=20)) for _ in range(beside)]
-    everybody = [*strangers, *asked]
+    everybody = [*strangers, *requested]
     outputs = llm.generate(
         [prompt for prompt, _ in everybody], [params for _, params in everybody], use_tqdm=False
     )
     outputs = outputs[len(strangers) :]
-    for (prompt, beam), output in zip(asked, outputs, strict=True):
+    for (prompt, beam), output in zip(requested, outputs, strict=True):
         want = transformers_search(model, prompt, beam)
         assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in want], beam
         for one, (tokens, score) in zip(output.outputs, want, strict=True):
@@ -99,7 +99,7 @@ def test_every_width_penalty_and_way_to_stop(models):
     """With ends that come rarely, often, and never. Each model has half of the cases."""
     model, llm = models
     rng = np.random.default_rng(1)
-    asked = []
+    requested = []
     for number, (width, penalty, early) in enumerate(itertools.product(WIDTHS, PENALTIES, EARLY)):
         prompt = rng.integers(6, 131, int(rng.integers(1, 30))).tolist()
         stops = [MANY, MANY[:3], ()][number % 3 if number % 7 else 0]
@@ -107,8 +107,8 @@ def test_every_width_penalty_and_way_to_stop(models):
         beam = BeamSearchParams(
             width, 10, penalty, early, n=n, ignore_eos=number % 5 == 0, stop_token_ids=stops
         )
-        asked.append((prompt, beam))
-    outputs = compare(model, llm, asked[model.config.model_type == "mistral" :: 2], beside=4)
+        requested.append((prompt, beam))
+    outputs = compare(model, llm, requested[model.config.model_type == "mistral" :: 2], beside=4)
     reasons = [one.finish_reason for output in outputs for one in output.outputs]
     assert min(reasons.count("stop"), reasons.count("length")) > 10
     lengths = {len({len(one.token_ids) for one in output.outputs}) for output in outputs}
@@ -135,16 +135,16 @@ def test_early_stopping_and_penalty_matter(models):
 def test_a_prompt_that_fills_the_model(models):
     model, llm = models
     rng = np.random.default_rng(3)
-    asked = []
+    requested = []
     for room, width in ((1, 4), (2, 4), (5, 6)):
         prompt = rng.integers(6, 131, 128 - room).tolist()
-        asked.append((prompt, BeamSearchParams(width, room, stop_token_ids=MANY)))
-    outputs = compare(model, llm, asked)
+        requested.append((prompt, BeamSearchParams(width, room, stop_token_ids=MANY)))
+    outputs = compare(model, llm, requested)
     whole = [
         llm.generate(
             prompt, BeamSearchParams(beam.beam_width, None, stop_token_ids=MANY), use_tqdm=False
         )[0]
-        for prompt, beam in asked
+        for prompt, beam in requested
     ]
     assert [one.outputs for one in whole] == [one.outputs for one in outputs]
 

@@ -437,8 +437,8 @@ def prompts():
 @pytest.fixture(scope="module")
 def lone(llm, prompts):
     """By prompt, one request at a time."""
-    asked = zip(prompts, PARAMS, strict=True)
-    return [llm.generate(*one, use_tqdm=False)[0].outputs for one in asked]
+    requested = zip(prompts, PARAMS, strict=True)
+    return [llm.generate(*one, use_tqdm=False)[0].outputs for one in requested]
 
 
 def test_there_is_something_to_compare(lone):

@@ -357,8 +357,8 @@ def test_shared_answers_are_true_and_few() -> None:
         shared = Shared(make, 0.0)
 
         async def ask_at(time: int) -> None:
-            asked = now
-            assert await shared.answer() >= asked == time
+            requested = now
+            assert await shared.answer() >= requested == time
 
         async def ask_all() -> None:
             nonlocal now
@@ -474,17 +474,17 @@ def test_a_score_encodes_its_prompt_once_and_refuses_early(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Counted()
-    asked = {"model": "demo", "prompt": "Once upon a time ", "continuation": [f"c{n}" for n in range(256)]}  # fmt: skip
-    answer = open_score(asked, context(tokenizer=tokenizer))
+    requested = {"model": "demo", "prompt": "Once upon a time ", "continuation": [f"c{n}" for n in range(256)]}  # fmt: skip
+    answer = open_score(requested, context(tokenizer=tokenizer))
     assert len(answer.prompts) == 256 and len(tokenizer.texts) == 257
     assert tokenizer.texts.count("Once upon a time") == 1
     tokenizer.texts.clear()
-    error = refused(open_score, {**asked, "prompt": "a b " * 800}, context(tokenizer=tokenizer))
+    error = refused(open_score, {**requested, "prompt": "a b " * 800}, context(tokenizer=tokenizer))
     assert (error.param, error.code) == ("prompt", "context_length_exceeded")
     assert len(tokenizer.texts) == 1
     tokenizer.texts.clear()
     few = context(tokenizer=tokenizer, limits=RequestLimits(max_score_characters=100))
-    assert "counted once for each continuation" in refused(open_score, asked, few).message
+    assert "counted once for each continuation" in refused(open_score, requested, few).message
     assert not tokenizer.texts
     threads: list[str] = []
     usual = type(server.context.tokenizer).__call__
@@ -494,18 +494,18 @@ def test_a_score_encodes_its_prompt_once_and_refuses_early(
         return usual(self, *texts, **how)
 
     monkeypatch.setattr(type(server.context.tokenizer), "__call__", called)
-    status, _, _ = ask(server, "POST", "/v1/score", {**asked, "continuation": ["a", "b"]})
+    status, _, _ = ask(server, "POST", "/v1/score", {**requested, "continuation": ["a", "b"]})
     assert status == 200 and threads == ["jaxpage-aside"] * 3
 
 
 def test_a_query_counts_once_for_each_document_that_it_is_read_with() -> None:
     limits = RequestLimits(max_score_characters=1000)
-    asked = {"model": "demo", "query": "q" * 99, "documents": ["d"] * 10}
+    requested = {"model": "demo", "query": "q" * 99, "documents": ["d"] * 10}
     ranking = context(limits=limits, reranker=YesNo(1, 2))
-    assert len(open_rerank(asked, ranking).prompts) == 10
-    error = refused(open_rerank, {**asked, "documents": ["d"] * 11}, ranking)
+    assert len(open_rerank(requested, ranking).prompts) == 10
+    error = refused(open_rerank, {**requested, "documents": ["d"] * 11}, ranking)
     assert error.param == "documents" and "1100 characters" in error.message
-    assert open_rerank({**asked, "documents": ["d"] * 11}, context(limits=limits))
+    assert open_rerank({**requested, "documents": ["d"] * 11}, context(limits=limits))
 
 
 def test_large_requests_and_long_texts_are_read_aside(server: Running) -> None:
@@ -684,8 +684,8 @@ def test_files_are_written_and_synced_off_the_event_loop(
         server, "POST", "/v1/files", form, Content_Type="multipart/form-data; boundary=b"
     )
     assert status == 200 and json.loads(body)["bytes"] == len(content)
-    asked = {"input_file_id": json.loads(body)["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}  # fmt: skip
-    status, _, body = ask(server, "POST", "/v1/batches", asked)
+    requested = {"input_file_id": json.loads(body)["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}  # fmt: skip
+    status, _, body = ask(server, "POST", "/v1/batches", requested)
     batch = json.loads(body)
     assert status == 200 and batch["status"] == "validating"
     path = f"/v1/batches/{batch['id']}"

@@ -77,7 +77,7 @@ def test_an_executable_is_compiled_once_and_counted_in_every_file_that_needs_it(
             executables._compile_copy("pages", 16, "backend")
             executables._compile_copy("pages", 8, "backend")
             executables._compile_copy("pages", 8, "backend")
-        assert (len(counts.asked), counts.compiled) == (2, num_compiled)
+        assert (len(counts.requested), counts.compiled) == (2, num_compiled)
     with shared.in_use(optimized=True) as counts:
         executables._compile_copy("pages", 8, "backend")
     assert counts.compiled == 1, "other code for the same shapes"
@@ -119,9 +119,9 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
             copy, same, late = (
                 executables._compile_copy("pages", size, "backend") for size in (8, 8, 16)
             )
-        assert (counts.asked, executables._workspace_bytes(copy)) == (set(), 0)
+        assert (counts.requested, executables._workspace_bytes(copy)) == (set(), 0)
         assert (copy(1), copy(2), same(3)) == (9, 10, 11)
-        assert (len(counts.asked), counts.compiled, names) == (1, 1, [("pages", 8, "backend")])
+        assert (len(counts.requested), counts.compiled, names) == (1, 1, [("pages", 8, "backend")])
         monkeypatch.setattr(steps, "copy_step", lambda *_, **__: None)
         with pytest.raises(RuntimeError, match="too late: .*copy_step"):
             late(1)
@@ -146,4 +146,4 @@ def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
     ):
         sizes = [SlowlyCompared(size) for size in range(100)]
         found = threads.map(lambda size: executables._compile_copy("pages", size, "backend"), sizes)
-        assert list(found) == sizes and counts.compiled == len(counts.asked) == 100
+        assert list(found) == sizes and counts.compiled == len(counts.requested) == 100

@@ -84,9 +84,9 @@ def render(
     **variables: Any,
 ) -> str:
     """The text of transformers."""
-    asked = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
-    asked |= {"tools": tools and list(tools), "add_generation_prompt": generates}
-    return render_template({**asked, "continue_final_message": False, "variables": variables})
+    requested = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
+    requested |= {"tools": tools and list(tools), "add_generation_prompt": generates}
+    return render_template({**requested, "continue_final_message": False, "variables": variables})
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def answer(
     reasoning: str = "",
 ) -> tuple[str, str]:
     """The prompt and the answer that a template renders."""
-    source, asked = TEMPLATES[name], {"role": "user", "content": "Hi"}
+    source, requested = TEMPLATES[name], {"role": "user", "content": "Hi"}
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning and name == "name, mark, JSON":
         message["content"] = [
@@ -127,7 +127,10 @@ def answer(
             }
             for index, (tool, given) in enumerate(calls)
         ]
-    whole, prompt = render(source, [asked, message]), render(source, [asked], generates=True)
+    whole, prompt = (
+        render(source, [requested, message]),
+        render(source, [requested], generates=True),
+    )
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     end = next(place for place in range(len(prompt)) if whole[place] != prompt[place])
@@ -305,8 +308,8 @@ def test_a_template_that_cannot_show_some_schemas_has_a_form() -> None:
 )
 def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, text: str) -> None:
     form = derived(TEMPLATES[name]).form
-    asked = [{"role": "user", "content": "Hi"}]
-    prompt = render(TEMPLATES[name], asked, generates=True, enable_thinking=False)
+    requested = [{"role": "user", "content": "Hi"}]
+    prompt = render(TEMPLATES[name], requested, generates=True, enable_thinking=False)
     message = read(form, text, prompt)
     assert message == {"content": "So it is.", "reasoning_content": "", "tool_calls": []}
     assert read(form, [text], prompt) == message
@@ -318,12 +321,12 @@ def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
     source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
-    form, asked = derived(source).form, [{"role": "user", "content": "Hi"}]
+    form, requested = derived(source).form, [{"role": "user", "content": "Hi"}]
     message = read(
-        form, "Hm.\n</think>\n\nYes.", render(source, asked, generates=True, **variables)
+        form, "Hm.\n</think>\n\nYes.", render(source, requested, generates=True, **variables)
     )
     assert (message["reasoning_content"].strip(), message["content"].strip()) == ("Hm.", "Yes.")
-    assert read(form, "Yes.", render(source, asked))["content"] == "Yes."
+    assert read(form, "Yes.", render(source, requested))["content"] == "Yes."
 
 
 def test_a_form_shows_one_call() -> None:
@@ -611,15 +614,15 @@ def test_calls_are_read_as_a_template_tells_to_write_them(name: str) -> None:
     source, call = TOLD[name]
     form, problem = derived(source)
     assert problem is None and form.has_tools
-    asked = [{"role": "user", "content": "Hi"}]
-    prompt = render(source, asked, generates=True, enable_thinking=False)
+    requested = [{"role": "user", "content": "Hi"}]
+    prompt = render(source, requested, generates=True, enable_thinking=False)
     called = [("look-up2", {"city": "it's {x}", "days": 3})]
     for text, content in ((call, ""), (f"I look.\n{call}\n{call}<|im_end|>\n", "I look.")):
         message = read(form, [text], prompt)
         assert message["content"] == content and message["reasoning_content"] == ""
         assert calls_of(message) == called * text.count(call)
         assert read(form, text, prompt) == message
-    message = read(form, f"<think>Hm.</think>{call}", render(source, asked, generates=True))
+    message = read(form, f"<think>Hm.</think>{call}", render(source, requested, generates=True))
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
     assert calls_of(message) == called
     may_write = writer_of(form)
@@ -956,14 +959,14 @@ def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(
 def test_a_prompt_tells_what_stands_around_reasoning_and_answer() -> None:
     """As Granite 3.3's, if it is asked for reasoning."""
     form = derived(TOLD_TO_THINK).form
-    asked = [{"role": "user", "content": "Hi"}]
-    prompt = render(TOLD_TO_THINK, asked, generates=True, thinking=True)
+    requested = [{"role": "user", "content": "Hi"}]
+    prompt = render(TOLD_TO_THINK, requested, generates=True, thinking=True)
     text = "<think>Hm.</think>\n<response>So.</response>"
     message = read(form, [text], prompt)
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
     assert read(form, text, prompt) == message
     for said in ("The <think> tag opens it, <response> the answer.", "So."):
-        assert read(form, said, render(TOLD_TO_THINK, asked, generates=True))["content"] == said
+        assert read(form, said, render(TOLD_TO_THINK, requested, generates=True))["content"] == said
 
 
 @pytest.mark.parametrize(

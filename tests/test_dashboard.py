@@ -54,8 +54,10 @@ def problems(expression: str) -> list[str]:
             found.append(f"there is no {name}")
             continue
         kind, own = known[name]
-        asked = set(re.findall(r"(\w+)=", labels)) | set(re.findall(r"by \((\w+)\)", expression))
-        found += [f"{name} has no label {label}" for label in asked - own]
+        requested = set(re.findall(r"(\w+)=", labels)) | set(
+            re.findall(r"by \((\w+)\)", expression)
+        )
+        found += [f"{name} has no label {label}" for label in requested - own]
         grows = kind == "counter" or (kind == "histogram" and not name.endswith("_created"))
         if is_range and not grows:
             found.append(f"{name} is a gauge, and has no rate")
@@ -119,8 +121,8 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
 
 
 def test_what_matters_is_on_it() -> None:
-    asked = " ".join(text for _, text in expressions())
-    shown = {name for name in HELP if re.search(rf"jaxpage_{name}(_bucket|_sum)?\b", asked)}
+    requested = " ".join(text for _, text in expressions())
+    shown = {name for name in HELP if re.search(rf"jaxpage_{name}(_bucket|_sum)?\b", requested)}
     assert set(HELP) - shown <= {
         *(
             "compile_seconds_total",

@@ -276,7 +276,7 @@ def test_prompts_with_a_lone_surrogate_are_refused(llm):
 
 
 def test_defaults_come_from_generation_config(llm):
-    asked = json.loads((DEMO / "generation_config.json").read_text())
+    requested = json.loads((DEMO / "generation_config.json").read_text())
     params = llm.default_sampling_params(max_tokens=7)
     assert params.max_tokens == 7
-    assert params.temperature == pytest.approx(asked.get("temperature", 1.0))
+    assert params.temperature == pytest.approx(requested.get("temperature", 1.0))

@@ -203,12 +203,12 @@ def test_settings_of_cuda_graphs_become_options_of_xla(monkeypatch):
     graphs, update = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
     usual = compiler_options("gpu")
     assert set(usual) == {graphs} and "COLLECTIVES" not in usual[graphs]
-    asked = GraphSettings("skip_profiled", collectives=True)
-    assert compiler_options("gpu", asked) == {
+    requested = GraphSettings("skip_profiled", collectives=True)
+    assert compiler_options("gpu", requested) == {
         graphs: f"{usual[graphs]},COLLECTIVES",
         update: "SKIP_PROFILED",
     }
-    assert compiler_options("cpu", asked) == {}
+    assert compiler_options("cpu", requested) == {}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "asked", "advice"),
+    ("change", "requested", "advice"),
     [
         (
             {},
@@ -333,12 +333,12 @@ def test_a_second_start_finds_every_executable(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, asked, advice):
+def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, requested, advice):
     """Whoever does what is advised has a pool."""
     plan = dataclasses.replace(PLAN, **change)
     with pytest.raises(CapacityError, match=advice) as error:
         choose_num_blocks(
-            plan, **{"requested": None, "pool_bytes": None, "max_num_seqs": 8, **asked}
+            plan, **{"requested": None, "pool_bytes": None, "max_num_seqs": 8, **requested}
         )
     assert "of 9.77 KiB available on" in str(error.value) and "a block of" in str(error.value)
 

@@ -341,29 +341,31 @@ def test_counts_are_those_of_a_simulation(tight: LLM, case: Case, reference: Ref
     before another token, in a batch, and recomputed."""
     if case.method != "mtp" or case.tree:
         pytest.skip("chains alone are simulated, of a head whose drafts are right now and then")
-    asked = [[*range(1, 22)], [*range(1, 21), 50]]
+    requested = [[*range(1, 22)], [*range(1, 21), 50]]
     drafts = record(tight)
     tight.reset_prefix_cache()
-    alone = [tight.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in asked]
+    alone = [tight.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in requested]
     texts = [output.outputs[0].token_ids for output in alone]
     wanted = [
         simulated(reference, prompt, text, case.num_drafts)
-        for prompt, text in zip(asked, texts, strict=True)
+        for prompt, text in zip(requested, texts, strict=True)
     ]
     assert [counts(output) for output in alone] == wanted
     assert sum(accepted for _, accepted in wanted) >= 4
     found = [output.metrics.num_cached_tokens for output in alone]
     assert found == [0, 16]  # of blocks of 4 the fifth is before another token
-    assert [counts(output) for output in tight.generate(asked, GREEDY, use_tqdm=False)] == wanted
+    assert [
+        counts(output) for output in tight.generate(requested, GREEDY, use_tqdm=False)
+    ] == wanted
     engine = tight._engine
     reporters = [
         engine.add(str(name), engine.prepare(None, prompt, GREEDY))
-        for name, prompt in enumerate(asked)
+        for name, prompt in enumerate(requested)
     ]
     before = tight.stats()["num_preemptions_total"]["recompute"]
     run_giving_way(engine, 4)
     assert tight.stats()["num_preemptions_total"]["recompute"] == before + 1
-    for prompt, text, reporter in zip(asked, texts, reporters, strict=True):
+    for prompt, text, reporter in zip(requested, texts, reporters, strict=True):
         output = reporter.whole()
         assert output.outputs[0].token_ids == text
         gaps = [None, *range(len(prompt) + 1, len(prompt) + len(text))]

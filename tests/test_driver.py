@@ -1176,8 +1176,8 @@ class Lives(RuleBasedStateMachine):
                     if isinstance(update, JaxpageError) or update.finished
                 ]
                 assert len(finals) == 1 and finals[0] is reader.updates[-1][1]
-            asked = [answers[0] for kind, _, answers in self.contexts if kind == "pin"]
-            known = {answer.result() for answer in asked if answer.exception() is None}
+            requested = [answers[0] for kind, _, answers in self.contexts if kind == "pin"]
+            known = {answer.result() for answer in requested if answer.exception() is None}
             assert set(pool.pins) <= known | {*self.pins}
             for pin_id in list(pool.pins):
                 self.engine.unpin(pin_id)

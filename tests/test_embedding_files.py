@@ -369,12 +369,12 @@ def test_what_is_not_supported_is_refused_for_embeddings_alone(
     monkeypatch.setattr(llm, "_embedder", None)
     reranker = reranker_of(llm._embedding)
     context = wire.context(embedding=llm._embedding, reranker=reranker)
-    asked = {"model": "demo", "query": "a", "documents": ["x"]}
+    requested = {"model": "demo", "query": "a", "documents": ["x"]}
     for error, call in (
         (CheckpointError, lambda: llm.embed("x")),
         (CheckpointError, lambda: llm.rerank("a", ["x"])),
         (ApiError, lambda: open_embeddings({"model": "demo", "input": "x"}, context)),
-        (ApiError, lambda: open_rerank(asked, context)),
+        (ApiError, lambda: open_rerank(requested, context)),
     ):
         with pytest.raises(error) as caught:
             call()

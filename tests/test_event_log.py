@@ -1383,8 +1383,8 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(
     ]
     while waiting or engine.has_unfinished:
         if waiting and rng.random() < 0.6:
-            asked = engine.prepare(None, waiting.pop(), params[len(waiting) % len(params)])
-            engine.add(f"request-{len(waiting)}", asked)
+            requested = engine.prepare(None, waiting.pop(), params[len(waiting) % len(params)])
+            engine.add(f"request-{len(waiting)}", requested)
         if rng.random() < 0.02:
             engine.abort(f"request-{rng.integers(16)}")
         if engine.step():
@@ -1568,7 +1568,7 @@ def test_a_server_writes_its_last_steps(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On request, and after a step that failed. As long as nothing has fallen out of the ring they can be run again."""
-    asked = {
+    requested = {
         "model": "demo",
         "prompt": prompts_of(20)[0],
         "temperature": 0,
@@ -1592,7 +1592,7 @@ def test_a_server_writes_its_last_steps(
             Built(engine, None, {}, llm.spec, llm._model), engine=llm.config, **settings
         ) as server:
             with httpx.Client(base_url=server.address, timeout=60) as client:
-                assert client.post("/v1/completions", json=asked).status_code == 200
+                assert client.post("/v1/completions", json=requested).status_code == 200
                 answer = client.post("/debug/incident").json()
                 path = tmp_path / answer["file"]
                 assert stat.S_IMODE(path.stat().st_mode) == 0o600 and answer["num_steps"] == 5
@@ -1602,7 +1602,7 @@ def test_a_server_writes_its_last_steps(
                 )
                 with monkeypatch.context() as planted:
                     planted.setattr(runner, "run", lambda batch: runner.no_such_thing)
-                    assert client.post("/v1/completions", json=asked).status_code == 500
+                    assert client.post("/v1/completions", json=requested).status_code == 500
                 wait_until(lambda: len(files()) == 2, "it is written")
                 wait_until(lambda: files()[-1].stat().st_size > 0)
                 failed = files()[-1]
@@ -1617,7 +1617,7 @@ def test_a_server_writes_its_last_steps(
                     for log in (path, failed):
                         assert replayed(llm, log).difference is None
                     assert replayed(llm, path).num_steps == 5
-                assert client.post("/v1/completions", json=asked).status_code == 200
+                assert client.post("/v1/completions", json=requested).status_code == 200
                 late = tmp_path / client.post("/debug/incident").json()["file"]
             server.errors.clear()
         for log in (late,) if keeps else (path, failed, late):

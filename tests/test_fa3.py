@@ -179,7 +179,7 @@ def gpu(capability, kind="NVIDIA H200"):
 
 def call(name="llama-3-8b decode 64x2048", *, interpret=False, spec=None, **changes):
     """A call as the registry asks about it, from shapes alone. spec: what is changed of the shape of that name."""
-    asked = []
+    requested = []
     case = attention_case(dataclasses.replace(find(name), **(spec or {})), "fa3")
     shapes = {**case.arguments[0], **case.arguments[1]}
     of_options = {name: shapes.pop(name) for name in ("sinks", "tree_mask_TQ") if name in shapes}
@@ -187,12 +187,12 @@ def call(name="llama-3-8b decode 64x2048", *, interpret=False, spec=None, **chan
     def ask(shapes, of_options):
         options = AttentionOptions(scale=0.1, **of_options, **changes)
         arguments = Arguments(**shapes, options=options, max_query_len=find(name).max_query_len)
-        asked.append(
+        requested.append(
             Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
         )
 
     jax.eval_shape(ask, shapes, of_options)
-    return asked[0]
+    return requested[0]
 
 
 REFUSED = {

@@ -588,10 +588,10 @@ def started(*arguments: Any) -> Iterator[Host]:
 
 
 def wanted(
-    directory: Path, lora: LoRARequest | None = None, **asked: Any
+    directory: Path, lora: LoRARequest | None = None, **requested: Any
 ) -> list[tuple[list[int], list[float]]]:
     """Of one process."""
-    params = SamplingParams(**{**ASKED, **asked})
+    params = SamplingParams(**{**ASKED, **requested})
     settings = {
         **SETTINGS,
         "tensor_parallel_reduction": "invariant",
@@ -614,8 +614,8 @@ def wanted(
     ]
 
 
-def answered(url: str, **asked: Any) -> list[tuple[list[int], list[float]]]:
-    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **asked}
+def answered(url: str, **requested: Any) -> list[tuple[list[int], list[float]]]:
+    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **requested}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     return [
         (choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]
@@ -676,7 +676,7 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
             # or what is asked next would have ended before it is killed
             follower.process.send_signal(signal.SIGSTOP)
             with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(
+                requested = pool.submit(
                     httpx.post,
                     f"{url}/v1/completions",
                     json={"model": "m", "prompt": [1]},
@@ -685,7 +685,7 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
                 time.sleep(3)  # the request is there by then, also on a busy machine
                 follower.process.send_signal(signal.SIGKILL)
                 killed = time.monotonic()
-                failed = asked.result()
+                failed = requested.result()
             assert failed.status_code == 500 and "The engine has failed" in failed.text
             with contextlib.suppress(httpx.TransportError):
                 assert httpx.get(f"{url}/health").status_code == 503

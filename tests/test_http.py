@@ -282,8 +282,8 @@ def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(
     """Some requests of a page have no Origin; a link that somebody follows to the server is none of these."""
     for site in ("cross-site", "same-site"):
         for mode in ("no-cors", "cors", "same-origin"):
-            asked = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
-            assert ask(open_server, "GET", "/metrics", **asked)[0] == 403
+            requested = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
+            assert ask(open_server, "GET", "/metrics", **requested)[0] == 403
         followed = {
             "Sec_Fetch_Site": site,
             "Sec_Fetch_Mode": "navigate",
@@ -310,12 +310,12 @@ def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(
 
 def test_with_keys_or_for_other_machines_any_name_will_do(built):
     with serving(built, api_keys=(KEY,)) as running:
-        asked = {
+        requested = {
             "Host": "model.example",
             "Origin": "http://model.example",
             "Authorization": f"Bearer {KEY}",
         }
-        assert ask(running, "GET", "/v1/models", **asked)[0] == 200
+        assert ask(running, "GET", "/v1/models", **requested)[0] == 200
     with serving(built, host="0.0.0.0", profile_directory="/nowhere") as running:
         assert (
             ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0]
@@ -723,9 +723,9 @@ def test_a_body_in_chunks_needs_http_1_1(open_server):
 @pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n\n", b"\n"])
 def test_empty_lines_before_a_request_are_skipped(open_server, empty):
     """Old clients send one behind a body (RFC 9112, 2.2), in whatever pieces it comes."""
-    asked = request_bytes("POST", COMPLETIONS, SHORT) + empty
+    requested = request_bytes("POST", COMPLETIONS, SHORT) + empty
     with open_server.connect() as client:
-        client.sendall(empty + asked)
+        client.sendall(empty + requested)
         assert answer_of(client)[0] == 200
         for piece in (
             empty[:1],
@@ -988,11 +988,11 @@ def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(buil
     with serving(built) as running:
         expected = reference(running)
         gate = Gate(monkeypatch, built.engine)
-        asked = request_bytes("POST", COMPLETIONS, SHORT)
+        requested = request_bytes("POST", COMPLETIONS, SHORT)
         # the last one is half there, and nobody waits for it
-        for rest in (b"", asked[:40], asked[:-5]):
+        for rest in (b"", requested[:40], requested[:-5]):
             with running.connect() as client:
-                client.sendall(asked + request_bytes("GET", "/version") + asked + rest)
+                client.sendall(requested + request_bytes("GET", "/version") + requested + rest)
                 client.shutdown(socket.SHUT_WR)
                 gate.entered.acquire()
                 gate.open()
@@ -1343,10 +1343,10 @@ def test_bodies_share_a_budget(built, monkeypatch):
     monkeypatch.setattr(request_limits, "NUM_LARGEST_BODIES", 2)
     with serving(built, max_body_bytes=4096) as running:
         body = json.dumps({**SHORT, "user": "x" * 64}).encode().ljust(4000)
-        asked = request_bytes("POST", COMPLETIONS, body)
+        requested = request_bytes("POST", COMPLETIONS, body)
         held = [running.connect() for _ in range(2)]
         for client in held:
-            client.sendall(asked[:-10])
+            client.sendall(requested[:-10])
         wait_until(
             lambda: (
                 sum(one.conn.their_state is h11.SEND_BODY for one in running.uvicorn.connections)
@@ -1357,7 +1357,7 @@ def test_bodies_share_a_budget(built, monkeypatch):
         status, headers, told = ask(running, "POST", COMPLETIONS, body)
         assert status == 503 and headers["retry-after"] and "bodies" in error_of(told)["message"]
         for client in held:
-            client.sendall(asked[-10:])
+            client.sendall(requested[-10:])
             assert answer_of(client)[0] == 200
             client.close()
         assert ask(running, "POST", COMPLETIONS, body)[0] == 200
@@ -1441,13 +1441,13 @@ def test_a_long_answer_is_written_while_others_are_answered(built, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompt_logprobs_have_a_limit_for_all_prompts_together(open_server, monkeypatch, stream):
-    asked = {**SHORT, "prompt": [[5] * 10, [6] * 10], "max_tokens": 1, "n": 2, "temperature": 1}
-    asked |= {"echo": True, "logprobs": 4, "stream": True} if stream else {"prompt_logprobs": 4}
+    requested = {**SHORT, "prompt": [[5] * 10, [6] * 10], "max_tokens": 1, "n": 2, "temperature": 1}
+    requested |= {"echo": True, "logprobs": 4, "stream": True} if stream else {"prompt_logprobs": 4}
     monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 200)
-    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, requested)
     assert status == 200 and body.count(b"logprobs") >= 2
     monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 199)
-    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, requested)
     error = error_of(body)
     assert status == 400 and error["param"] in ("prompt_logprobs", "logprobs")
     assert "have 200" in error["message"] and "at most 199" in error["message"]
@@ -1522,15 +1522,15 @@ def test_an_answer_that_cannot_be_made_is_a_fixed_text(built, monkeypatch, caplo
 def test_streams_together_say_what_each_says_alone(built):
     with serving(built) as running:
         official = openai.OpenAI(base_url=f"{running.address}/v1", api_key="none")
-        asked = [
+        requested = [
             {**SHORT, "prompt": f"{word} upon a", "seed": 5, "temperature": 1.0}
             for word in ("Once", "It", "She", "He")
         ]
-        alone = [official.completions.create(**one).choices[0].text for one in asked]
+        alone = [official.completions.create(**one).choices[0].text for one in requested]
         texts: dict[int, str] = {}
 
         def read(index: int) -> None:
-            stream = official.completions.create(**{**asked[index % 4], "stream": True})
+            stream = official.completions.create(**{**requested[index % 4], "stream": True})
             texts[index] = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 
         threads = [threading.Thread(target=read, args=(index,)) for index in range(12)]
@@ -1622,7 +1622,7 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
     process.send_signal(signal.SIGHUP)
     wait_until(lambda: any("SIGHUP is ignored" in line for line in lines))
     url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
-    asked = {
+    requested = {
         **SHORT,
         "max_tokens": 60,
         "ignore_eos": True,
@@ -1631,14 +1631,14 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
 
     def post():
         try:
-            answer = httpx.post(url, json=asked, timeout=60)
+            answer = httpx.post(url, json=requested, timeout=60)
         except httpx.HTTPError:
             statuses.append("closed")
         else:
             statuses.append(answer.status_code)
             texts.extend([answer.json()["choices"][0]["text"]] if answer.status_code == 200 else [])
 
-    warm = httpx.post(url, json=asked, timeout=60)
+    warm = httpx.post(url, json=requested, timeout=60)
     expected = warm.json()["choices"][0]["text"]
     children = psutil.Process(process.pid).children(recursive=True)
     assert children  # the process that tries grammars

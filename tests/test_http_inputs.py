@@ -844,14 +844,14 @@ def test_a_stop_cuts_at_its_first_place(
     server: Running, client: httpx.Client, stop: list[str]
 ) -> None:
     """The model is made to say WORDS. A stop that only the prompt has changes nothing; of a stop nothing is streamed."""
-    asked = completion(
+    requested = completion(
         prompt="Hello", structured_outputs={"choice": [WORDS]}, stop=stop, max_tokens=64
     )
     places = [WORDS.index(one) for one in stop if one in WORDS]
     wanted = WORDS[: min(places, default=len(WORDS))]
-    whole = client.post(COMPLETIONS, json=asked).json()["choices"][0]
+    whole = client.post(COMPLETIONS, json=requested).json()["choices"][0]
     assert (whole["text"], whole["finish_reason"]) == (wanted, "stop")
-    with client.stream("POST", COMPLETIONS, json={**asked, "stream": True}) as answer:
+    with client.stream("POST", COMPLETIONS, json={**requested, "stream": True}) as answer:
         events = [
             json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
         ]
@@ -860,10 +860,10 @@ def test_a_stop_cuts_at_its_first_place(
 
 def test_lengths_at_the_edge(server: Running, client: httpx.Client) -> None:
     """One token less than the model's length leaves room for one."""
-    asked = completion(
+    requested = completion(
         prompt=[7] * (MAX_LEN - 1), max_tokens=5, ignore_eos=True, return_token_ids=True
     )
-    (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
+    (choice,) = client.post(COMPLETIONS, json=requested).json()["choices"]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "length")
 
 

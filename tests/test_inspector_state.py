@@ -354,11 +354,11 @@ def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("asked", "can_be_slow", "status"),
+    ("requested", "can_be_slow", "status"),
     [(0.5, False, 403), (9, True, 400), ("1", True, 400), (-1, True, 400), (True, True, 400)],
 )
 def test_slow_motion_is_for_who_is_alone(
-    engine: Engine, asked: Any, can_be_slow: bool, status: int
+    engine: Engine, requested: Any, can_be_slow: bool, status: int
 ) -> None:
     source = Source(engine)
     source.ready = False  # a stream that begins ends at once
@@ -366,7 +366,7 @@ def test_slow_motion_is_for_who_is_alone(
         Starlette(routes=page.state_routes(source, show_prompts=False, can_be_slow=can_be_slow))
     )
     with pytest.raises(Exception, match="seconds_per_step|Slow motion") as refusal:
-        client.post("/debug/events", json={"seconds_per_step": asked})
+        client.post("/debug/events", json={"seconds_per_step": requested})
     assert SimpleNamespace(**vars(refusal.value)).status == status
     with pytest.raises(Exception, match="in the body of a POST"):
         client.get("/debug/events?seconds_per_step=0.5")

@@ -215,10 +215,10 @@ def test_every_step_is_that_of_the_published_algorithm(
 def test_a_planted_mistake_is_seen(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = MODELS["coupled"], [1, 2, 3, 4, 5], Lookahead(4, 4, 3), 25
-    assert differs_from_the_published(*asked) is None
+    requested = MODELS["coupled"], [1, 2, 3, 4, 5], Lookahead(4, 4, 3), 25
+    assert differs_from_the_published(*requested) is None
     monkeypatch.setattr(Window, name, mistake)
-    assert differs_from_the_published(*asked) is not None
+    assert differs_from_the_published(*requested) is not None
 
 
 def test_what_is_by_place_alone_is_right_at_once() -> None:
@@ -542,8 +542,8 @@ def test_all_drafts_or_none() -> None:
     """By how many of them are right: no node of a window ever seems worth it, and without them there is nothing to draft."""
     draft = Draft((5,) * 6, PARENTS)
     worth = told(right=3)
-    asked = [worth.ask(3, [1, 2, 3]) for _ in range(2)]
-    assert {} in asked and {1: 15, 2: 15, 3: 15} in asked, "one of them is a probe"
+    requested = [worth.ask(3, [1, 2, 3]) for _ in range(2)]
+    assert {} in requested and {1: 15, 2: 15, 3: 15} in requested, "one of them is a probe"
     assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
     for controller in (told(right=0), told(right=3, dear=5.0)):
         assert {} in [controller.ask(3, [1, 2, 3]) for _ in range(2)] and not controller.is_on

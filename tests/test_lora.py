@@ -144,16 +144,16 @@ def test_no_bit_depends_on_the_adapters_of_others(model, llm):
     """Alone and together, in another slot, behind an adapter that took its slot; without an adapter as in an engine that has none."""
     names = ["third", None, "wide", None]
     prompts = [prompt_of(length, length) for length in (9, 30, 21, 12)]
-    asked = [lora(model, name) for name in names]
+    requested = [lora(model, name) for name in names]
     llm._engine.adapters._slots.clear()
     alone = [
         llm.generate(one, GREEDY, False, lora_request=of)[0]
-        for one, of in zip(prompts, asked, strict=True)
+        for one, of in zip(prompts, requested, strict=True)
     ]
     slots = dict(llm._engine.adapters._slots)
     for name in ("narrow", "third"):  # which take the slots of "third" and of "wide"
         llm.generate(prompts[0], GREEDY, False, lora_request=lora(model, name))
-    together = llm.generate(prompts, GREEDY, False, lora_request=asked)
+    together = llm.generate(prompts, GREEDY, False, lora_request=requested)
     assert (
         llm._engine.adapters._slots.keys() == slots.keys() and llm._engine.adapters._slots != slots
     )
@@ -181,11 +181,11 @@ def test_an_adapter_that_changes_is_another_adapter(model, llm, tmp_path):
     """Under the same name, number and path: the blocks that are cached of the old one are not found."""
     directory = tmp_path / "changing"
     shutil.copytree(model[1] / "wide", directory)
-    asked = LoRARequest("changing", 9, str(directory))
-    before = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)
+    requested = LoRARequest("changing", 9, str(directory))
+    before = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)
     for file in (model[1] / "narrow").iterdir():
         shutil.copy(file, directory)
-    after = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)
+    after = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)
     tokens = [greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "narrow")]
     assert [before[0].outputs[0].token_ids, after[0].outputs[0].token_ids] == tokens
 
@@ -268,10 +268,10 @@ def test_beams_are_those_of_the_adapter(model, llm):
 )
 def test_the_same_in_other_engines(model, llm, settings):
     prompts = [prompt_of(40, seed) for seed in (1, 2, 1)]
-    asked = [lora(model, "wide"), lora(model, "narrow"), None]
-    want = results(llm.generate(prompts, GREEDY, False, lora_request=asked))
+    requested = [lora(model, "wide"), lora(model, "narrow"), None]
+    want = results(llm.generate(prompts, GREEDY, False, lora_request=requested))
     with make_llm(model[1] / "model", **SETTINGS, **LORA, **settings) as other:
-        assert results(other.generate(prompts, GREEDY, False, lora_request=asked)) == want
+        assert results(other.generate(prompts, GREEDY, False, lora_request=requested)) == want
         if "speculative_config" in settings:
             assert other.stats()["spec_decode_num_drafts_total"]
 
@@ -290,8 +290,8 @@ def test_beside_a_quantised_weight(tmp_path):
     whole = with_adapters(rounded, tmp_path, ["wide"])
     with make_llm(tmp_path / "model", **SETTINGS, **LORA, quantization="int4") as llm:
         witness = LogitsWitness(llm)
-        asked = LoRARequest("wide", 1, str(tmp_path / "wide"))
-        output = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)[0].outputs[0]
+        requested = LoRARequest("wide", 1, str(tmp_path / "wide"))
+        output = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)[0].outputs[0]
     tokens, logits = greedy_of_peft(whole, "wide", prompt_of())
     assert output.token_ids == tokens
     for place, row in enumerate(logits):
@@ -303,13 +303,13 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
     save_model("opt-350m-form", tmp_path / "model")
     whole = with_adapters(make_model("opt-350m-form"), tmp_path, ["third"])
     prompts = [[token_id % 101 for token_id in prompt_of(length, length)] for length in (21, 9, 30)]
-    asked = [LoRARequest("third", 1, str(tmp_path / "third")), None, None]
+    requested = [LoRARequest("third", 1, str(tmp_path / "third")), None, None]
     with make_llm(tmp_path / "model", **SETTINGS, **LORA) as llm:
         params = SamplingParams(
             temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1
         )
-        outputs = llm.generate(prompts, params, False, lora_request=asked)
-    for request, prompt, output in zip(asked, prompts, outputs, strict=True):
+        outputs = llm.generate(prompts, params, False, lora_request=requested)
+    for request, prompt, output in zip(requested, prompts, outputs, strict=True):
         tokens, logits = greedy_of_peft(whole, request and "third", prompt)
         (found,) = output.outputs
         assert found.token_ids == tokens

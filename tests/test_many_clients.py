@@ -313,10 +313,10 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(
     server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may take seconds for each of them, and there may be many."""
-    goes_on, asked = threading.Event(), threading.Semaphore(0)
+    goes_on, requested = threading.Event(), threading.Semaphore(0)
 
     def endless(text: str, param: str) -> str:
-        asked.release()
+        requested.release()
         goes_on.wait()
         return text
 
@@ -331,7 +331,7 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(
     try:
         for one in tokenizings:
             one.start()
-        assert asked.acquire(timeout=WAIT_SECONDS)
+        assert requested.acquire(timeout=WAIT_SECONDS)
         assert (
             client.post(
                 COMPLETIONS, json={**COMMON, "prompt": TEXT}, timeout=WAIT_SECONDS

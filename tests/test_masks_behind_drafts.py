@@ -47,8 +47,8 @@ def grammar_of(directory: Path) -> Iterator[Callable[..., Grammar]]:
 
     def grammar(regex: str) -> Grammar:
         if regex not in made:
-            asked = SamplingParams(structured_outputs={"regex": regex}).structured_outputs
-            made[regex] = compiler.compile(asked)
+            requested = SamplingParams(structured_outputs={"regex": regex}).structured_outputs
+            made[regex] = compiler.compile(requested)
         return made[regex]
 
     yield grammar
@@ -98,7 +98,7 @@ def test_behind_drafts_as_behind_tokens(
     """Looks ahead along many paths, takes a token, looks again. Every mask is that of a sequence that never looked ahead."""
     grammar = grammar_of(regex)
     letters = [int(i) for i in ids_of(Constraint(grammar, request()).mask)]
-    asked = request(
+    requested = request(
         min_tokens=min_tokens,
         stop_token_ids=[letters[0]] if stop else (),
         allowed_token_ids=[*range(90), END] if few else None,
@@ -106,7 +106,7 @@ def test_behind_drafts_as_behind_tokens(
     )
 
     def new() -> Constraint:
-        return Constraint(grammar, asked)
+        return Constraint(grammar, requested)
 
     constraint, known = new(), ()
     for choice, path in steps:
@@ -212,7 +212,7 @@ def test_what_drafts_find_does_not_count(
 
 def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
     """Penalties, min_tokens and bad words see the path to a draft as if it were known. The tree branches."""
-    asked = Request(
+    requested = Request(
         request_id="a",
         prompt=None,
         prompt_token_ids=(1, 2, 3),
@@ -229,10 +229,10 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
         )
 
     draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
-    root = sample_of(0, 1, sequence(), asked)
-    got = (root, *make_draft_samples(root, draft, sequence(), asked))
+    root = sample_of(0, 1, sequence(), requested)
+    got = (root, *make_draft_samples(root, draft, sequence(), requested))
     paths = [(), *(draft.path(place) for place in range(5))]
-    want = tuple(sample_of(0, 1, sequence(*path), asked) for path in paths)
+    want = tuple(sample_of(0, 1, sequence(*path), requested) for path in paths)
     assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
     arrays = [
         processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)
@@ -247,7 +247,7 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
 
 
 def strategies_of(grammar: Grammar | None) -> dict[int, SamplingStrategy]:
-    asked = Request(
+    requested = Request(
         request_id="a",
         prompt=None,
         prompt_token_ids=(1,),
@@ -256,7 +256,7 @@ def strategies_of(grammar: Grammar | None) -> dict[int, SamplingStrategy]:
         eos_token_ids=frozenset({END}),
         max_total_tokens=50,
     )
-    return {7: SamplingStrategy(asked, NoText, grammar)}
+    return {7: SamplingStrategy(requested, NoText, grammar)}
 
 
 TREES = st.integers(0, 9).flatmap(
@@ -347,14 +347,14 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     neighbour = SamplingParams(temperature=1.0, seed=6, max_tokens=12, ignore_eos=True, logprobs=1)
-    asked = dataclasses.replace(neighbour, structured_outputs={"regex": REGEXES[2]})
+    requested = dataclasses.replace(neighbour, structured_outputs={"regex": REGEXES[2]})
     without_drafts(llm)
     alone = llm.generate([[5, 6, 7]], neighbour, use_tqdm=False)[0]
     first_id = llm._engine._num_sequences
     texts = {first_id + 1: [5, 6, 7, *alone.outputs[0].token_ids]}
     draft_with(llm._engine, Scripted(texts, lambda *_: (3, 1)))
     monkeypatch.setattr(Constraint, "_follow", lambda *_: 1 / 0)
-    broken, beside = llm.generate([[1], [5, 6, 7]], [asked, neighbour], use_tqdm=False)
+    broken, beside = llm.generate([[1], [5, 6, 7]], [requested, neighbour], use_tqdm=False)
     assert beside.outputs == alone.outputs and beside.metrics.num_accepted_tokens > 0
     assert (
         broken.outputs[0].finish_reason in ("stop", "length")

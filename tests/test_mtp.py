@@ -256,11 +256,11 @@ def test_auto_is_mtp_where_the_checkpoint_has_a_head(
     saved: Callable[[str], Model], tmp_path: Path
 ) -> None:
     """Suffix decoding drafts for any other model."""
-    asked = EngineConfig(speculative_config="auto").speculative_config
+    requested = EngineConfig(speculative_config="auto").speculative_config
     model = saved("deepseek_v3")
     without = changed(model, tmp_path, "model.layers.3.")
     for directory, method in ((model.directory, "mtp"), (without, "suffix")):
-        drafting = open_drafting(asked, open_model(directory))
+        drafting = open_drafting(requested, open_model(directory))
         assert drafting.config is not None and drafting.config.method == method
         assert (drafting.drafter is not None) == (method == "mtp")
 

@@ -164,7 +164,7 @@ def test_a_completion_is_what_llm_generates(client: openai.OpenAI, offline: dict
 def test_a_seed_with_n_is_what_llm_generates(
     client: openai.OpenAI, offline: dict[str, Any]
 ) -> None:
-    asked: Any = {
+    requested: Any = {
         "model": "demo",
         "prompt": PROMPT,
         "n": 3,
@@ -172,7 +172,7 @@ def test_a_seed_with_n_is_what_llm_generates(
         "max_tokens": 12,
         "temperature": 0.9,
     }
-    answers = [client.completions.create(**asked, top_p=0.8) for _ in range(2)]
+    answers = [client.completions.create(**requested, top_p=0.8) for _ in range(2)]
     wanted = [output.text for output in offline["seeded"]]
     assert len(set(wanted)) > 1
     assert [texts(answer) for answer in answers] == [wanted, wanted]
@@ -247,7 +247,7 @@ def test_a_prompt_may_be_token_ids(
 
 
 def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
-    asked: Any = {
+    requested: Any = {
         "model": "demo",
         "prompt": PROMPT,
         "n": 3,
@@ -257,7 +257,7 @@ def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict
         "top_p": 0.8,
     }
     chunks = list(
-        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        client.completions.create(**requested, stream=True, stream_options={"include_usage": True})
     )
     *said, last = chunks
     found, reasons = {0: "", 1: "", 2: ""}, {}
@@ -304,8 +304,10 @@ def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]
 def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
     """The client's helper raises where an answer was cut off, so this one stops."""
     text = offline["chat"].outputs[0].text
-    asked: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+    requested: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
+    with client.chat.completions.stream(
+        **requested, stream_options={"include_usage": True}
+    ) as stream:
         whole = stream.get_final_completion()
     assert whole.choices[0].message.content == text[: text.index(text[-6:])]
     assert whole.usage is not None and whole.usage.completion_tokens > 0
@@ -321,17 +323,17 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
         "type": "json_schema",
         "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
     }
-    asked: Any = {
+    requested: Any = {
         "model": "demo",
         "messages": MESSAGES,
         "max_tokens": 64,
         "seed": 1,
         "response_format": wanted,
     }
-    answer = client.chat.completions.create(**asked)
+    answer = client.chat.completions.create(**requested)
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
-    cut = client.chat.completions.create(**{**asked, "max_tokens": 2}).choices[0]
+    cut = client.chat.completions.create(**{**requested, "max_tokens": 2}).choices[0]
     assert cut.finish_reason == "length"
     with pytest.raises(json.JSONDecodeError):
         json.loads(cut.message.content or "")
@@ -340,7 +342,7 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
             "type": "json_schema",
             "json_schema": {"name": "x", "schema": {"type": "banana"}},
         }
-        client.chat.completions.create(**{**asked, "response_format": bad})
+        client.chat.completions.create(**{**requested, "response_format": bad})
     assert caught.value.param == "response_format.json_schema.schema"
 
 
@@ -348,7 +350,7 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
     "choice", ["required", {"type": "function", "function": {"name": "meet"}}], ids=["any", "named"]
 )
 def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice: Any) -> None:
-    asked: Any = {
+    requested: Any = {
         "model": "demo",
         "messages": MESSAGES,
         "tools": [TOOL],
@@ -356,14 +358,14 @@ def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice:
         "seed": 2,
         "max_tokens": 100,
     }
-    asked["parallel_tool_calls"] = False
-    answer = client.chat.completions.create(**asked).choices[0]
+    requested["parallel_tool_calls"] = False
+    answer = client.chat.completions.create(**requested).choices[0]
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
     assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
     called: Any = answer.message.tool_calls[0]
     assert called.function.name == "meet"
     jsonschema.validate(json.loads(called.function.arguments), SCHEMA)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**requested) as stream:
         streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
     assert [(one.function.name, one.function.arguments) for one in streamed] == [
         (called.function.name, called.function.arguments)
@@ -416,11 +418,15 @@ def test_embeddings_are_hidden_states_of_length_one(
         assert metrics(http)["jaxpage_num_requests_running"] == 1
     for pooling, hidden in offline["hidden"].items():
         wanted = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
-        asked: Any = {**texts_of, "encoding_format": "float", "extra_body": {"pooling": pooling}}
-        found = client.embeddings.create(**asked, dimensions=hidden.shape[1])
+        requested: Any = {
+            **texts_of,
+            "encoding_format": "float",
+            "extra_body": {"pooling": pooling},
+        }
+        found = client.embeddings.create(**requested, dimensions=hidden.shape[1])
         np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
         raw = client.embeddings.create(
-            **{**asked, "extra_body": {"pooling": pooling, "normalize": False}}
+            **{**requested, "extra_body": {"pooling": pooling, "normalize": False}}
         )
         np.testing.assert_array_equal(
             np.array([one.embedding for one in raw.data], np.float32), hidden
@@ -448,8 +454,8 @@ def test_scores_are_the_log_probabilities_of_completions(
 ) -> None:
     """Of the greedy text as it was reported, and of another as echo reports it."""
     (greedy,) = offline["greedy"]
-    asked = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
-    first, second = http.post("/v1/score", json=asked).json()["data"]
+    requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
+    first, second = http.post("/v1/score", json=requested).json()["data"]
     reported = [
         entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)
     ]

@@ -201,8 +201,8 @@ ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class"
 def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     """In the chat, as an answer: no element but those of Markdown, no address but http and mail, nothing is fetched, nothing takes long."""
     page.allowed.append("404")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
     page.goto(f"{files}/ui/")
     page.locator("[name=kind][value=chat]").check(force=True)
     chunk = {
@@ -227,7 +227,7 @@ def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     addresses = [value for name, value in attributes if name == "href"]
     assert addresses and all(re.match("https?://", address) for address in addresses)
     assert page.evaluate("window.broken") is None
-    assert all(url.startswith(files) for url in asked), "nothing is fetched from elsewhere"
+    assert all(url.startswith(files) for url in requested), "nothing is fetched from elsewhere"
     for text in [*HOSTILE, *LONG]:
         took = page.evaluate(
             """async (text) => {

@@ -209,10 +209,10 @@ def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_p
 
 
 def test_a_module_is_replaced_by_its_path_and_not_looked_into() -> None:
-    asked = []
+    requested = []
 
     def rule(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | None:
-        asked.append(path)
+        requested.append(path)
         return to_int8(path, module) if path == ("layers", 1, "mlp", "down") else None
 
     graph, parameters = abstract_model(FAMILY, SPEC, "bfloat16", rule)
@@ -223,8 +223,8 @@ def test_a_module_is_replaced_by_its_path_and_not_looked_into() -> None:
         ("layers",),
         ("layers", 0),
         ("layers", 1, "attention", "query_key_value"),
-    } <= set(asked)
-    assert len(asked) == len(set(asked))
+    } <= set(requested)
+    assert len(requested) == len(set(requested))
     assert (
         graph
         == abstract_model(FAMILY, SPEC, "bfloat16", rule)[0]

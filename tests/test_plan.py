@@ -587,12 +587,12 @@ def test_the_model_is_a_directory_a_config_or_a_name(
     for name in ("m", "m/config.json"):
         assert {**planned(capsys, name, *memory), "model": directory} == by_directory
     assert planned(capsys, "demo", *memory) == planned(capsys, *memory), "the built-in model"
-    asked = []
+    requested = []
 
     class Hub:
         @staticmethod
         def snapshot_download(**arguments: Any) -> str:
-            asked.append(arguments)
+            requested.append(arguments)
             return directory
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
@@ -600,7 +600,7 @@ def test_the_model_is_a_directory_a_config_or_a_name(
         planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"]
         == by_directory["weights_bytes"]
     )
-    assert asked == [
+    assert requested == [
         {
             "repo_id": "org/name",
             "revision": "v1",

@@ -253,12 +253,12 @@ def requests(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(asked=st.lists(requests(), min_size=2, max_size=4), seed=st.integers(0, 999))
-def test_any_requests_together(asked, seed):
+@given(requested=st.lists(requests(), min_size=2, max_size=4), seed=st.integers(0, 999))
+def test_any_requests_together(requested, seed):
     """What a row's logits become is what its request says, to the last bit the same as alone; so is what is drawn."""
-    logits = random_logits(seed, len(asked), VOCAB)
-    got, token_ids = run_step(logits, *zip(*asked, strict=True))
-    for row, (request, output) in enumerate(asked):
+    logits = random_logits(seed, len(requested), VOCAB)
+    got, token_ids = run_step(logits, *zip(*requested, strict=True))
+    for row, (request, output) in enumerate(requested):
         alone, alone_id = run_step(logits[row][None], [request], [output])
         assert alone[0].tobytes() == got[row].tobytes() and alone_id[0] == token_ids[row]
         words, prompt = request.bad_word_token_ids, request.prompt_token_ids
@@ -596,7 +596,7 @@ def test_bad_words_need_a_tokenizer(llm, monkeypatch):
 
 
 def test_what_generation_config_asks_for(tmp_path):
-    for asked, want in (
+    for requested, want in (
         (
             {"repetition_penalty": 1.3, "temperature": 0.5},
             {"repetition_penalty": 1.3, "temperature": 0.5},
@@ -606,7 +606,7 @@ def test_what_generation_config_asks_for(tmp_path):
             {"repetition_penalty": 1.3, "temperature": 0.0},
         ),
     ):
-        (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+        (tmp_path / "generation_config.json").write_text(json.dumps(requested))
         assert read_sampling_defaults(tmp_path) == want
 
 
@@ -629,14 +629,14 @@ def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_
 
 
 def test_what_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):
-    asked = {
+    requested = {
         "num_beams": 4,
         "typical_p": 1.0,
         "no_repeat_ngram_size": 0,
         "suppress_tokens": [5],
         "temperature": 0.5,
     }
-    (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+    (tmp_path / "generation_config.json").write_text(json.dumps(requested))
     assert read_sampling_defaults(tmp_path) == {"temperature": 0.5}
     (record,) = caplog.records
     assert "asks for num_beams=4, suppress_tokens=[5], which is left out" in record.getMessage()

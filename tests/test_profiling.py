@@ -19,12 +19,14 @@ from jaxpage.serving.wire.errors import ApiError
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is asked of JAX's profiler, which is itself slow to start."""
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(
-        profiling.jax.profiler, "start_trace", lambda directory: asked.append(f"start {directory}")
+        profiling.jax.profiler,
+        "start_trace",
+        lambda directory: requested.append(f"start {directory}"),
     )
-    monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: asked.append("stop"))
-    yield asked
+    monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: requested.append("stop"))
+    yield requested
 
 
 def test_without_a_directory_there_is_nothing() -> None:

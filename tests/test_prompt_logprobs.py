@@ -257,12 +257,12 @@ def test_gives_way_at_any_step(mode, directory, prompts, lone, monkeypatch):
                 "watched", engine.prepare(None, prompts[5], dataclasses.replace(PARAMS, n=n))
             )
             with monkeypatch.context() as patch:
-                asked = Asked(llm, patch)
+                requested = Asked(llm, patch)
                 run_giving_way(engine, step)
             output = reporter.whole()
             assert output.prompt_logprobs == lone[5].prompt_logprobs
             assert output.outputs[0] == lone[5].outputs[0] and len(output.outputs) == n
-            assert asked.num_tokens == len(prompts[5]) - 1
+            assert requested.num_tokens == len(prompts[5]) - 1
         stats = llm.stats()
         assert stats["num_preemptions_total"][mode.split()[0]] >= 4
         assert (stats["prefix_cache_resumed_hits_total"] > 0) == ("cache" in mode)
@@ -273,25 +273,25 @@ def test_a_chunk_that_begins_before_what_is_missing(directory, prompts, lone, mo
     """After a preemption the chunks may be cut elsewhere: a part of one is scored already."""
     with make_llm(directory, enable_prefix_caching=False) as llm:
         engine = llm._engine
-        asked = Asked(llm, monkeypatch)
+        requested = Asked(llm, monkeypatch)
         # takes 49 of the 64 tokens of the first step
         engine.add("older", engine.prepare(None, [3] * 49, GREEDY))
         reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
         engine.step()
-        assert asked.num_tokens == 15
+        assert requested.num_tokens == 15
         engine.scheduler.give_way()
         while engine.has_unfinished:
             engine.step()
         assert content(reporter.whole()) == content(lone[5])
-        assert asked.num_tokens == 49
+        assert requested.num_tokens == 49
 
 
 def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
-    asked = Asked(llm, monkeypatch)
+    requested = Asked(llm, monkeypatch)
     for prompt, alone in zip(prompts, lone, strict=True):
         output = generate(llm, prompt, dataclasses.replace(PARAMS, n=3, best_of=4))
         assert output.prompt_logprobs == alone.prompt_logprobs
-    assert asked.num_tokens == sum(map(len, prompts)) - len(prompts)
+    assert requested.num_tokens == sum(map(len, prompts)) - len(prompts)
 
 
 def test_cold_and_warm(llm, prompts, lone):

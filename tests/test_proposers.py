@@ -734,7 +734,7 @@ def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(
         assert speculator.propose(groups).of == {0: chain((0, 0, 0))}
         assert not speculator.propose(groups).of
         speculator.forget(groups[0])
-    assert (double.num_asked, double.forgotten) == (2, [])
+    assert (double.num_requested, double.forgotten) == (2, [])
     assert [record.message for record in caplog.records if "proposer failed" in record.message] == [
         caplog.records[0].message
     ]
@@ -792,7 +792,7 @@ def test_no_proposer_changes_a_text_or_fails_a_step(llm: LLM) -> None:
         if name != "twins":  # a tree, which the device does not verify yet
             texts, steps = run(llm, double)
             assert texts == expected, name
-            assert double.num_asked > 0 and steps <= num_steps, name
+            assert double.num_requested > 0 and steps <= num_steps, name
     for proposer in (
         proposers.always_wrong(expected, 3, VOCAB),
         SuffixProposer(SuffixDecoding()),

@@ -919,11 +919,11 @@ def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(
         for scale in scales
     }
     quantized_checkpoint(tmp_path, name, beside=beside)
-    asked = texts(tmp_path, kv_cache_dtype="fp8")
+    requested = texts(tmp_path, kv_cache_dtype="fp8")
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "quantization_config": {**FORMATS[name][0], **stated}})
     )
-    assert texts(tmp_path) == asked
+    assert texts(tmp_path) == requested
     for setting, dtype in (("auto", "uint8"), ("int8", "int8")):
         with make_llm(tmp_path, kv_cache_dtype=setting) as llm:
             assert {str(layer.k_pages.dtype) for layer in llm._engine.runner._pages} == {dtype}

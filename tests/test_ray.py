@@ -164,12 +164,12 @@ def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(
     cluster: Cluster, wanted: dict[str, str]
 ) -> None:
     url = cluster.url
-    asked = [Asked(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
-    streams = asked[:NUM_STREAMS]
+    requested = [Asked(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
+    streams = requested[:NUM_STREAMS]
     before = cluster.replicas()
     assert len(before) == 2
-    with ThreadPoolExecutor(len(asked)) as pool:
-        running = [pool.submit(one.run) for one in asked[NUM_STREAMS:]]
+    with ThreadPoolExecutor(len(requested)) as pool:
+        running = [pool.submit(one.run) for one in requested[NUM_STREAMS:]]
         for stream in streams:  # one by one, so that Ray shares them out
             running.append(pool.submit(stream.run))
             assert stream.has_begun.wait(WAIT_SECONDS), stream.error
@@ -177,12 +177,12 @@ def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(
         before[0].kill()
         for one in running:
             one.result()
-    for one in asked:
+    for one in requested:
         if one.error is None:
             assert one.text == wanted[one.prompt]
         else:
             assert wanted[one.prompt].startswith(one.text) and one.text != wanted[one.prompt]
-    for one in asked:
+    for one in requested:
         print(f"{one.kind}: {one.error!r}" if one.error else f"{one.kind}: the right text")
     assert 0 < sum(one.error is not None for one in streams) < len(streams)
 

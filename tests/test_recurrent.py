@@ -407,14 +407,14 @@ def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
         "targets": ["re:none"],
         "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
     }
-    asked = {
+    requested = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "config_groups": {"group_0": group},
     }
-    asked["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    requested["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     random_checkpoint(tmp_path, QWEN3_5)
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": asked}))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": requested}))
     make_llm(tmp_path).shutdown()
     assert (
         "a KV cache in fp8, which a model with recurrent layers cannot have: it stays in float32"

@@ -84,8 +84,8 @@ def contents(outputs: list[Any]) -> list[Any]:
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
-def generated(llm: LLM, asked: Asked) -> list[Any]:
-    prompts, params = ([*column] for column in zip(*asked, strict=True))
+def generated(llm: LLM, requested: Asked) -> list[Any]:
+    prompts, params = ([*column] for column in zip(*requested, strict=True))
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -143,9 +143,9 @@ def test_requests_give_among_others_what_they_give_alone(
 ) -> None:
     """In both orders, so that prefixes are found the second time, in a pool that is too small for all."""
     llm, expected = engines(engine), alone["mistral" if is_of_mistral(engine) else "llama"]
-    asked = [*ASKED, *CROWD]
+    requested = [*ASKED, *CROWD]
     for order in (1, -1):
-        outputs = generated(llm, [*CROWD, *asked[::order]])
+        outputs = generated(llm, [*CROWD, *requested[::order]])
         assert contents(outputs[2:]) == expected[::order]
         assert contents(outputs[:2]) == expected[-2:]
     if engine in ("recompute", "swap"):
@@ -168,9 +168,10 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])
     for step in range(1, 18, 2):
         llm.reset_prefix_cache()
-        asked = [older, *ASKED]
+        requested = [older, *ASKED]
         reporters = [
-            engine.add(str(index), engine.prepare(None, *one)) for index, one in enumerate(asked)
+            engine.add(str(index), engine.prepare(None, *one))
+            for index, one in enumerate(requested)
         ]
         for number in range(200):
             if not engine.has_unfinished:

@@ -244,14 +244,14 @@ def test_what_cannot_be_ranked(arguments: Any, error: Any, text: str, llm: LLM) 
 
 def test_the_wire_has_the_forms_of_jina_and_cohere() -> None:
     context = wire.context()
-    asked = {"model": "demo", "query": "a", "documents": ["x", "y", "z"], "top_n": 2}
-    answer = open_rerank(asked, context).whole([0.1, 0.5, 0.3], 7)
+    requested = {"model": "demo", "query": "a", "documents": ["x", "y", "z"], "top_n": 2}
+    answer = open_rerank(requested, context).whole([0.1, 0.5, 0.3], 7)
     assert answer["results"] == [
         {"index": 1, "relevance_score": 0.5, "document": {"text": "y"}},
         {"index": 2, "relevance_score": 0.3, "document": {"text": "z"}},
     ]
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7} and answer["model"] == "demo"
-    cohere = {**asked, "documents": [{"text": "x"}, {"text": "y"}, {"text": "z"}]}
+    cohere = {**requested, "documents": [{"text": "x"}, {"text": "y"}, {"text": "z"}]}
     opened = open_rerank({**cohere, "return_documents": False, "rank_fields": ["text"]}, context)
     assert [one.prompt for one in opened.prompts] == ["a", "x", "y", "z"]
     assert opened.ignored_fields == ()
@@ -266,5 +266,5 @@ def test_the_wire_has_the_forms_of_jina_and_cohere() -> None:
         ({"model": "other"}, "model"),
     ):
         with pytest.raises(ApiError) as refused:
-            open_rerank({**asked, **changes}, context)
+            open_rerank({**requested, **changes}, context)
         assert refused.value.param == param

@@ -144,23 +144,26 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 
 @settings(max_examples=12)
 @given(st.lists(st.tuples(prompts, sampling_params(st.integers(1, 12))), min_size=2, max_size=6))
-def test_neighbours_change_no_draw(llm, asked):
+def test_neighbours_change_no_draw(llm, requested):
     """Every request of a batch gives what it gives alone."""
     together = llm.generate(
-        [prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False
+        [prompt for prompt, _ in requested], [params for _, params in requested], use_tqdm=False
     )
-    for (prompt, params), output in zip(asked, together, strict=True):
+    for (prompt, params), output in zip(requested, together, strict=True):
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs == output.outputs
 
 
 def test_the_engines_seed_repeats_a_run(llm):
     """Requests that bring no seed: the same run again draws the same, another seed draws something else."""
-    asked = [PROMPT] * 8, SamplingParams(max_tokens=12, ignore_eos=True)
+    requested = [PROMPT] * 8, SamplingParams(max_tokens=12, ignore_eos=True)
     runs = []
     for seed in (5, 5, 6):
         with make_llm(llm.config.model, max_num_seqs=WIDTH, seed=seed) as again:
             runs.append(
-                [output.outputs[0].token_ids for output in again.generate(*asked, use_tqdm=False)]
+                [
+                    output.outputs[0].token_ids
+                    for output in again.generate(*requested, use_tqdm=False)
+                ]
             )
     assert runs[0] == runs[1] and len({tuple(map(tuple, run)) for run in runs}) == 2
     assert len(set(map(tuple, runs[0]))) == 8  # the requests of a run have noise of their own

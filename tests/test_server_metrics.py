@@ -610,10 +610,10 @@ def test_the_application_runs_in_the_servers_of_others(
             app({"type": "lifespan"}, told.get, lambda event: heard(event["type"]))
         )
         await told.put({"type": "lifespan.startup"})
-        asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
+        requested = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+            assert (await client.post("/v1/completions", json=requested)).status_code == 200
         await told.put({"type": "lifespan.shutdown"})
         await lifespan
 

@@ -115,7 +115,7 @@ def client(running: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def asked(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
+def requested(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
     about = {"model": model, "prompt": PROMPTS[prompt], "max_tokens": 8, "ignore_eos": True}
     return {**about, "return_token_ids": True, **DRAWN[drawn], **more}
 
@@ -163,7 +163,7 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(
 
     async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
         case = chance.choice(sorted(wanted))
-        body = asked(*case, stream=chance.random() < 0.5)
+        body = requested(*case, stream=chance.random() < 0.5)
         if chance.random() < 0.2:  # this client leaves, while it waits or is answered
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(answered(client, body), chance.random() / 10)
@@ -194,24 +194,24 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(
 def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(
     client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
 ) -> None:
-    before = client.post("/v1/completions", json=asked("demo", 0, 0)).json()
-    answer = client.post("/v1/completions", json=asked("gone", 0, 0))
+    before = client.post("/v1/completions", json=requested("demo", 0, 0)).json()
+    answer = client.post("/v1/completions", json=requested("gone", 0, 0))
     error = answer.json()["error"]
     assert answer.status_code == 500 and "retry-after" not in answer.headers
     assert error["code"] == "model_not_loaded" and error["param"] == "model"
     assert "'gone' cannot be loaded" in error["message"] and "/" not in error["message"]
     states = {card["id"]: card["state"] for card in client.get("/v1/models").json()["data"]}
     assert states == {"demo": "loaded", "other": "unloaded", "gone": "unloaded"}
-    after = client.post("/v1/completions", json=asked("demo", 0, 0)).json()
+    after = client.post("/v1/completions", json=requested("demo", 0, 0)).json()
     assert after["choices"] == before["choices"]
     assert before["choices"][0]["token_ids"] == wanted["demo", 0, 0]
-    answer = client.post("/v1/completions", json=asked("nobody", 0, 0))
+    answer = client.post("/v1/completions", json=requested("nobody", 0, 0))
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int) -> None:
-    body = asked("other", 1, 1)
+    body = requested("other", 1, 1)
     before = client.post("/v1/completions", json=body).json()["choices"]
     num_compiled = metric(client, "jaxpage_compile_total", "other")
     for path, state in (("/sleep", "asleep"), ("/wake_up", "loaded"), ("/sleep", "asleep")):
@@ -232,7 +232,7 @@ def test_requests_that_come_while_their_model_falls_asleep_wait_and_wake_it(
     running: Running, client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
 ) -> None:
     asks = {
-        "/v1/completions": asked("demo", 0, 0),
+        "/v1/completions": requested("demo", 0, 0),
         "/v1/embeddings": {"model": "demo", "input": [1, 2, 3]},
     }
     before = {path: client.post(path, json=body).json() for path, body in asks.items()}
@@ -284,7 +284,7 @@ def test_a_look_at_a_model_does_not_load_it(running: Running, client: httpx.Clie
     assert not client.get("/api/ps").json()["models"]
     assert shown_model["details"]["family"] == "llama"
     assert shown_model["model_info"]["llama.context_length"] == 512
-    client.post("/v1/completions", json=asked("demo", 0, 0))
+    client.post("/v1/completions", json=requested("demo", 0, 0))
     assert show("demo") == shown_model
     client.post("/sleep", json={"model": "demo"})
     assert show("demo") == shown_model
@@ -350,10 +350,10 @@ def metric(client: httpx.Client, name: str, model: str) -> float:
 
 
 def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Client) -> None:
-    client.post("/v1/completions", json=asked("demo", 0, 0))
+    client.post("/v1/completions", json=requested("demo", 0, 0))
     text = client.get("/metrics").text
     assert client.post("/sleep", json={"model": "demo"}).status_code == 200
-    client.post("/v1/completions", json=asked("other", 0, 0))
+    client.post("/v1/completions", json=requested("other", 0, 0))
     assert metric(client, "jaxpage_num_requests_running", "other") == 0
     assert metric(client, "jaxpage_num_requests_running", "demo") == 0, "it sleeps, and is there"
     helps = [line for line in client.get("/metrics").text.splitlines() if "# HELP" in line]
@@ -361,7 +361,7 @@ def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Clie
 
 
 def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client: httpx.Client) -> None:
-    client.post("/v1/completions", json=asked("demo", 0, 0))
+    client.post("/v1/completions", json=requested("demo", 0, 0))
     listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
     for model in listed.values():
         assert len(model["digest"]) == 64 and model["modified_at"]
@@ -401,7 +401,7 @@ def test_a_batch_of_two_models_leaves_out_no_line(
 ) -> None:
     cases = [*sorted(wanted), ("gone", 0, 0)]
     line = {"method": "POST", "url": "/v1/completions"}
-    lines = [{**line, "custom_id": str(case), "body": asked(*case)} for case in cases]
+    lines = [{**line, "custom_id": str(case), "body": requested(*case)} for case in cases]
     content = "\n".join(map(json.dumps, lines))
     file = client.post(
         "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
@@ -441,7 +441,7 @@ def test_a_shutdown_during_a_load_answers_those_that_wait(directory: Path, tmp_p
 
         def ask() -> None:
             with httpx.Client(base_url=running.address, timeout=300) as client:
-                answers.append(client.post("/v1/completions", json=asked("other", 0, 0)))
+                answers.append(client.post("/v1/completions", json=requested("other", 0, 0)))
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -225,11 +225,11 @@ def test_sleep_waits_for_vectors_of_other_threads(directory):
         slow_embedder(llm, begun)
         for _ in range(3):
             begun.clear()
-            asked = [pool.submit(llm.embed, PROMPTS * 4, use_tqdm=False) for _ in range(2)]
+            requested = [pool.submit(llm.embed, PROMPTS * 4, use_tqdm=False) for _ in range(2)]
             assert begun.wait(60)
             llm.sleep(1)
             llm.wake_up()
-            for answer in asked:
+            for answer in requested:
                 np.testing.assert_array_equal(answer.result(60), vectors)
 
 
@@ -239,11 +239,11 @@ def test_sleep_waits_for_vectors_of_other_coroutines(directory, compiled_when_us
             vectors = await llm.embed(PROMPTS * 4)
             slow_embedder(llm, threading.Event())
             for _ in range(3):
-                asked = [asyncio.create_task(llm.embed(PROMPTS * 4)) for _ in range(2)]
+                requested = [asyncio.create_task(llm.embed(PROMPTS * 4)) for _ in range(2)]
                 await asyncio.sleep(0.05)
                 await llm.sleep()
                 await llm.wake_up()
-                for each in await asyncio.gather(*asked):
+                for each in await asyncio.gather(*requested):
                     np.testing.assert_array_equal(each, vectors)
             left = asyncio.create_task(llm.embed(PROMPTS * 100))
             await asyncio.sleep(0.05)

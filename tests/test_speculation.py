@@ -263,12 +263,12 @@ def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
 def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
     # of grammars and bad words, drafts that cannot be are left out beforehand
     some = [0, 2, 4, 3, 11]
-    asked = [PROMPTS[index] for index in some], tuple(REQUESTS[index] for index in some)
-    want, outputs = lone(f"{model} without", *asked)
+    requested = [PROMPTS[index] for index in some], tuple(REQUESTS[index] for index in some)
+    want, outputs = lone(f"{model} without", *requested)
     assert want != [lone("without")[0][index] for index in some]
     for kind in ("any tree", "right branch last", "oracle"):
         with Watched(engines(model), outputs, kind) as watched:
-            assert watched.generate(*asked) == want
+            assert watched.generate(*requested) == want
         trees = model != "mistral" and kind != "oracle"
         # of chains that is the wrong branch, but for what is right by chance
         if trees or kind != "right branch last":

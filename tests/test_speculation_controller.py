@@ -334,14 +334,14 @@ def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: floa
     best = max(goodput(counts, max(counts) if each_depth else 0) for counts in every)
     ids = range(len(rates))
     controller.skips()
-    asked = controller.ask(4, ids, set(ids) if each_depth else None)
-    if not asked:
+    requested = controller.ask(4, ids, set(ids) if each_depth else None)
+    if not requested:
         return best <= controlling.HYSTERESIS * goodput((0,) * len(rates), 0) * (1 + 1e-9)
     found = goodput(
-        tuple(asked.get(each, 0) for each in ids), controller.depth if each_depth else 0
+        tuple(requested.get(each, 0) for each in ids), controller.depth if each_depth else 0
     )
-    cut = controller.cut(4, {each: chain((5,) * asked[each]) for each in asked})
-    return found == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == asked)
+    cut = controller.cut(4, {each: chain((5,) * requested[each]) for each in requested})
+    return found == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == requested)
 
 
 Seconds = st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4)
@@ -404,8 +404,10 @@ def drive(
     for _ in range(num_steps):
         counts: Mapping[int, int] = {}
         if not controller.skips():
-            asked = controller.ask(4, range(4))
-            counts = controller.cut(4, {key: chain((5,) * count) for key, count in asked.items()})
+            requested = controller.ask(4, range(4))
+            counts = controller.cut(
+                4, {key: chain((5,) * count) for key, count in requested.items()}
+            )
         for key, count in counts.items():
             controller.learn_verified(key, range(-1, count - 1), range(min(accepted, count)))
         num_drafts, right = (

@@ -28,10 +28,10 @@ class Always(Proposer):
     """Always drafts the same."""
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_requested = 0
 
     def propose(self, request: Any, sequence: Any, num_drafts: int) -> Draft:
-        self.num_asked += 1
+        self.num_requested += 1
         return chain((5, 6, 7)[:num_drafts])
 
 
@@ -85,7 +85,7 @@ def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
         drafts = speculator.propose([decoding()])
         assert not drafts.of
         observe(speculator, drafts, plan_of(), [Append(3, 4)])
-    assert proposer.num_asked < 60
+    assert proposer.num_requested < 60
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_what_is_learned(
 
 
 def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
     controller = controller_of()
-    monkeypatch.setattr(controller, "ask", lambda *_: asked.append(1) or {})
+    monkeypatch.setattr(controller, "ask", lambda *_: requested.append(1) or {})
     skips = iter([True, True, False, True])
     monkeypatch.setattr(controller, "skips", lambda: next(skips))
     sync: Any = SimpleNamespace(is_off=False, ready=set(), is_stale=lambda _: False)
     speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, sync=sync)
     for _ in range(4):
         assert not speculator.propose([decoding()]).of
-    assert len(asked) == 1
+    assert len(requested) == 1
     sync.is_off, skips = True, iter([False])
-    assert not speculator.propose([decoding()]).of and len(asked) == 1, (
+    assert not speculator.propose([decoding()]).of and len(requested) == 1, (
         "the drafter on the device is off"
     )
 

@@ -386,12 +386,13 @@ def test_a_mask_that_cannot_be_made_admits_nothing() -> None:
 
 
 def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for() -> None:
-    asked: list[int | None] = [None, 0, 2, 1]
+    requested: list[int | None] = [None, 0, 2, 1]
     plan = StepPlan(
         step_id=1,
         rows=tuple(Row(i, 0, (0,), ((1,),)) for i in range(4)),
         samples=tuple(
-            Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k) for i, k in enumerate(asked)
+            Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k)
+            for i, k in enumerate(requested)
         ),
     )
     result = StepResult(

@@ -158,9 +158,9 @@ def run(llm, scripts, params, gives_way_at):
     reporters, chunks = {}, {}
     with scripted(engine, scripts):
         for seed, samples in enumerate(scripts):
-            asked = dataclasses.replace(params, seed=seed, n=len(samples))
+            requested = dataclasses.replace(params, seed=seed, n=len(samples))
             reporters[str(seed)] = engine.add(
-                str(seed), engine.prepare(PROMPT, engine.tokenizer(PROMPT)["input_ids"], asked)
+                str(seed), engine.prepare(PROMPT, engine.tokenizer(PROMPT)["input_ids"], requested)
             )
         for number in itertools.count():
             if not engine.has_unfinished:

@@ -124,9 +124,15 @@ def nothing_left_behind(llm):
 
 
 def params(kind="json", **changes):
-    asked = KINDS[kind][0] if isinstance(kind, str) else kind
+    requested = KINDS[kind][0] if isinstance(kind, str) else kind
     return SamplingParams(
-        **{"temperature": 1.5, "seed": 5, "max_tokens": 100, "structured_outputs": asked, **changes}
+        **{
+            "temperature": 1.5,
+            "seed": 5,
+            "max_tokens": 100,
+            "structured_outputs": requested,
+            **changes,
+        }
     )
 
 
@@ -331,8 +337,8 @@ def language():
 @pytest.fixture(scope="module")
 def grammar_of(directory):
     compiler = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
-    yield lambda **asked: compiler.compile(
-        SamplingParams(structured_outputs=asked).structured_outputs
+    yield lambda **requested: compiler.compile(
+        SamplingParams(structured_outputs=requested).structured_outputs
     )
     compiler.close()
 
@@ -381,7 +387,7 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
 
 @pytest.mark.parametrize("mistaken", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("requested", "text"),
     [
         ({"choice": ["a<|end|>b"]}, "a<|end|>b"),
         ({"regex": r"a<\|end\|>b/"}, "a<|end|>b/"),
@@ -398,11 +404,11 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
         ({"grammar": 'root ::= "a<|end|>b"'}, "a<|end|>b"),
     ],
 )
-def test_text_that_reads_like_a_special_token_is_text(asked, text, mistaken, llm, monkeypatch):
+def test_text_that_reads_like_a_special_token_is_text(requested, text, mistaken, llm, monkeypatch):
     if mistaken:
         monkeypatch.setattr(rules, "_NO_FORCING", "")
     llm._engine.grammars._cache.clear()
-    outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(asked, n=3))[0]}
+    outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(requested, n=3))[0]}
     llm._engine.grammars._cache.clear()
     assert (outcomes == {(text, "stop")}) != mistaken
 
@@ -438,8 +444,8 @@ def test_a_grammar_that_others_filled_is_as_good_as_new(size, limit, fails, dire
 # How it ends
 
 
-def only(llm, asked, prompt="a", **changes):
-    ((one,),) = run(llm, [prompt], params(asked, **changes))
+def only(llm, requested, prompt="a", **changes):
+    ((one,),) = run(llm, [prompt], params(requested, **changes))
     return one
 
 
@@ -533,8 +539,8 @@ def test_a_dead_end_ends_that_request_only(llm):
     """Behind "ab" comes what the tokenizer cannot say; a neighbour is as it is alone, to the last bit."""
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
-    for asked in ({"regex": "[ab]{2}(\\x01|\u20ac)"}, {"choice": ["aba\u0001", "bab\u0001"]}):
-        dead, beside = run(llm, ["a", [3, 4]], [params(asked, n=2), neighbour])
+    for requested in ({"regex": "[ab]{2}(\\x01|\u20ac)"}, {"choice": ["aba\u0001", "bab\u0001"]}):
+        dead, beside = run(llm, ["a", [3, 4]], [params(requested, n=2), neighbour])
         assert [beside] == alone
         for one in dead:
             assert (
@@ -710,9 +716,9 @@ def test_refused_at_construction(value, message):
 )
 def test_refused_at_admission(value, message, llm):
     """With the parameter, the beginning of its value and a sentence, without llguidance's source; before anything runs."""
-    asked = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
+    requested = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
     with pytest.raises(
-        ValueError, match=f"^{asked}.* is refused: .*{message.removeprefix('is refused: ')}"
+        ValueError, match=f"^{requested}.* is refused: .*{message.removeprefix('is refused: ')}"
     ) as refused:
         llm.generate(["a", "b"], [params(None), params(value)], use_tqdm=False)
     assert len(str(refused.value)) < 700 and refused.value.__notes__ == ["This is prompt 1 of 2."]
@@ -953,10 +959,10 @@ def test_the_process_that_tries_grammars_may_die(llm, monkeypatch):
     assert only(llm, {"regex": "alive again"}).text == "alive again"
     tried, num_tried = compiling._Worker.try_grammar, []
 
-    def killed(self, *asked):
+    def killed(self, *requested):
         num_tried.append(1)
         self._process.kill()
-        return tried(self, *asked)
+        return tried(self, *requested)
 
     monkeypatch.setattr(compiling._Worker, "try_grammar", killed)
     with pytest.raises(JaxpageError, match="the process that tries grammars has ended"):
@@ -1021,7 +1027,7 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     monkeypatch.setattr(
         compiling._Worker,
         "try_grammar",
-        lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
+        lambda self, *requested: tried.append(requested[1]) or real(self, *requested),
     )
     for letter in "pqrpstp":
         only(llm, {"regex": f"{letter}{{2}}"}, max_tokens=4)
@@ -1035,7 +1041,7 @@ def test_refusals_are_kept_for_a_while(llm, monkeypatch):
     monkeypatch.setattr(
         compiling._Worker,
         "try_grammar",
-        lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
+        lambda self, *requested: tried.append(requested[1]) or real(self, *requested),
     )
     monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)
     messages = set()

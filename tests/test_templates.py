@@ -92,7 +92,7 @@ def test_a_prompt_is_what_transformers_makes(template: str, messages: list[dict[
         )
 
 
-def asked(template: str) -> dict[str, Any]:
+def requested(template: str) -> dict[str, Any]:
     return {
         "template": template,
         "special_tokens": {},
@@ -114,7 +114,7 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
     def text(template: str) -> str:
-        return renderers.render(asked(template), 2.0, RENDER_BYTES)
+        return renderers.render(requested(template), 2.0, RENDER_BYTES)
 
     def processes() -> list[int]:
         process = started[-1]._process.pid

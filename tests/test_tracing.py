@@ -287,10 +287,10 @@ def test_preemptions_and_drafts_are_those_of_the_engine(shared: Kept) -> None:
         body = {**DRAWN, "max_tokens": 100}
         async with httpx.AsyncClient(base_url=shared.server.address, timeout=300) as client:
             prompts = [f"{index} {DRAWN['prompt']}" for index in range(4)]
-            asked = [
+            requested = [
                 client.post("/v1/completions", json={**body, "prompt": each}) for each in prompts
             ]
-            for answer in await asyncio.gather(*asked):
+            for answer in await asyncio.gather(*requested):
                 answer.raise_for_status()
 
     before = totals()
@@ -302,13 +302,13 @@ def test_preemptions_and_drafts_are_those_of_the_engine(shared: Kept) -> None:
 
 
 def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared: Kept) -> None:
-    asked = {"model": "demo", "input": ["A cat", "The old house"]}
-    usage = shared.client.post("/v1/embeddings", json=asked).json()["usage"]
+    requested = {"model": "demo", "input": ["A cat", "The old house"]}
+    usage = shared.client.post("/v1/embeddings", json=requested).json()["usage"]
     [span] = shared.spans(1)
     assert span.name == "embeddings demo"
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    asked = {"model": "demo", "query": "A cat", "documents": ["A dog", "The old house"]}
-    usage = shared.client.post("/v1/rerank", json=asked).json()["usage"]
+    requested = {"model": "demo", "query": "A cat", "documents": ["A dog", "The old house"]}
+    usage = shared.client.post("/v1/rerank", json=requested).json()["usage"]
     [span] = shared.spans(1)
     assert span.name == "rerank demo"
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["total_tokens"]
@@ -348,10 +348,10 @@ def test_every_path_of_a_model_has_an_operation(shared: Kept) -> None:
 )
 def test_the_span_is_a_child_of_the_caller_s(shared: Kept, given: str | None, found: str) -> None:
     headers = {} if given is None else {"traceparent": given, "tracestate": "vendor=1"}
-    asked = {**DRAWN, "max_tokens": 2}
-    shared.client.post("/v1/completions", json=asked, headers=headers).raise_for_status()
+    requested = {**DRAWN, "max_tokens": 2}
+    shared.client.post("/v1/completions", json=requested, headers=headers).raise_for_status()
     if found == "none":
-        shared.client.post("/v1/completions", json=asked).raise_for_status()
+        shared.client.post("/v1/completions", json=requested).raise_for_status()
         assert f"{server_span(shared.spans(1)).context.trace_id:032x}" != TRACE
         return
     spans = shared.spans(1)
@@ -369,8 +369,8 @@ def test_the_span_is_a_child_of_the_caller_s(shared: Kept, given: str | None, fo
 
 
 def test_a_client_that_leaves_has_a_span_of_what_was_done(shared: Kept) -> None:
-    asked = {**DRAWN, "max_tokens": 200, "stream": True}
-    with shared.client.stream("POST", "/v1/completions", json=asked) as answer:
+    requested = {**DRAWN, "max_tokens": 200, "stream": True}
+    with shared.client.stream("POST", "/v1/completions", json=requested) as answer:
         next(answer.iter_lines())
     spans = shared.spans(1)
     server = server_span(spans)
@@ -420,8 +420,8 @@ def test_a_failed_step_is_an_error_of_the_server(
         return step()
 
     monkeypatch.setattr(engine, "step", failing)
-    asked = {**DRAWN, "max_tokens": 100, "stream": stream}
-    answer = shared.client.post("/v1/completions", json=asked)
+    requested = {**DRAWN, "max_tokens": 100, "stream": stream}
+    answer = shared.client.post("/v1/completions", json=requested)
     assert answer.status_code == (200 if stream else 500)
     spans = shared.spans(1)
     server = server_span(spans)
@@ -583,11 +583,11 @@ def test_an_endpoint_that_does_not_answer_costs_one_warning(
             silent.close()
         url = receiver.endpoint if kind == "refusing" else f"http://{address}/v1/traces"
         with serving(built, otlp_traces_endpoint=url) as server:
-            asked = {**DRAWN, "max_tokens": 2}
+            requested = {**DRAWN, "max_tokens": 2}
             with httpx.Client(base_url=server.address, timeout=300) as client:
                 began = time.monotonic()
                 for _ in range(8):
-                    client.post("/v1/completions", json=asked).raise_for_status()
+                    client.post("/v1/completions", json=requested).raise_for_status()
                 # One that waited for the endpoint would take a second for each of 32 spans.
                 assert time.monotonic() - began < 30
             wait_until(lambda: "does not take spans" in caplog.text)

@@ -111,13 +111,13 @@ def llama(server: Running, promises: Promises) -> Iterator[ollama.Client]:
 def chat(http: httpx.Client) -> Any:
     """The answer of the chat that the requests of this file are translated into."""
 
-    def asked(**fields: Any) -> Any:
+    def requested(**fields: Any) -> Any:
         body = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    return asked
+    return requested
 
 
 def text_of(answer: Any) -> str:
@@ -310,8 +310,10 @@ def test_reasoning_that_is_sent_back_reaches_the_template(field: str, dialect: s
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]}
     bodies["responses"] = (open_response, {"input": [USER, reasoning, TOLD, MORE]})
     opens, body = bodies[dialect]
-    (asked,) = opens({"model": "demo", **body}, reads_reasoning(field)).prompts
-    assert asked.prompt == "<|user|>The old house<|assistant|>(Hm)It was<|user|>Go on<|assistant|>"
+    (requested,) = opens({"model": "demo", **body}, reads_reasoning(field)).prompts
+    assert (
+        requested.prompt == "<|user|>The old house<|assistant|>(Hm)It was<|user|>Go on<|assistant|>"
+    )
 
 
 @pytest.mark.parametrize("field", FIELDS[:-1])
@@ -323,9 +325,9 @@ def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_take
     said = {"role": "assistant", "content": content, "reasoning": "Hm", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "a", "content": "3"}
     body = {"model": "demo", "messages": [USER, said, result]}
-    (asked,) = open_chat(body, reads_reasoning(field, refuses=True)).prompts
+    (requested,) = open_chat(body, reads_reasoning(field, refuses=True)).prompts
     thought = "Hm\n\nI look." if content == "I look." else "Hm"
-    assert asked.prompt.endswith(
+    assert requested.prompt.endswith(
         f"<|assistant|><{thought}><call>f{{}}</call><|tool|>3<|assistant|>"
     )
 
@@ -370,8 +372,11 @@ def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "Go on"},
     ]
-    asked: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
-    answer, wanted = open_ai.responses.create(**{**RESPONSE, "input": asked}), chat(messages=said)
+    requested: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
+    answer, wanted = (
+        open_ai.responses.create(**{**RESPONSE, "input": requested}),
+        chat(messages=said),
+    )
     assert answer.output_text == text_of(wanted)
     assert (
         answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
@@ -383,8 +388,8 @@ def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
     wanted: Any = {
         "format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}
     }
-    asked: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
-    with open_ai.responses.stream(**asked) as stream:
+    requested: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
+    with open_ai.responses.stream(**requested) as stream:
         answer = stream.get_final_response()
     assert answer.status == "completed"
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
@@ -448,15 +453,15 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
     """A stop sequence is told; a last message of the assistant is gone on with."""
     whole = text_of(chat())
     stop = whole[5:9]
-    asked: Any = {
+    requested: Any = {
         **MESSAGE,
         "stop_sequences": ["never said", stop],
         "system": [{"type": "text", "text": "Tell it."}],
     }
-    cut: Any = claude.messages.create(**asked)
+    cut: Any = claude.messages.create(**requested)
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert cut.content[0].text == whole[: whole.index(stop)]
-    with claude.messages.stream(**asked) as stream:
+    with claude.messages.stream(**requested) as stream:
         streamed: Any = stream.get_final_message()
     assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
     begun = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
@@ -470,21 +475,24 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
 
 def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: Any) -> None:
     """As the chat has them. What a message may not have, its count may not either."""
-    asked: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
-    assert claude.messages.count_tokens(**asked).input_tokens == chat()["usage"]["prompt_tokens"]
+    requested: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
+    assert (
+        claude.messages.count_tokens(**requested).input_tokens == chat()["usage"]["prompt_tokens"]
+    )
     begun: Any = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
     wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"][
         "prompt_tokens"
     ]
     assert (
-        claude.messages.count_tokens(**{**asked, "messages": [USER, begun]}).input_tokens == wanted
+        claude.messages.count_tokens(**{**requested, "messages": [USER, begun]}).input_tokens
+        == wanted
     )
     with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
         claude.messages.count_tokens(
-            **asked, tools=[{"name": "f", "input_schema": {"type": "object"}}]
+            **requested, tools=[{"name": "f", "input_schema": {"type": "object"}}]
         )
     with pytest.raises(anthropic.NotFoundError):
-        claude.messages.count_tokens(**{**asked, "model": "claude"})
+        claude.messages.count_tokens(**{**requested, "model": "claude"})
 
 
 def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, server: Running) -> None:
@@ -559,17 +567,17 @@ def test_ollama_thinks(llama: ollama.Client, chat: Any) -> None:
 
 def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
     """As a chat, or from the prompt as it is."""
-    asked: Any = {**OLLAMA, "prompt": "The old house"}
-    assert llama.generate(**asked, system="Tell it.").response == text_of(chat())
+    requested: Any = {**OLLAMA, "prompt": "The old house"}
+    assert llama.generate(**requested, system="Tell it.").response == text_of(chat())
     completion = {"model": "demo", "prompt": "The old house", "temperature": 0, "max_tokens": 12}
     wanted = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
-    assert llama.generate(**asked, raw=True).response == wanted
+    assert llama.generate(**requested, raw=True).response == wanted
     assert (
-        "".join(part.response or "" for part in llama.generate(**asked, raw=True, stream=True))
+        "".join(part.response or "" for part in llama.generate(**requested, raw=True, stream=True))
         == wanted
     )
     formatted = llama.generate(
-        **{**asked, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA
+        **{**requested, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA
     )
     jsonschema.validate(json.loads(formatted.response or ""), SCHEMA)
     assert [model.model for model in llama.list().models] == ["demo"]

@@ -309,7 +309,7 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Pa
         assert not server.errors
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def requested(**fields: Any) -> dict[str, Any]:
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     return {"model": "demo", "prompt": PROMPTS[0], **greedy, **fields}
 
@@ -325,19 +325,19 @@ def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]
     old, new = from_files[0][0][0], from_files[1][0][0]
     version = running.engine.weights_version
     before, compiled = (
-        client.post("/v1/completions", json=asked()),
+        client.post("/v1/completions", json=requested()),
         metrics(client)["jaxpage_compile_total"],
     )
     assert token_ids(before) == old
     (directory / "1" / "config.json").unlink()  # a trainer may write weights alone
     answer = client.post("/v1/update_weights", json={"path": "1"})
     assert (answer.status_code, answer.json()) == (200, {"weights_version": version + 1})
-    after = client.post("/v1/completions", json=asked())
+    after = client.post("/v1/completions", json=requested())
     assert token_ids(after) == new, "neither the old weights nor what was cached of them"
     fingerprint = before.json()["system_fingerprint"].rpartition("-")[0]
     assert after.json()["system_fingerprint"] == f"{fingerprint}-{version + 1}"
     assert client.post("/v1/update_weights", json={"path": "0", "mode": "abort"}).status_code == 200
-    assert token_ids(client.post("/v1/completions", json=asked())) == old
+    assert token_ids(client.post("/v1/completions", json=requested())) == old
     assert metrics(client)["jaxpage_compile_total"] == compiled
 
 
@@ -356,9 +356,9 @@ def test_requests_that_run_are_waited_for_or_ended(
             wait_until(lambda: running.loop.turns.inbox.qsize() == place, "the engine has it")
             return answer
 
-        first = post("/v1/completions", 1, asked())
+        first = post("/v1/completions", 1, requested())
         update = post("/v1/update_weights", 2, {"path": "1", "mode": mode})
-        second = post("/v1/completions", 3, asked())
+        second = post("/v1/completions", 3, requested())
         held.set()
         assert (
             update.result().status_code == 200 and token_ids(second.result()) == from_files[1][0][0]
@@ -382,7 +382,7 @@ def test_who_leaves_while_waiting_takes_the_update_back(
         running.engine.runner, "run", lambda batch: (time.sleep(0.1), run(batch))[1]
     )
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(lambda: client.post("/v1/completions", json=asked()))
+        first = pool.submit(lambda: client.post("/v1/completions", json=requested()))
         wait_until(lambda: running.engine.has_unfinished, "it runs")
         update = pool.submit(
             lambda: httpx.post(
@@ -396,7 +396,7 @@ def test_who_leaves_while_waiting_takes_the_update_back(
             update.result()
         assert token_ids(first.result()) == from_files[0][0][0]
     wait_until(lambda: running.loop.turns.change is None, "nothing waits")
-    assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
+    assert token_ids(client.post("/v1/completions", json=requested())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 
 
@@ -453,7 +453,7 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(
         "/v1/update_weights", json={"path": "1"}, headers={"Origin": "http://elsewhere"}
     )
     assert foreign.status_code == 403
-    assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
+    assert token_ids(client.post("/v1/completions", json=requested())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 
 

@@ -246,8 +246,8 @@ def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]
         tokenizer().convert_tokens_to_ids("<|endoftext|>"),
         tokenizer()("x")["input_ids"][-1],
     )
-    asked = {"prompt": "ab", "logprobs": 0, **fields}
-    exchange = completion(**asked)
+    requested = {"prompt": "ab", "logprobs": 0, **fields}
+    exchange = completion(**requested)
     shown = (
         [letter, special, letter, letter]
         if fields.get("skip_special_tokens") is False
@@ -257,7 +257,7 @@ def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]
         exchange,
         [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])],
     )
-    if fields.get("echo") and not asked["prompt"].startswith("<"):
+    if fields.get("echo") and not requested["prompt"].startswith("<"):
         found.prompt_token_ids.insert(0, special)
         first = found.prompt_token_ids[1]
         found.prompt_logprobs.insert(1, {first: Logprob(-1.0, 1, tokenizer().decode([first]))})

@@ -144,8 +144,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def of_gpt_oss(llm: LLM, fields: dict[str, Any], **parsers: str) -> Exchange:
     read = {"tool_parser": "auto", "reasoning_parser": "auto", **parsers}
-    asked = {"messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 200, **fields}
-    return opened(context(tokenizer=llm.tokenizer, **read), asked)
+    requested = {"messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 200, **fields}
+    return opened(context(tokenizer=llm.tokenizer, **read), requested)
 
 
 def test_marks_that_are_special_tokens_are_read(gpt_oss: LLM) -> None:

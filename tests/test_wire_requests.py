@@ -699,9 +699,9 @@ def test_what_asks_for_nothing_passes_where_nothing_unknown_does(
     opens: Any, new: Any, fields: dict[str, Any]
 ) -> None:
     exchange = opens(new(**fields), context(strict_requests=True))
-    asked = {name: fields[name] for name in ("n", "stream") if name in fields}
+    requested = {name: fields[name] for name in ("n", "stream") if name in fields}
     assert exchange.ignored_fields == ()
-    assert exchange.prompts == opens(new(**asked), context()).prompts
+    assert exchange.prompts == opens(new(**requested), context()).prompts
 
 
 def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of() -> None:

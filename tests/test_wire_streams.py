@@ -95,13 +95,13 @@ def server() -> Iterator[Running]:
 @pytest.mark.parametrize("path", APIS)
 def test_who_leaves_after_any_part_frees_everything(path: str, server: Running) -> None:
     _, body = APIS[path]
-    asked = {"model": "demo", "stream": True, **body}
+    requested = {"model": "demo", "stream": True, **body}
     with httpx.Client(base_url=server.address, timeout=60) as client:
         promises = Promises(client)
-        with client.stream("POST", path, json=asked) as answer:
+        with client.stream("POST", path, json=requested) as answer:
             num_parts = len(answer.read().splitlines())
         for count in range(num_parts):
-            with client.stream("POST", path, json=asked) as answer:
+            with client.stream("POST", path, json=requested) as answer:
                 lines = answer.iter_lines()
                 for _ in range(count):
                     next(lines, None)  # a sampled answer may be shorter than the first

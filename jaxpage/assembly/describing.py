@@ -96,7 +96,7 @@ def open_files(config: EngineConfig) -> ModelFiles:
     return files
 
 
-def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
+def choose_dtype(requested: str, device: DeviceSpec, stored: str, family: Family) -> str:
     """Returns the dtype of a model.
 
     "auto" follows the checkpoint. On CPU it is float32 for a checkpoint in float16, and for one in
@@ -105,7 +105,7 @@ def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) ->
     its place.
 
     Args:
-        asked: The dtype in the settings.
+        requested: The dtype in the settings.
         device: The device.
         stored: The dtype of the checkpoint.
         family: The model family.
@@ -117,15 +117,15 @@ def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) ->
     overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
     instead = "float32" if overflows else "float16"
     lacking = f"{device.name} has no bfloat16, which takes a compute capability of 8.0 or more"
-    if asked == "bfloat16" and not device.has_bfloat16:
+    if requested == "bfloat16" and not device.has_bfloat16:
         raise UnsupportedError(f"dtype 'bfloat16': {lacking}; use dtype {instead!r}")
-    if asked == "float16" and overflows:
+    if requested == "float16" and overflows:
         held = "bfloat16" if device.has_bfloat16 else "float32"
         raise UnsupportedError(
             f"dtype 'float16': it does not hold this model's numbers, which overflow; use dtype {held!r}"
         )
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if stored == "float16" and overflows and not device.is_cpu:
         stored = "bfloat16"
     if stored == "bfloat16" and not device.has_bfloat16:
@@ -136,20 +136,20 @@ def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) ->
     return stored
 
 
-def choose_kv_cache_dtype(asked: str, spec: ModelSpec, quantization: Scheme | None) -> str:
+def choose_kv_cache_dtype(requested: str, spec: ModelSpec, quantization: Scheme | None) -> str:
     """Returns the dtype of the KV cache.
 
     "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are
     never quantised.
     """
-    if asked != "auto" or quantization is None or any(spec.kv.states):
-        return asked
+    if requested != "auto" or quantization is None or any(spec.kv.states):
+        return requested
     return quantization.kv_cache_dtype
 
 
-def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
+def _dtype_reason(requested: str, device: DeviceSpec, stored: str) -> str:
     """Returns the reason for the dtype that "auto" gives, if it is not the checkpoint's."""
-    if asked != "auto" or not device.is_cpu or stored == "float32":
+    if requested != "auto" or not device.is_cpu or stored == "float32":
         return ""
     if stored != "bfloat16":
         return f"the checkpoint is in {stored}"
@@ -169,19 +169,19 @@ def _use_compile_cache() -> None:
         use_compile_cache(compile_cache_directory())
 
 
-def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
+def _tokenizer(requested: str | None, files: ModelFiles) -> Any | None:
     """Returns the tokenizer, or None if the model has none.
 
     Raises:
         ModelNotFoundError: The tokenizer that the settings name does not exist.
         CheckpointError: It has no files, or does not fit the model.
     """
-    directory = resolve_tokenizer(asked) if asked else files.directory
+    directory = resolve_tokenizer(requested) if requested else files.directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
-        if asked:
+        if requested:
             raise CheckpointError(
-                f"tokenizer = {asked!r}: there are no tokenizer files in {directory}"
+                f"tokenizer = {requested!r}: there are no tokenizer files in {directory}"
             )
         return None
     last = files.spec.vocab_size - 1

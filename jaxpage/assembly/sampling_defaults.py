@@ -58,18 +58,20 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: A value is not valid.
     """
-    asked = read_generation_config(directory)
-    do_sample = asked.get("do_sample")
+    requested = read_generation_config(directory)
+    do_sample = requested.get("do_sample")
     if do_sample not in (None, True, False):
         raise CheckpointError(
             f"{directory}: generation_config.json: do_sample must be true or false, not {do_sample!r}"
         )
     if left_out := [
-        f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL
+        f"{name}={requested[name]!r:.80}"
+        for name in _LEFT_OUT
+        if requested.get(name) not in _NEUTRAL
     ]:
         logger.warning("generation_config.json asks for %s, which is left out", ", ".join(left_out))
     fields = {field.name: field for field in PARAMETERS if field.config}
-    values = {name: asked[name] for name in fields if asked.get(name) is not None}
+    values = {name: requested[name] for name in fields if requested.get(name) is not None}
     for name, is_kept, meant in _OUT_OF_RANGE:
         if _is_number(values.get(name)) and not is_kept(values[name]):
             logger.warning(

@@ -105,10 +105,10 @@ class Client:
     async def complete(self, body: dict[str, Any], due: float) -> TimedAnswer:
         """Streams one completion; an error is a field of the answer."""
         answer = TimedAnswer(due, time.perf_counter())
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        requested = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with aclosing(
-                _events(self._exchange("POST", "/v1/completions", json.dumps(asked).encode()))
+                _events(self._exchange("POST", "/v1/completions", json.dumps(requested).encode()))
             ) as events:
                 async for event in events:
                     now = time.perf_counter()

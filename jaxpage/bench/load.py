@@ -28,13 +28,13 @@ class Endpoint:
 
         The output has a fixed length if the server has a field for that.
         """
-        asked = {
+        requested = {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": item.num_output_tokens,
             "temperature": 0,
         }
-        return {**asked, **self.extensions}
+        return {**requested, **self.extensions}
 
 
 class Load:

@@ -62,10 +62,12 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}
     for quantization in tqdm(_quantizations(files.directory), desc="Measuring", unit="model"):
-        asked = config.replace(quantization=quantization, dtype=dtype, enable_prefix_caching=False)
+        requested = config.replace(
+            quantization=quantization, dtype=dtype, enable_prefix_caching=False
+        )
         files = open_model(files.directory, quantization)
         logits_TV = position_logits(
-            asked, files, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
+            requested, files, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
         )
         exact_TV = logits_TV if exact_TV is None else exact_TV
         figures = differences(exact_TV, logits_TV, token_ids)
@@ -73,7 +75,7 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
             **figures,
             "perplexity": math.exp(figures["loss"]),
             "weights_mib": files.plan.num_bytes(dtype) / 2**20,
-            **_decoding_rates(asked, arguments.batches),
+            **_decoding_rates(requested, arguments.batches),
         }
     rates = [
         (f"decoding, {rows} sequences, tokens/s", f"tokens_per_second_{rows}", ",.0f")

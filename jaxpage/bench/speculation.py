@@ -277,7 +277,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    methods = [_method_and_model(asked)[0] for asked in arguments.methods]
+    methods = [_method_and_model(requested)[0] for requested in arguments.methods]
     if NONE in methods:
         raise UsageError("--methods none: engines without drafts run with each method in any case")
     if config.speculative_config is not None and config.speculative_config.method not in methods:
@@ -305,20 +305,20 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
 
 
-def _method_and_model(asked: str) -> tuple[str, str]:
+def _method_and_model(requested: str) -> tuple[str, str]:
     """Returns the parts of NAME[=MODEL][+tree]."""
-    method, _, model = asked.removesuffix("+tree").partition("=")
+    method, _, model = requested.removesuffix("+tree").partition("=")
     return method, model
 
 
 def _ways(arguments: argparse.Namespace) -> list[Way]:
     """Returns pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
-    ways = [(asked, number) for asked in arguments.methods for number in numbers]
+    ways = [(requested, number) for requested in arguments.methods for number in numbers]
     ways = [
-        (asked, number)
-        for asked, number in ways
-        if number != "auto" or not METHODS.get(_method_and_model(asked)[0], Method()).is_fixed
+        (requested, number)
+        for requested, number in ways
+        if number != "auto" or not METHODS.get(_method_and_model(requested)[0], Method()).is_fixed
     ]
     return [ALONE, *ways, CONTROL]
 
@@ -338,15 +338,15 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
     Raises:
         UsageError: There is no such method, or it needs a setting that was not given.
     """
-    asked, number = way
-    method, model = _method_and_model(asked)
+    requested, number = way
+    method, model = _method_and_model(requested)
     drafts: Any = None
     if method != NONE:
         drafts = {
             "method": method,
             "num_speculative_tokens": number if number == "auto" else int(number),
         }
-        drafts |= {"tree": True} if asked.endswith("+tree") else {}
+        drafts |= {"tree": True} if requested.endswith("+tree") else {}
         drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
             fields = config.speculative_config.model_dump(exclude_unset=True)
@@ -357,7 +357,7 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
     try:
         return config.replace(speculative_config=drafts)
     except (ValueError, UnsupportedError) as error:
-        raise UsageError(f"--methods {asked}: {error}") from None
+        raise UsageError(f"--methods {requested}: {error}") from None
 
 
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str, Prompts]:

@@ -27,13 +27,13 @@ def derive_sent_reasoning(prober: Prober) -> SentReasoning:
     """
     usual = SentReasoning()
     for variables in VARIABLES[:2]:
-        asked = replace(prober, variables=variables)
+        requested = replace(prober, variables=variables)
         ways = [*map(SentReasoning, REASONING_FIELDS), SentReasoning(None)]
         # Some templates render reasoning only with calls, and some in two ways.
-        counts = [_num_rendered(asked, way) for way in ways]
+        counts = [_num_rendered(requested, way) for way in ways]
         if max(counts):
             usual = ways[counts.index(max(counts))]
-            return replace(usual, takes_content=_takes_content(asked, usual))
+            return replace(usual, takes_content=_takes_content(requested, usual))
     return usual
 
 

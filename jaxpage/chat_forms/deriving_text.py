@@ -177,8 +177,8 @@ def _derive_dropped_reasoning(prober: Prober, source: str, header: str) -> Reaso
     A prompt has them, which opens or skips the reasoning; or the template removes from a content
     what is between them.
     """
-    asked = [replace(prober, variables=variables).prompt() for variables in VARIABLES]
-    prompts = [prompt for prompt in asked if prompt is not None]
+    requested = [replace(prober, variables=variables).prompt() for variables in VARIABLES]
+    prompts = [prompt for prompt in requested if prompt is not None]
     in_prompts = list(_in_prompts(prompts, header))
     for opened, close in (*in_prompts, *_in_source(prompts[0], source, header)):
         text = f"{opened}{REASONING}{close}\n\n{CONTENT}"
@@ -202,9 +202,9 @@ def _derive_from_words(prober: Prober, header: str) -> tuple[ReasoningForm, Cont
     It does so if it is asked for reasoning: "Think within <think></think>, and answer within
     <response></response>".
     """
-    asked = replace(prober, variables=VARIABLES[1]).prompt() or ""
+    requested = replace(prober, variables=VARIABLES[1]).prompt() or ""
     plain = prober.prompt() or ""
-    pairs = [pair for pair in _PAIRS.finditer(asked) if pair[0] not in plain]
+    pairs = [pair for pair in _PAIRS.finditer(requested) if pair[0] not in plain]
     tags = list(dict.fromkeys(pair[1] for pair in pairs))
     if len(tags) != 2:
         return None

@@ -155,9 +155,9 @@ class Prober:
         return self.example.replace(TOOL_NAME, name).replace(ARGUMENTS, arguments)
 
     def _render(self, messages: Sequence[dict[str, Any]], generates: bool) -> str | None:
-        asked = [{"role": "user", "content": QUESTION}, *messages]
+        requested = [{"role": "user", "content": QUESTION}, *messages]
         return self.render(
-            json.dumps([asked, list(self.tools) or None, generates, dict(self.variables)])
+            json.dumps([requested, list(self.tools) or None, generates, dict(self.variables)])
         )
 
 
@@ -165,9 +165,9 @@ def prober_of(render: Render) -> Prober:
     """Returns a prober that remembers what was rendered, for conversations without tools."""
 
     @functools.cache
-    def render_messages(asked: str) -> str | None:
+    def render_messages(requested: str) -> str | None:
         try:
-            return render(*json.loads(asked))
+            return render(*json.loads(requested))
         except ValueError:
             return None
 

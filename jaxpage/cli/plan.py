@@ -219,17 +219,17 @@ def _drafting(config: EngineConfig) -> Drafting:
     Raises:
         CheckpointError: The drafter needs the model's weight files, and they cannot be opened.
     """
-    asked = config.speculative_config
-    if asked is None or not asked.has_weights:
+    requested = config.speculative_config
+    if requested is None or not requested.has_weights:
         return Drafting()
     try:
         files = open_model(resolve_model(config.model, config.revision), config.quantization)
     except CheckpointError as error:
         raise CheckpointError(
-            f"a plan with speculative_config method {asked.method!r} reads the headers of the model's "
+            f"a plan with speculative_config method {requested.method!r} reads the headers of the model's "
             f"weight files (without these leave speculative_config out): {error}"
         ) from error
-    return open_drafting(asked, files)
+    return open_drafting(requested, files)
 
 
 def _place(memory: int | None, utilization: float) -> DeviceSpec:

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
     question = Question(
         lambda: _scheduler(spec, config), cost, slo, arguments.dataset, max_input, max_output
     )
-    asked = at_rate(question, arguments.rate) if arguments.rate else None
+    requested = at_rate(question, arguments.rate) if arguments.rate else None
     by_seed = [highest_rate(question, [seed], near=arguments.rate or 1.0) for seed in SEEDS]
     rates = [each.rate for each in by_seed if each.is_sustained]
     highest = at_rate(question, min(each.rate for each in by_seed))
@@ -88,13 +88,13 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
             **{"dataset": arguments.dataset, "max_input": max_input, "max_output": max_output},
             "highest_rate": asdict(highest) if len(rates) == len(SEEDS) else None,
             "highest_rate_by_seed": rates,
-            "at_rate": asdict(asked) if asked else None,
+            "at_rate": asdict(requested) if requested else None,
             "costs": costs_as_dict(cost),
         }
         print(json.dumps(result, allow_nan=False))
     else:
-        print("\n".join(_lines(question, highest, rates, asked)))
-    return int(asked is not None and not asked.is_sustained)
+        print("\n".join(_lines(question, highest, rates, requested)))
+    return int(requested is not None and not requested.is_sustained)
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, float]:
@@ -166,14 +166,14 @@ def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
 
 
 def _lines(
-    question: Question, highest: AtRate, rates: Sequence[float], asked: AtRate | None
+    question: Question, highest: AtRate, rates: Sequence[float], requested: AtRate | None
 ) -> list[str]:
     slo = ", ".join(f"{name} <= {1000 * seconds:g} ms" for name, seconds in question.slo.items())
     lines = [
         f"Simulated: {len(SEEDS)} times {question.num_requests} requests of {question.dataset}, Poisson arrivals; sustained: "
         f"{SUSTAINED:.0%} of the requests have {slo}.",
         "",
-        *align([_COLUMNS, *(_cells(each) for each in (highest, asked) if each)]),
+        *align([_COLUMNS, *(_cells(each) for each in (highest, requested) if each)]),
         "",
     ]
     if len(rates) < len(SEEDS):
@@ -183,9 +183,9 @@ def _lines(
         lines.append(
             f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s ({shown} by trace)."
         )
-    if asked:
+    if requested:
         lines.append(
-            f"{asked.rate:g} requests/s are {'' if asked.is_sustained else 'not '}sustained."
+            f"{requested.rate:g} requests/s are {'' if requested.is_sustained else 'not '}sustained."
         )
     return lines
 

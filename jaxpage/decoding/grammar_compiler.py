@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._tokenizer: tuple[LLTokenizer, int] | None = None
         self._unsupported: str | None = None  # why llguidance cannot take the tokenizer
 
-    def compile(self, asked: tuple[str, str]) -> Grammar:
+    def compile(self, requested: tuple[str, str]) -> Grammar:
         """Returns the grammar that a parameter asks for; it may take seconds.
 
         Raises:
@@ -64,7 +64,7 @@ class GrammarCompiler:
             JaxpageError: The process that tries grammars was killed twice, or gave no answer.
             RuntimeError: The compiler is closed.
         """
-        if (grammar := self.find(asked)) is not None:
+        if (grammar := self.find(requested)) is not None:
             return grammar
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(
@@ -73,7 +73,7 @@ class GrammarCompiler:
             )
         try:
             self._check_open()
-            return self.find(asked) or self._keep(asked, *self._compile(*asked))
+            return self.find(requested) or self._keep(requested, *self._compile(*requested))
         finally:
             self._compiling.release()
 
@@ -92,14 +92,14 @@ class GrammarCompiler:
             raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
-        asked = f"structured_outputs={show({kind: json.loads(value)})}"
+        requested = f"structured_outputs={show({kind: json.loads(value)})}"
         try:
             problem, num_bytes = self._try(kind, value)
         except UnsupportedError as error:
             self._unsupported = str(error)
-            raise UnsupportedError(f"{asked} cannot be honoured: {error}") from None
+            raise UnsupportedError(f"{requested} cannot be honoured: {error}") from None
         if problem is not None:
-            raise ValueError(self._refuse((kind, value), f"{asked} is refused: {problem}"))
+            raise ValueError(self._refuse((kind, value), f"{requested} is refused: {problem}"))
         assert self._tokenizer is not None
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
@@ -140,29 +140,29 @@ class GrammarCompiler:
             self._worker.close()
             self._worker = None
 
-    def find(self, asked: tuple[str, str]) -> Grammar | None:
+    def find(self, requested: tuple[str, str]) -> Grammar | None:
         """Returns the grammar if it is cached, else None; never waits for a compilation.
 
         Raises:
             ValueError: The grammar was refused a short time ago.
         """
         with self._caching:
-            message, since = self._refusals.get(asked, ("", -math.inf))
+            message, since = self._refusals.get(requested, ("", -math.inf))
             if time.monotonic() - since < REFUSED_SECONDS:
                 raise ValueError(message)
-            if asked not in self._cache:
+            if requested not in self._cache:
                 return None
-            self._cache.move_to_end(asked)
-            return self._cache[asked][0]
+            self._cache.move_to_end(requested)
+            return self._cache[requested][0]
 
-    def _keep(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
+    def _keep(self, requested: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
         """Caches the grammar and returns it.
 
         The grammars that were not used for the longest time are dropped; requests that use one keep
         it.
         """
         with self._caching:
-            self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
+            self._cache[requested] = grammar, max(num_bytes, _LEAST_BYTES)
             while (
                 len(self._cache) > CACHED_GRAMMARS
                 or sum(size for _, size in self._cache.values()) > CACHED_BYTES
@@ -170,14 +170,14 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _refuse(self, asked: tuple[str, str], message: str) -> str:
+    def _refuse(self, requested: tuple[str, str], message: str) -> str:
         """Keeps a refusal for a while, and returns its message.
 
         It is forgotten later, because a grammar may time out only because the machine was busy.
         """
         with self._caching:
-            self._refusals[asked] = message, time.monotonic()
-            self._refusals.move_to_end(asked)
+            self._refusals[requested] = message, time.monotonic()
+            self._refusals.move_to_end(requested)
             while len(self._refusals) > CACHED_GRAMMARS:
                 self._refusals.popitem(last=False)
         return message

@@ -342,15 +342,15 @@ def check_graphs(graphs: GraphSettings, platform: str) -> None:
     Raises:
         UnsupportedError: A setting is refused; the text has its name.
     """
-    asked = {
+    requested = {
         f"cudagraph_update_mode {graphs.update_mode!r}": (
             graphs.update_mode != "auto",
             UPDATE_OPTION,
         ),
         "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
     }
-    for setting, (is_asked, option) in asked.items():
-        if not is_asked:
+    for setting, (is_requested, option) in requested.items():
+        if not is_requested:
             continue
         if platform != "gpu":
             raise UnsupportedError(

@@ -174,14 +174,14 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     """Applies a function to each draw.
 
     Args:
-        function: Takes the entries of `rows`, and `by_row`, `asked` and `least`: the least logit
-            that stays, where a kernel has found it.
+        function: Takes the entries of `rows`, and `by_row`, `requested` and `least`: the least
+            logit that stays, where a kernel has found it.
         rows: Logits, temperature, top-k, top-p, min-p, and more.
         by_row: Loops over the draws.
     """
     if by_row:
         return each_row(
-            functools.partial(function, by_row=True, asked=None, least=None), rows, by_row=True
+            functools.partial(function, by_row=True, requested=None, least=None), rows, by_row=True
         )
     logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
 
@@ -190,14 +190,14 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
 
     cuts_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1])
     nucleus_R = top_p_R < 1.0
-    asked = RequestedCuts(
+    requested = RequestedCuts(
         any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
     )
-    function = functools.partial(function, by_row=False, asked=asked)
+    function = functools.partial(function, by_row=False, requested=requested)
     if (kernels := kernels_in_use()) is None:
         return each_row(functools.partial(function, least=None), rows, by_row=False)
     least_R = jax.lax.cond(
-        asked.top_k | asked.top_p_or_min_p,
+        requested.top_k | requested.top_p_or_min_p,
         lambda: kernels.cutoffs(
             logits_RV, jnp.max(logits_RV, axis=1), temperature_R, top_k_R, top_p_R, min_p_R
         ),
@@ -219,7 +219,7 @@ def perturb_logits(
         logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
     ) -> jax.Array:
         noisy = functools.partial(_perturb, logits_V, temperature, *cuts, **options)
-        return where_wanted(temperature > 0.0, options["asked"], "", noisy, lambda: logits_V)
+        return where_wanted(temperature > 0.0, options["requested"], "", noisy, lambda: logits_V)
 
     return jax.lax.cond(
         is_random,
@@ -263,7 +263,7 @@ def _draw_row(
         return _first_of_the_largest(perturbed_V, in_one_pass=True)
     return where_wanted(
         temperature > 0.0,
-        options["asked"],
+        options["requested"],
         "",
         lambda: _first_of_the_largest(_perturb(logits_V, temperature, *cuts, **options)),
         lambda: _first_of_the_largest(logits_V),
@@ -326,7 +326,7 @@ def _distribution(
             jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf
         )
 
-    chosen_V = where_wanted(temperature > 0.0, options["asked"], "", random, greedy)
+    chosen_V = where_wanted(temperature > 0.0, options["requested"], "", random, greedy)
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 

@@ -32,24 +32,24 @@ class RequestedCuts(NamedTuple):
 
 def where_wanted(
     cuts_B: jax.Array,
-    asked: RequestedCuts | None,
+    requested: RequestedCuts | None,
     by_any: str,
     work: Callable[[], jax.Array],
     otherwise: Callable[[], jax.Array],
 ) -> jax.Array:
     """Returns `work()` for a draw that wants it, and `otherwise()` for another one.
 
-    Where rows are computed at once (with `asked`) both are computed, and each draw selects one of
-    them. This happens only if any draw wants `work()`: `by_any` is the field of `asked` that says
-    so, or "" if it always happens.
+    Where rows are computed at once (with `requested`) both are computed, and each draw selects one
+    of them. This happens only if any draw wants `work()`: `by_any` is the field of `requested` that
+    says so, or "" if it always happens.
     """
-    if asked is None:
+    if requested is None:
         return jax.lax.cond(cuts_B, work, otherwise)
 
     def select() -> jax.Array:
         return jnp.where(cuts_B, work(), otherwise())
 
-    return jax.lax.cond(getattr(asked, by_any), select, otherwise) if by_any else select()
+    return jax.lax.cond(getattr(requested, by_any), select, otherwise) if by_any else select()
 
 
 def truncate(
@@ -59,7 +59,7 @@ def truncate(
     min_p: jax.Array,
     *,
     by_row: bool,
-    asked: RequestedCuts | None = None,
+    requested: RequestedCuts | None = None,
 ) -> Float[Array, "V"]:
     """Sets to -inf the logits that top-k, top-p and min-p leave out, in this order.
 
@@ -73,26 +73,26 @@ def truncate(
         min_p: Keeps tokens that are at least this many times as likely as the most likely one.
         by_row: Computes one row at a time. On CPU a small top-k is then found in less time than the
             bisection takes, and top-p is a matter of a few tokens.
-        asked: The cut-offs that draws ask for which are computed at once with this one.
+        requested: The cut-offs that draws ask for which are computed at once with this one.
     """
 
     def bisect() -> jax.Array:
         cuts = (top_k > 0) & (top_k < logits_V.shape[0])
         cutoff = where_wanted(
             cuts,
-            asked,
+            requested,
             "top_k",
             lambda: _largest_cutoff(
                 logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k
             ),
             lambda: jnp.float32(-jnp.inf),
         )
-        return _cut(logits_V, cutoff, None, top_p, min_p, asked, by_row=by_row)
+        return _cut(logits_V, cutoff, None, top_p, min_p, requested, by_row=by_row)
 
     def among_the_likeliest() -> jax.Array:
         likeliest_K = jax.lax.top_k(logits_V[None], num_likeliest)[0][0]
         cutoff = likeliest_K[jnp.clip(top_k, 1, num_likeliest) - 1]
-        return _cut(logits_V, cutoff, likeliest_K, top_p, min_p, asked, by_row=True)
+        return _cut(logits_V, cutoff, likeliest_K, top_p, min_p, requested, by_row=True)
 
     if not by_row:
         return bisect()
@@ -106,16 +106,16 @@ def _cut(
     likeliest_K: jax.Array | None,
     top_p: jax.Array,
     min_p: jax.Array,
-    asked: RequestedCuts | None,
+    requested: RequestedCuts | None,
     *,
     by_row: bool,
 ) -> jax.Array:
     """Returns the logits that the cut-off, top-p and min-p keep, and -inf for the others."""
     kept_V = where_wanted(
         (top_p < 1.0) | (min_p > 0.0),
-        asked,
+        requested,
         "top_p_or_min_p",
-        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p, asked, by_row=by_row),
+        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p, requested, by_row=by_row),
         lambda: logits_V >= cutoff,
     )
     return jnp.where(kept_V, logits_V, -jnp.inf)
@@ -127,7 +127,7 @@ def _likely(
     cutoff: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    asked: RequestedCuts | None,
+    requested: RequestedCuts | None,
     *,
     by_row: bool,
 ) -> jax.Array:
@@ -159,7 +159,7 @@ def _likely(
         )
 
     kept_V = where_wanted(
-        top_p < 1.0, asked, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
+        top_p < 1.0, requested, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
     )
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
     return kept_V | (likelihood_V == 1.0)  # the most likely token always stays

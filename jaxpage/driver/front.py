@@ -97,7 +97,7 @@ class DrivenModel(BuiltModel):
             raise ValueError(f"{name} takes one prompt, not {len(requests)}; call it for each")
         return requests[0]
 
-    def _adapters(self, asked: Sequence[Any]) -> list[NamedAdapter | None]:
+    def _adapters(self, requested: Sequence[Any]) -> list[NamedAdapter | None]:
         """Returns the adapter of each prompt; each is read once.
 
         Raises:
@@ -107,16 +107,18 @@ class DrivenModel(BuiltModel):
             ModelNotFoundError: There is no such directory.
             CheckpointError: An adapter does not fit the model.
         """
-        if wrong := [adapter for adapter in asked if not isinstance(adapter, LoRARequest | None)]:
+        if wrong := [
+            adapter for adapter in requested if not isinstance(adapter, LoRARequest | None)
+        ]:
             raise TypeError(
                 f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}"
             )
         opened = {
             adapter: self._engine.open_adapter(adapter)
-            for adapter in dict.fromkeys(asked)
+            for adapter in dict.fromkeys(requested)
             if adapter is not None
         }
-        return [opened.get(adapter) for adapter in asked]
+        return [opened.get(adapter) for adapter in requested]
 
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""

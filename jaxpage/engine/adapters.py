@@ -43,34 +43,34 @@ class Adapters:
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
         self._held: dict[str, Adapter] = {}  # by id of an unfinished request
 
-    def open(self, asked: LoRARequest) -> Adapter:
+    def open(self, requested: LoRARequest) -> Adapter:
         """Returns the adapter of a request; any thread may call it.
 
         Args:
-            asked: The adapter that the request names.
+            requested: The adapter that the request names.
 
         Raises:
             ValueError: The number lora_int_id belongs to another adapter.
             ModelNotFoundError: There is no such directory.
             CheckpointError: The adapter does not fit the model; the message lists all problems.
         """
-        directory = directory_of(asked)
-        this = (asked.lora_name, asked.lora_path)
+        directory = directory_of(requested)
+        this = (requested.lora_name, requested.lora_path)
         with self._lock:
-            meant = self._meant.get(asked.lora_int_id, this)
-            known = self._read.get(asked.lora_path)
+            meant = self._meant.get(requested.lora_int_id, this)
+            known = self._read.get(requested.lora_path)
         if meant != this:
             raise ValueError(
-                f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give "
-                f"{asked.lora_name!r} another number"
+                f"lora_int_id={requested.lora_int_id} is {meant[0]!r} in {meant[1]}; give "
+                f"{requested.lora_name!r} another number"
             )
         version = adapter_version(directory)
         if known is None or known[0] != version:
             known = version, read_adapter(directory, self.spec)
         with self._lock:
-            self._meant[asked.lora_int_id] = this
-            self._read[asked.lora_path] = known
-            self._read.move_to_end(asked.lora_path)
+            self._meant[requested.lora_int_id] = this
+            self._read[requested.lora_path] = known
+            self._read.move_to_end(requested.lora_path)
             # The rest stays in memory for later requests.
             while len(self._read) > self.spec.num_slots:
                 self._read.popitem(last=False)
@@ -118,14 +118,14 @@ class Adapters:
             self._meant.pop(lora_int_id, None)
 
 
-def directory_of(asked: LoRARequest) -> Path:
+def directory_of(requested: LoRARequest) -> Path:
     """Returns the directory of an adapter.
 
     Raises:
         ModelNotFoundError: There is no such directory.
     """
-    if not (directory := Path(asked.lora_path)).is_dir():
+    if not (directory := Path(requested.lora_path)).is_dir():
         raise ModelNotFoundError(
-            f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}"
+            f"LoRA adapter {requested.lora_name!r}: there is no directory {requested.lora_path}"
         )
     return directory

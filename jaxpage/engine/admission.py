@@ -27,20 +27,20 @@ class CheckedParams(NamedTuple):
     """Holds parameters that fit the model; they are checked once, however many prompts share them.
 
     Attributes:
-        asked: The parameters of the caller.
+        requested: The parameters of the caller.
         sampling: The same as sampling parameters. For a beam search they have only its lengths and
             its ends, and are neutral otherwise.
         bad_word_token_ids: The token ids of each bad word.
     """
 
-    asked: SamplingParams | BeamSearchParams
+    requested: SamplingParams | BeamSearchParams
     sampling: SamplingParams
     bad_word_token_ids: Words
 
     @property
     def beam(self) -> BeamSearchParams | None:
         """Returns the parameters of the beam search, or None for sampling."""
-        return self.asked if isinstance(self.asked, BeamSearchParams) else None
+        return self.requested if isinstance(self.requested, BeamSearchParams) else None
 
 
 class NamedAdapter(NamedTuple):
@@ -72,7 +72,7 @@ class PreparedRequest(NamedTuple):
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
         """Returns the parameters of the caller."""
-        return self.checked.asked
+        return self.checked.requested
 
 
 class Admission:
@@ -110,14 +110,14 @@ class Admission:
         self._seed = seed
         self._num_admitted = 0
 
-    def check_params(self, asked: SamplingParams | BeamSearchParams) -> CheckedParams:
+    def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
         """Checks everything that does not depend on the prompt.
 
         Raises:
             ValueError: A parameter does not fit the model.
             UnsupportedError: A parameter cannot be honoured.
         """
-        params = asked
+        params = requested
         if isinstance(params, BeamSearchParams):
             self._check_width(params)
             params = _neutral(params)
@@ -137,7 +137,7 @@ class Admission:
         self._check_processor_inputs(params)
         words = self._words(params)
         self._check_choice(params, words)
-        return CheckedParams(asked, params, words)
+        return CheckedParams(requested, params, words)
 
     def prepare(
         self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams

@@ -195,9 +195,9 @@ class Engine:
         """Returns which of the weights are in panels, by path."""
         return self.runner.packed
 
-    def check_params(self, asked: SamplingParams | BeamSearchParams) -> CheckedParams:
+    def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
         """Checks all of a request but its prompt, once for many prompts; see `Admission`."""
-        return self.admission.check_params(asked)
+        return self.admission.check_params(requested)
 
     def prepare(
         self,
@@ -233,12 +233,12 @@ class Engine:
             TimeoutError: The grammars of other requests take too long.
             JaxpageError: The process that tries grammars was killed twice, or gave no answer.
         """
-        asked = getattr(params, "structured_outputs", None)
-        return None if asked is None else self.grammars.compile(asked)
+        requested = getattr(params, "structured_outputs", None)
+        return None if requested is None else self.grammars.compile(requested)
 
-    def find_grammar(self, asked: tuple[str, str]) -> Grammar | None:
+    def find_grammar(self, requested: tuple[str, str]) -> Grammar | None:
         """Returns a grammar that is compiled already; see `GrammarCompiler.find`."""
-        return self.grammars.find(asked)
+        return self.grammars.find(requested)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
         """Takes in a request, and compiles its grammar if it has one that is not compiled.
@@ -276,7 +276,7 @@ class Engine:
             group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version
         )
 
-    def open_adapter(self, asked: LoRARequest) -> NamedAdapter:
+    def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.
 
         Raises:
@@ -286,8 +286,8 @@ class Engine:
             CheckpointError: The adapter does not fit the model.
         """
         if self.adapters is None:
-            raise UnsupportedError(f"LoRA adapter {asked.lora_name!r} needs enable_lora=True")
-        return NamedAdapter(asked.lora_name, self.adapters.open(asked))
+            raise UnsupportedError(f"LoRA adapter {requested.lora_name!r} needs enable_lora=True")
+        return NamedAdapter(requested.lora_name, self.adapters.open(requested))
 
     def forget_adapter(self, lora_int_id: int) -> None:
         """Forgets an adapter that nothing uses, if the engine has it."""

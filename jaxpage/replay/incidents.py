@@ -205,8 +205,8 @@ def scrub(record: Record) -> Record:
                 if name not in _OF_TEXT
             }
             both = {"params": params, "beam": beam}
-            asked = {name: value for name, value in both.items() if name in fields}
-            return {**fields, **asked, "num_prompt_tokens": len(record["prompt_token_ids"])}
+            requested = {name: value for name, value in both.items() if name in fields}
+            return {**fields, **requested, "num_prompt_tokens": len(record["prompt_token_ids"])}
         case "plan" if "drafts" in record:
             return {
                 **record,

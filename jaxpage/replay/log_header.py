@@ -154,10 +154,10 @@ def read_logged_config(
         for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
     }
     defaults = EngineConfig().model_dump()  # a value that equals its default counts as not given
-    asked = {
+    requested = {
         name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
     }
-    settings = {**asked, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
+    settings = {**requested, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
     if not keeps_tokenizer:
         settings["tokenizer"] = None
     if model is not None:

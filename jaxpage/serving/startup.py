@@ -185,15 +185,15 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
     path = "completions"
     call = "completions"
     answer = "choices[0].text"
-    asked: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
+    requested: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
     if getattr(context.tokenizer, "chat_template", None):
         path = "chat/completions"
         call = "chat.completions"
         answer = "choices[0].message.content"
-        asked["messages"] = [{"role": "user", "content": "Once upon a time"}]
+        requested["messages"] = [{"role": "user", "content": "Once upon a time"}]
     else:
-        asked["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
-    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        requested["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in requested.items())
     url = address
     curl = "curl"
     client = ""
@@ -212,7 +212,7 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
         *([f"A key is needed; below it comes from {API_KEY_VARIABLE}."] if has_keys else []),
         *([f"The page is at {place_of(address, '/ui/')}"] if has_page else []),
         "",
-        f'  {curl} {url}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(asked))}',
+        f'  {curl} {url}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(requested))}',
         "",
         f"  {begin}from openai import OpenAI",
         f'  client = OpenAI(base_url="{url}/v1", api_key={api_key}{client})',

@@ -198,7 +198,7 @@ class Controller:
         self._next_probe: Shape | None = None  # a device drafter makes its drafts in this step
         self._repeats = False  # the next step probes too
         self._asking = 0.0  # seconds of the host for each node that it is asked for
-        self._asked: Mapping[int, int] = {}
+        self._requested: Mapping[int, int] = {}
         # The last draft's; the next draft is expected to have the same.
         self._parents: tuple[int, ...] = ()
 
@@ -206,7 +206,7 @@ class Controller:
         """Begins a step, and returns whether it has no drafts and there is nothing to decide."""
         self._step += 1
         self._probe = None
-        self._asked = {}
+        self._requested = {}
         return self._step < self._next_decision
 
     def ask(
@@ -243,15 +243,17 @@ class Controller:
             self.depth = probe.depth or 0
         elif not self.is_on:
             self._next_decision = self._step + int(min(PROBE_INTERVAL, wait))
-        asked = self._counts(chosen.nodes)
-        self._asked = (
-            asked if ready is None else {key: count for key, count in asked.items() if key in ready}
+        requested = self._counts(chosen.nodes)
+        self._requested = (
+            requested
+            if ready is None
+            else {key: count for key, count in requested.items() if key in ready}
         )
-        return self._asked
+        return self._requested
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """Returns how many of each sequence's drafts, which came of `ask`, the step verifies."""
-        for sequence_id in self._asked:
+        for sequence_id in self._requested:
             self.acceptance.add(sequence_id, 0, sequence_id in drafts)
         average = self.acceptance.average(
             1 + max((len(draft.parents) for draft in drafts.values()), default=1)
@@ -308,8 +310,8 @@ class Controller:
             self._repeats |= num_tokens / num_rows * self.costs.of(plain) > seconds + asking
         self.costs.add(shape, depth, seconds)
         self._last_run[shape] = self._step
-        if num_asked := sum(self._asked.values()):
-            each = asking * self._unit / num_asked
+        if num_requested := sum(self._requested.values()):
+            each = asking * self._unit / num_requested
             self._asking += (
                 GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
             )

@@ -30,7 +30,7 @@ class _Own:
     """Holds a sequence's tokens, prompt and output."""
 
     tree: SuffixTree | None
-    asked: int = 0  # the last round in which it was asked
+    requested: int = 0  # the last round in which it was asked
 
 
 @dataclass
@@ -119,10 +119,10 @@ class SuffixProposer(Proposer):
             tree = SuffixTree(self._settings.max_tree_depth)
             tree.begin(sequence.token_ids)
             state = self._own[sequence.sequence_id] = _Own(tree)
-        elif state.asked == self._round:
+        elif state.requested == self._round:
             self._round += 1
             self._left = self._at_once
-        state.asked = self._round
+        state.requested = self._round
         return state
 
     def _grow(self, state: _Own, token_ids: list[int]) -> bool:

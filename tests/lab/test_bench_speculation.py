@@ -197,11 +197,11 @@ def test_what_goes_wrong_at_the_start_of_a_process_is_raised_here():
 
 def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
     seconds = {"first": 3.0, "drafting": 2.0, "second": 5.0}
-    begun, asked = [], []
+    begun, requested = [], []
 
     def run_together(engines, prompts, params):
         begun.append(engines[0])
-        asked.append(prompts)
+        requested.append(prompts)
         return [
             EngineRun(seconds[llm], 1.0, [[1]] if llm != "drafting" else [[2]]) for llm in engines
         ]
@@ -210,7 +210,7 @@ def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
     engines = {ALONE: "first", ("medusa=there+tree", "4"): "drafting", CONTROL: "second"}
     params = [speculation.SamplingParams(max_tokens=30)]
     pairs = speculation.measure(engines, [[7], [8], [9]], params, repeats=3)
-    assert asked[:4] == [[[7]], [[8]], [[9]], [[7]]], "each run takes the next prompts"
+    assert requested[:4] == [[[7]], [[8]], [[9]], [[7]]], "each run takes the next prompts"
     cells = [speculation._cell(1, way, 30, runs) for way, runs in pairs.items()]
     assert [
         (cell.method, cell.num_speculative_tokens, cell.ratio, cell.identical) for cell in cells

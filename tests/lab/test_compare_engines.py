@@ -88,8 +88,8 @@ def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPa
     """It is read by a shell's rules and by the tool itself."""
     names = ["jaxpage int4", "llama.cpp int4 (Q4_1)"]
     answers = {name: {"": [_answer(2.0, 0.1, 0.2)]} for name in names}
-    asked = argparse.Namespace(**{**vars(SIZES), "python": [("jaxpage", sys.executable)]})
-    command = report(answers, "tiny", TRACE, asked).split("`")[1]
+    requested = argparse.Namespace(**{**vars(SIZES), "python": [("jaxpage", sys.executable)]})
+    command = report(answers, "tiny", TRACE, requested).split("`")[1]
     _, *words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))

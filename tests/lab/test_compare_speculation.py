@@ -120,7 +120,7 @@ def test_ratios_by_hand() -> None:
 
 
 def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
-    path, asked = server
+    path, requested = server
     words = [str(model), "--server", str(path), "--port", str(port), "--tasks", "chat", "summarise"]
     words += ["--batches", "1", "2", "--max-output", "5", "--repeats", "1", "--flags", "-fa off"]
     words += ["--num-prompts", "3"]
@@ -134,7 +134,7 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     (row,) = [line for line in shown.splitlines() if line.startswith("| chat | 2 | ngram-mod")]
     assert row.split(" | ")[3] == "2.00" and row.endswith(" | 4 of 4 |")
 
-    notes = asked()
+    notes = requested()
     starts = [note["flags"] for note in notes if "flags" in note]
     kinds = [flags[flags.index("--spec-type") + 1] for flags in starts]
     assert kinds == ["none", "ngram-simple", "none", "ngram-mod", "none"] * 4
@@ -189,14 +189,14 @@ def test_a_port_that_is_taken(server, port) -> None:
 
 def test_a_request_to_end_stops_the_server(server, port, model) -> None:
     """The server computes at that time, and the fixture looks for its process."""
-    path, asked = server
+    path, requested = server
     words = [str(model), "--server", str(path), "--port", str(port), "--types", "ngram-none"]
     words += ["--tasks", "chat", "--batches", "2", "--repeats", "1", "--num-prompts", "2"]
     command = [sys.executable, str(ROOT / "tools/lab/compare_speculation.py"), *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
         log, end = path.with_name("asked.jsonl"), time.monotonic() + 60
         try:
-            while not (log.exists() and len(asked()) > 6):  # the second server has a request
+            while not (log.exists() and len(requested()) > 6):  # the second server has a request
                 assert program.poll() is None and time.monotonic() < end
                 time.sleep(0.05)
         finally:

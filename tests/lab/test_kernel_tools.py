@@ -307,10 +307,10 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
 
 def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypatch):
     monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
-    asked = []
+    requested = []
 
     def compare_one(specs, backends, *_, tiles, **__):
-        asked.append((backends, {name: each.max_splits for name, each in tiles.items()}))
+        requested.append((backends, {name: each.max_splits for name, each in tiles.items()}))
         refused = specs[0].page_dtype == "int8"
         return [Row(specs[0], backends[0], None if refused else 1e-4, "refused" if refused else "")]
 
@@ -320,7 +320,7 @@ def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypa
     first, *found = parts.PARTS["bench"](options)
     assert first.check == "ceilings" and "3000 GB/s" in first.summary
     swept = [{"mosaic": 1}, {"mosaic": 8}, {"mosaic": 1}, {}]
-    assert asked == [(["mosaic"], splits) for splits in swept]
+    assert requested == [(["mosaic"], splits) for splits in swept]
     one, eight, refused, chunk = (finding.summary for finding in found)
     assert (
         one.endswith("of memory, 1 splits")
@@ -368,7 +368,7 @@ def distance(spec: Spec, candidate: Tiles) -> float:
 
 def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypatch):
     shape = shape_of_spec(SMALL)
-    asked = []
+    requested = []
     assert tuner.VALUES["num_stages"][-2:] == (5, 7), (
         "the first that double-buffer keys and values in Triton's loop"
     )
@@ -377,12 +377,12 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
         [SMALL, dataclasses.replace(SMALL, name="b")],
         distance,
         [START],
-        prefetch=asked.extend,
+        prefetch=requested.extend,
     )
     assert tuned.best == BEST and tuned.finished and tuned.seconds[BEST] == 4.0
     assert tuned.failures and all(one.num_stages == 4 for one in tuned.failures)
     assert all("small: RuntimeError: ptxas" in reason for reason in tuned.failures.values())
-    assert set(tuned.seconds) == {START, *asked} and len(asked) == len(set(asked)) < 60
+    assert set(tuned.seconds) == {START, *requested} and len(requested) == len(set(requested)) < 60
     kind = "NVIDIA H100 80GB HBM3"
     path = tiles.write_tuned(kind, {"triton": {str(shape): tuned.best}}, tmp_path)
     assert path.parent == tmp_path and tiles.read_tuned(kind, tmp_path) == {

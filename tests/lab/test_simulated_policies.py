@@ -143,16 +143,16 @@ def test_who_has_ended_in_a_static_batch_still_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "asked"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
+    ("variant", "requested"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
 )
-def test_what_orca_reserves(variant: str, asked: int) -> None:
+def test_what_orca_reserves(variant: str, requested: int) -> None:
     """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been drawn before it."""
     average = Recorded()
     policy = Orca(15_728, variant)
     simulate([Arrival(0.0, 100, 40)], policy, average)
     state = average.states[20]
     assert (state.token_slots, state.reserved_slots) == (120, 20)
-    assert (state.internal_slots, state.free_slots) == (asked - 140, 15_728 - asked)
+    assert (state.internal_slots, state.free_slots) == (requested - 140, 15_728 - requested)
     assert policy.allocator.num_free == 15_728
 
 

@@ -29,7 +29,7 @@ class Stopwatch:
             "seconds": round(time.monotonic() - self._began, 1),
             "cpu_seconds": round(cpu_seconds, 1),
             "engines": counts.engines,
-            "executables": len(counts.asked),
+            "executables": len(counts.requested),
             "compiled": counts.compiled,
         }
 

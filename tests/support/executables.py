@@ -85,10 +85,14 @@ class WhenUsed:
 
 
 class Counts:
-    """Of one file. `asked`: different executables that its engines run. Unlike `compiled` it does not depend on which files ran before."""
+    """Counts executables of one file.
+
+    `requested` are the different ones that its engines run. Unlike `compiled`, they do not depend on
+    which files ran before.
+    """
 
     def __init__(self) -> None:
-        self.asked: set[object] = set()
+        self.requested: set[object] = set()
         self.engines = self.compiled = 0
 
 
@@ -155,7 +159,7 @@ class SharedExecutables:
                 f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed since the engine was made"
             )
         with self._lock:
-            counts.asked.add(key)
+            counts.requested.add(key)
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key][0]

@@ -129,8 +129,8 @@ class Engines:
         elder = SamplingParams(max_tokens=60, ignore_eos=True, priority=-(2**31))
         box: queue.SimpleQueue[Any] = queue.SimpleQueue()
         both = [
-            Handle(llm._prepare(*asked)[0], box.put)
-            for asked in (("Elder", elder), (PROMPT, params))
+            Handle(llm._prepare(*requested)[0], box.put)
+            for requested in (("Elder", elder), (PROMPT, params))
         ]
         before = sum(engine.scheduler.num_preemptions.values())
         with steps_by_hand(llm):

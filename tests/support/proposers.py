@@ -18,11 +18,11 @@ class Double(Proposer):
 
     def __init__(self, guess: Guessing) -> None:
         self.guess = guess
-        self.num_asked = 0
+        self.num_requested = 0
         self.forgotten: list[str] = []  # ids of requests
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        self.num_asked += 1
+        self.num_requested += 1
         return self.guess(
             sequence, num_drafts, random.Random(f"{sequence.sequence_id} {len(sequence.token_ids)}")
         )
@@ -109,7 +109,7 @@ def fails(after: int) -> Double:
     """Raises when it was asked `after` times."""
 
     def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
-        if double.num_asked > after:
+        if double.num_requested > after:
             raise RuntimeError("a proposer that fails")
         return chain((0,) * most)
 

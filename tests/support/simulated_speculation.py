@@ -65,7 +65,7 @@ class Guesses(Proposer):
 
     def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
         self.step = 0
-        self.num_asked = 0  # drafts
+        self.num_requested = 0  # drafts
         self.num_ready = MOST_DRAFTS  # drafts that were made before they are asked for
         self.places: dict[int, int] = {}  # in the batch, by sequence id
         self._rates = rates
@@ -73,7 +73,7 @@ class Guesses(Proposer):
         self._random = np.random.default_rng(seed)
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        self.num_asked += num_drafts
+        self.num_requested += num_drafts
         if self._random.random() >= self._found:
             return None
         rates = self._rates(self.places[sequence.sequence_id], self.step)[
@@ -180,7 +180,7 @@ class SpeculativeLoop:
             controller,
             vocab_size=WRONG + 1,
             sync=self._sync,
-            clock=lambda: self._now + self._device.draft * self._guesses.num_asked,
+            clock=lambda: self._now + self._device.draft * self._guesses.num_requested,
         )
 
     def run(self, num_steps: int) -> Progress:

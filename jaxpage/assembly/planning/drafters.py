@@ -309,13 +309,13 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     )
     deepest = max(map(len, choices))
     if deepest > num_heads or (num_drafts != "auto" and len(choices) < num_drafts):
-        asked = (
+        requested = (
             f"medusa_choices goes {deepest} deep"
             if deepest > num_heads
             else f"num_speculative_tokens is {num_drafts}"
         )
         raise ConfigError(
-            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each "
+            f"speculative_config: {requested}, but of the {num_heads} heads in {directory} each "
             "predicts one place, which gives "
             f"{len(choices)} drafts at most"
         )

@@ -267,10 +267,10 @@ def choose_sharding(described: Described) -> Sharding:
     Raises:
         ConfigError: The devices cannot share the model.
     """
-    asked = described.config.tensor_parallel_reduction
+    requested = described.config.tensor_parallel_reduction
     num_devices = described.layout.tensor_parallel_size
-    invariant = asked == "invariant" or (
-        asked == "auto"
+    invariant = requested == "invariant" or (
+        requested == "auto"
         and described.device.is_cpu
         and num_devices > 1
         and LOGICAL_SHARDS % num_devices == 0

@@ -97,15 +97,15 @@ def gguf_generation_config(path: Path) -> dict[str, Any]:
     ids = [metadata[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in metadata]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
     prefix = "general.sampling."
-    asked = {
+    requested = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
     if left_out := [
-        f"{prefix}{key}={value!r:.80}" for key, value in asked.items() if key not in _SAMPLING
+        f"{prefix}{key}={value!r:.80}" for key, value in requested.items() if key not in _SAMPLING
     ]:
         logger.warning("%s asks for %s, which is left out", path.name, ", ".join(left_out))
     return config | {
-        _SAMPLING[key]: as_number(value) for key, value in asked.items() if key in _SAMPLING
+        _SAMPLING[key]: as_number(value) for key, value in requested.items() if key in _SAMPLING
     }
 
 

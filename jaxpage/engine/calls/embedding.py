@@ -25,23 +25,23 @@ class TextEmbedding:
     files: EmbeddingFiles = field(default_factory=EmbeddingFiles)
     tokenizer: Any | None = None
 
-    def pooling(self, asked: Pooling | None, prompt: str) -> TokenPooling:
+    def pooling(self, requested: Pooling | None, prompt: str) -> TokenPooling:
         """Returns how the tokens of a text become one vector.
 
         Args:
-            asked: The way that a call asks for; None for that of the files.
+            requested: The way that a call asks for; None for that of the files.
             prompt: The text that was put before.
 
         Raises:
             ValueError: The way is unknown.
         """
-        if asked is not None:
-            check_choice("pooling", asked, get_args(Pooling))
-        modes = self.files.modes if asked is None else (_MODES[asked],)
+        if requested is not None:
+            check_choice("pooling", requested, get_args(Pooling))
+        modes = self.files.modes if requested is None else (_MODES[requested],)
         return TokenPooling(modes, 0 if self.files.include_prompt else self._num_tokens(prompt))
 
     def add_prompts(
-        self, prompts: Any, asked: Pooling | None
+        self, prompts: Any, requested: Pooling | None
     ) -> tuple[list[dict[str, Any]], list[TokenPooling]]:
         """Returns prompts after the default prompt of the files, and how each is pooled.
 
@@ -49,7 +49,7 @@ class TextEmbedding:
 
         Args:
             prompts: One prompt or several; see `LLM.generate`.
-            asked: The way of pooling that a call asks for, or None.
+            requested: The way of pooling that a call asks for, or None.
 
         Raises:
             CheckpointError: Something in the files is not supported.
@@ -58,8 +58,8 @@ class TextEmbedding:
         """
         self.files.check()
         before = self.files.default_prompt
-        plain = self.pooling(asked, "")
-        prefixed = self.pooling(asked, before)
+        plain = self.pooling(requested, "")
+        prefixed = self.pooling(requested, before)
         prefixed_prompts: list[dict[str, Any]] = []
         poolings = []
         for prompt in normalise(prompts):

@@ -110,8 +110,10 @@ def chat_prompt(
     ]:
         raise ValueError(f"chat_template_kwargs cannot have {', '.join(options)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
-    asked = [*(["tools"] if tools else []), *variables]
-    if unknown := [name for name in asked if not re.search(rf"\b{re.escape(name)}\b", template)]:
+    requested = [*(["tools"] if tools else []), *variables]
+    if unknown := [
+        name for name in requested if not re.search(rf"\b{re.escape(name)}\b", template)
+    ]:
         raise ValueError(f"the model's chat template has no {', '.join(unknown)}")
     try:
         text = tokenizer.apply_chat_template(

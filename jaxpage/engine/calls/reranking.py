@@ -107,8 +107,10 @@ class YesNo:
 
     def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
         """Returns the prompt of each document."""
-        asked = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
-        return [f"{_BEFORE}{asked}{document}{_BEHIND}" for document in documents]
+        requested = (
+            f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        )
+        return [f"{_BEFORE}{requested}{document}{_BEHIND}" for document in documents]
 
     @property
     def first(self) -> SamplingParams:

@@ -39,12 +39,12 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in FIELDS}
 
 
-def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
+def quantization_of(config: Mapping[str, Any], requested: str | None) -> Scheme | None:
     """Returns the scheme of a model, or None.
 
     Args:
         config: The config of the model.
-        asked: The setting `quantization`.
+        requested: The setting `quantization`.
 
     Raises:
         CheckpointError: config.json contradicts itself or the setting.
@@ -55,12 +55,12 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     present = [name for name in FIELDS if config.get(name)]
     quantization = config[present[0]] if present else None
     if not quantization:
-        if asked is None or asked in SCHEMES:
-            return SCHEMES.get(asked or "")
-        if asked == gguf.NAME:
-            raise CheckpointError(f"quantization is {asked!r}, but the model is no GGUF file")
+        if requested is None or requested in SCHEMES:
+            return SCHEMES.get(requested or "")
+        if requested == gguf.NAME:
+            raise CheckpointError(f"quantization is {requested!r}, but the model is no GGUF file")
         raise CheckpointError(
-            f"quantization is {asked!r}, but the checkpoint has no quantization_config; use {', '.join(SCHEMES)}, "
+            f"quantization is {requested!r}, but the checkpoint has no quantization_config; use {', '.join(SCHEMES)}, "
             f"{gguf.NAME} for a GGUF file, or none"
         )
     if not isinstance(quantization, dict):
@@ -75,9 +75,9 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
             f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}; use a checkpoint in one "
             f"of them, or {UNQUANTISED}"
         )
-    if asked not in (None, method):
+    if requested not in (None, method):
         raise CheckpointError(
-            f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}"
+            f"quantization is {requested!r}, but the checkpoint is quantised already, by {method!r}"
         )
     with QuantizationFields(quantization) as fields:
         return METHODS[method](fields)

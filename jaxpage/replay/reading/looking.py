@@ -232,8 +232,8 @@ def _logprobs(plan: Record, result: Record) -> dict[int, float]:
 
 
 def _describe_arrival(arrival: Record, *, is_late: bool) -> str:
-    asked: Record = arrival.get("beam") or arrival.get("params") or {}
-    parameters = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    requested: Record = arrival.get("beam") or arrival.get("params") or {}
+    parameters = ", ".join(f"{name}={value!r}" for name, value in requested.items())
     was_there = "was there when the log begins" if is_late else "arrived"
     return (
         f"{was_there}: {count(num_prompt_tokens(arrival), 'prompt token')}, seed "

@@ -150,8 +150,8 @@ class RecordedSteps:
 
     def _is_scored(self, sequence_id: int, start: int) -> bool:
         arrival = self._arrivals[sequence_id]
-        asked = arrival.get("params", {}).get("prompt_logprobs")
-        return asked is not None and start < num_prompt_tokens(arrival) - 1
+        requested = arrival.get("params", {}).get("prompt_logprobs")
+        return requested is not None and start < num_prompt_tokens(arrival) - 1
 
     def _describe_result(self, result: Record) -> Record:
         tokens = [self._name(token_id) for token_id in result["tokens"]]

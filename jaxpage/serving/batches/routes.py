@@ -199,13 +199,13 @@ def _labels(metadata: Any) -> dict[str, str] | None:
 
 def _page(request: Request, records: list[Record], known: set[str], limit: int) -> Response:
     """Returns a part of a list, as clients ask for it by `limit` and `after`."""
-    asked = request.query_params
-    if unknown := sorted(asked.keys() - known):
+    requested = request.query_params
+    if unknown := sorted(requested.keys() - known):
         raise ApiError(400, f"Unknown parameter: {show(unknown[0])}", param="query")
-    for name in asked:
-        if len(asked.getlist(name)) > 1:
+    for name in requested:
+        if len(requested.getlist(name)) > 1:
             raise ApiError(400, f"{name} is in the query more than once", param=name)
-    text = asked.get("limit", str(limit))
+    text = requested.get("limit", str(limit))
     # Python reads no integer with more digits than sys.get_int_max_str_digits().
     if not _LIMIT.fullmatch(text) or int(text) > _MAX_LIMIT:
         raise ApiError(
@@ -213,7 +213,7 @@ def _page(request: Request, records: list[Record], known: set[str], limit: int) 
             f"limit must be 1 to {_MAX_LIMIT}, without leading zeros, got {show(text)}",
             param="limit",
         )
-    if (after := asked.get("after")) is not None:
+    if (after := requested.get("after")) is not None:
         ids = [record["id"] for record in records]
         if after not in ids:
             raise ApiError(

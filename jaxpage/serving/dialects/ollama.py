@@ -73,8 +73,8 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
         )
         for message in request.messages
     ]
-    asked = {"messages": messages, **common, **_thinking(request, context)}
-    return OllamaAnswer(open_chat, asked, context, request, ignored)
+    requested = {"messages": messages, **common, **_thinking(request, context)}
+    return OllamaAnswer(open_chat, requested, context, request, ignored)
 
 
 @quotes
@@ -95,12 +95,12 @@ def open_ollama_generate(
     if not request.prompt:
         return OllamaLoaded(request, ignored)
     if request.raw:
-        asked = {"max_tokens": context.max_model_len, **common, "prompt": request.prompt}
-        return OllamaAnswer(open_completion, asked, context, request, ignored)
+        requested = {"max_tokens": context.max_model_len, **common, "prompt": request.prompt}
+        return OllamaAnswer(open_completion, requested, context, request, ignored)
     system = [{"role": "system", "content": request.system}] if request.system else []
     messages = [*system, {"role": "user", "content": request.prompt}]
-    asked = {"messages": messages, **common, **_thinking(request, context)}
-    return OllamaAnswer(open_chat, asked, context, request, ignored)
+    requested = {"messages": messages, **common, **_thinking(request, context)}
+    return OllamaAnswer(open_chat, requested, context, request, ignored)
 
 
 @quotes
@@ -136,7 +136,7 @@ def _embedding(
     ignored: tuple[str, ...],
     context: ModelContext,
     kind: type[EmbeddingAnswer],
-    **asked: Any,
+    **requested: Any,
 ) -> EmbeddingAnswer:
     """Returns the `EmbeddingAnswer` of a request for embeddings.
 
@@ -145,10 +145,10 @@ def _embedding(
         ignored: The paths of ignored fields.
         context: The served model and the server's settings.
         kind: The class that makes the answer.
-        asked: Fields of /v1/embeddings.
+        requested: Fields of /v1/embeddings.
     """
     _check_options(request.options or OllamaOptions(), context)
-    answer = open_embeddings({"model": request.model, **asked}, context, kind)
+    answer = open_embeddings({"model": request.model, **requested}, context, kind)
     answer.ignored_fields = ignored
     return answer
 
@@ -196,22 +196,22 @@ def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, 
 def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
     options = request.options or OllamaOptions()
     _check_options(options, context)
-    asked = {
+    requested = {
         ours: value
         for ours, theirs in _OPTIONS.items()
         if (value := getattr(options, theirs)) is not None
         and not (options.repeat_last_n == 0 and theirs in _PENALTIES)
     }
     if options.num_predict is not None and options.num_predict >= 0:
-        asked["max_tokens"] = options.num_predict
+        requested["max_tokens"] = options.num_predict
     if request.format == "json":
-        asked["response_format"] = {"type": "json_object"}
+        requested["response_format"] = {"type": "json_object"}
     elif request.format is not None:  # {} is a schema as well
-        asked["response_format"] = {
+        requested["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "format", "schema": request.format},
         }
-    return {**asked, "stream": request.stream is not False}
+    return {**requested, "stream": request.stream is not False}
 
 
 def _check_options(options: OllamaOptions, context: ModelContext) -> None:

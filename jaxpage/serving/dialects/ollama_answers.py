@@ -31,7 +31,7 @@ class OllamaAnswer(Translated):
     def __init__(
         self,
         opens: Open,
-        asked: dict[str, Any],
+        requested: dict[str, Any],
         context: ModelContext,
         request: OllamaRequest,
         ignored: tuple[str, ...],
@@ -47,7 +47,7 @@ class OllamaAnswer(Translated):
             "reasoning_effort": "think",
         }
         ignored += _without_effect(request.options or OllamaOptions())
-        super().__init__(opens, asked, context, request.model, ignored)
+        super().__init__(opens, requested, context, request.model, ignored)
         self._usage: dict[str, Any] = {}
         self._reason: str | None = None
         self._metrics: RequestMetrics | None = None

@@ -21,24 +21,24 @@ class Pace:
     def __init__(self) -> None:
         # The seconds that each viewer asks for. The tuple is replaced as a whole, because two
         # threads see it.
-        self._asked: tuple[float, ...] = ()
+        self._requested: tuple[float, ...] = ()
         self._stepped = 0.0  # the time at which the last step began
 
     @property
     def seconds(self) -> float:
         """Returns the least time from one step to the next; 0.0 if nobody slows the engine down."""
-        return max(self._asked, default=0.0)
+        return max(self._requested, default=0.0)
 
     @contextlib.contextmanager
     def hold(self, seconds: float) -> Iterator[None]:
         """Asks for a least time while the context lasts; of several requests the longest counts."""
-        self._asked = (*self._asked, seconds)
+        self._requested = (*self._requested, seconds)
         try:
             yield
         finally:
-            seconds_of_others = list(self._asked)
+            seconds_of_others = list(self._requested)
             seconds_of_others.remove(seconds)
-            self._asked = tuple(seconds_of_others)
+            self._requested = tuple(seconds_of_others)
 
     def lets_step(self, has_orders: Callable[[], bool]) -> bool:
         """Waits until the next step is due. Returns False if it is not, but the driver has orders.

@@ -156,8 +156,8 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
             "spec_decode_num_draft_tokens_total",
         ),
     ):
-        if asked := add_number(whole):
-            parts.append(f"{label} {add_number(part) / asked:.0%}")
+        if requested := add_number(whole):
+            parts.append(f"{label} {add_number(part) / requested:.0%}")
     return " · ".join(parts)
 
 

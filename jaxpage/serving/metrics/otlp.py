@@ -127,11 +127,11 @@ def open_spans(endpoint: str) -> Spans:
         ValueError: A variable OTEL_... has a value that is not supported.
     """
     for name in PROTOCOL_VARIABLES:
-        asked = os.environ.get(name)
-        if asked == PROTOCOL:
+        requested = os.environ.get(name)
+        if requested == PROTOCOL:
             break
-        if asked:
-            raise ValueError(f"{name}={asked} is not supported: spans are sent by {PROTOCOL}")
+        if requested:
+            raise ValueError(f"{name}={requested} is not supported: spans are sent by {PROTOCOL}")
     spans = Spans(Telling(OTLPSpanExporter(endpoint), endpoint))
     # The SDK logs each attempt, each full queue and each header that is too long, so that clients
     # and a dead endpoint could fill the log. What it says of its variables it has said by now.

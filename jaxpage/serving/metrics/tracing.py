@@ -85,7 +85,7 @@ class Phase(NamedTuple):
 class Untraced:
     """Ignores what it is told of a request."""
 
-    def opened(self, asked: TracedRequest) -> None:
+    def opened(self, requested: TracedRequest) -> None:
         """Notes a request that was understood."""
 
     def loaded(self, since: float) -> None:
@@ -125,7 +125,7 @@ class RequestRecord(Untraced):
         self.is_whole = False
         self._scope = scope
         self._zero = time.time_ns() - int(self.began * 1e9)
-        self._asked: TracedRequest | None = None
+        self._requested: TracedRequest | None = None
         self._phases: list[Phase] = []
         self._handles: Sequence[Handle] = ()
         self._num_drawn: dict[int, int] = {}
@@ -134,8 +134,8 @@ class RequestRecord(Untraced):
         self._num_read = 0
         self._failure: str | None = None
 
-    def opened(self, asked: TracedRequest) -> None:
-        self._asked = asked
+    def opened(self, requested: TracedRequest) -> None:
+        self._requested = requested
 
     def loaded(self, since: float) -> None:
         self._phases.append(Phase("load", since, time.monotonic()))
@@ -170,7 +170,11 @@ class RequestRecord(Untraced):
     def name(self) -> str:
         """Returns the name of the server's span; a client cannot choose it."""
         path = self._scope["path"]
-        return f"POST {path}" if self._asked is None else f"{OPERATIONS[path]} {self._asked.model}"
+        return (
+            f"POST {path}"
+            if self._requested is None
+            else f"{OPERATIONS[path]} {self._requested.model}"
+        )
 
     @property
     def error(self) -> str | None:
@@ -220,8 +224,8 @@ class RequestRecord(Untraced):
             "gen_ai.provider.name": "jaxpage",
             "jaxpage.request.id": self._scope["state"].get("request_id"),
         }
-        if self._asked is not None:
-            attributes |= _of_request(self._asked)
+        if self._requested is not None:
+            attributes |= _of_request(self._requested)
         if self._num_read:
             attributes["gen_ai.usage.input_tokens"] = self._num_read
         if self._handles:
@@ -348,12 +352,12 @@ def open_tracing(config: ServerConfig) -> SpanWriter | None:
         ) from None
 
 
-def _of_request(asked: TracedRequest) -> dict[str, Any]:
-    params = asked.prompts[0].params if asked.prompts else None
+def _of_request(requested: TracedRequest) -> dict[str, Any]:
+    params = requested.prompts[0].params if requested.prompts else None
     return {
-        "gen_ai.request.model": asked.model,
-        "gen_ai.response.model": asked.model,
-        "gen_ai.response.id": getattr(asked, "id", None),
-        "gen_ai.request.stream": getattr(asked, "stream", None),
+        "gen_ai.request.model": requested.model,
+        "gen_ai.response.model": requested.model,
+        "gen_ai.response.id": getattr(requested, "id", None),
+        "gen_ai.request.stream": getattr(requested, "stream", None),
         **{name: getattr(params, field, None) for field, name in _PARAMETERS.items()},
     }

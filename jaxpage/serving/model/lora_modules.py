@@ -71,12 +71,14 @@ def check_lora_modules(
         for name, count in names.items()
         if count > 1
     ]
-    for asked in _parse_modules(modules):
+    for requested in _parse_modules(modules):
         try:
-            read_adapter(directory_of(asked), spec)
+            read_adapter(directory_of(requested), spec)
         except (CheckpointError, ModelNotFoundError) as error:
             errors.append(
-                str(error) if asked.lora_name in str(error) else f"{asked.lora_name}: {error}"
+                str(error)
+                if requested.lora_name in str(error)
+                else f"{requested.lora_name}: {error}"
             )
     if errors:
         raise ConfigError("lora_modules:\n" + "\n".join(errors))
@@ -84,9 +86,11 @@ def check_lora_modules(
 
 def open_lora_modules(engine: Engine, config: ServerConfig) -> dict[str, LoRARequest]:
     """Opens the adapters of `lora_modules`, and returns them by name; check them first."""
-    served = {asked.lora_name: asked for asked in _parse_modules(config.lora_modules or ())}
-    for asked in served.values():
-        engine.open_adapter(asked)
+    served = {
+        requested.lora_name: requested for requested in _parse_modules(config.lora_modules or ())
+    }
+    for requested in served.values():
+        engine.open_adapter(requested)
     return served
 
 
@@ -138,13 +142,13 @@ class RuntimeAdapters:
         inside = directory_inside(
             self._directory, path, setting="lora_directory", param="lora_path"
         )
-        asked = LoRARequest(name, next(self._numbers), str(inside))
+        requested = LoRARequest(name, next(self._numbers), str(inside))
         try:
-            self._engine.open_adapter(asked)
+            self._engine.open_adapter(requested)
         except (CheckpointError, ModelNotFoundError) as error:
             raise ApiError(400, str(error), param="lora_path").quoting(body) from error
         self._forget(served.get(name))
-        served[name] = asked
+        served[name] = requested
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, body: dict[str, Any]) -> str:
@@ -155,20 +159,20 @@ class RuntimeAdapters:
         """
         name = text_field(body, "lora_name")
         check_fields(body, {"lora_name", "lora_int_id"})
-        asked = self._context.adapters.pop(name, None)
-        if asked is None:
+        requested = self._context.adapters.pop(name, None)
+        if requested is None:
             raise ApiError(
                 404,
                 f"The LoRA adapter {show(name)} does not exist",
                 param="lora_name",
                 code="not_found",
             )
-        self._forget(asked)
+        self._forget(requested)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _forget(self, asked: LoRARequest | None) -> None:
-        if asked is not None:
-            self._engine.forget_adapter(asked.lora_int_id)
+    def _forget(self, requested: LoRARequest | None) -> None:
+        if requested is not None:
+            self._engine.forget_adapter(requested.lora_int_id)
 
 
 def lora_routes(

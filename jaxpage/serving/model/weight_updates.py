@@ -125,8 +125,8 @@ def weights_routes(
 
             async def answer_update() -> None:
                 async with driver.in_time(arrived):
-                    asked = await asyncio.to_thread(parse_object, raw)
-                    version = await updating.update(asked)
+                    requested = await asyncio.to_thread(parse_object, raw)
+                    version = await updating.update(requested)
                 await json_answer(version)(scope, receive, send)
 
             await while_connected(receive, answer_update())

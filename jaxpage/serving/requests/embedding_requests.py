@@ -62,32 +62,32 @@ class EmbeddingRequests:
                 has ended.
         """
         async with self._driver.in_time(arrived):
-            asked = await self._preparing.run(
+            requested = await self._preparing.run(
                 lambda: opened(parse_object(raw), self._context), len(raw)
             )
-            record_of(scope).opened(asked)
-            if isinstance(asked, EmbeddingAnswer):
-                asked.arrived = arrived
-                asked.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
-            requests = await self._requests(asked)
-            values = await self._values(asked, requests, arrived)
+            record_of(scope).opened(requested)
+            if isinstance(requested, EmbeddingAnswer):
+                requested.arrived = arrived
+                requested.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
+            requests = await self._requests(requested)
+            values = await self._values(requested, requests, arrived)
         num_tokens = sum(len(request.token_ids) for request in requests)
         record_of(scope).read(num_tokens)
-        headers = make_ignored_header(asked.ignored_fields)
+        headers = make_ignored_header(requested.ignored_fields)
         answer = await self._preparing.answer(
-            lambda: whole_answer(asked.whole(values, num_tokens), headers),
+            lambda: whole_answer(requested.whole(values, num_tokens), headers),
             sum(map(np.size, values)),
         )
         await answer(scope, receive, send)
 
-    async def _requests(self, asked: Vectors) -> list[PreparedRequest]:
+    async def _requests(self, requested: Vectors) -> list[PreparedRequest]:
         try:
-            return await self._preparing.requests(asked.prompts)
+            return await self._preparing.requests(requested.prompts)
         except Exception as error:
-            raise await make_refusal(error, asked.refusal) from error
+            raise await make_refusal(error, requested.refusal) from error
 
     async def _values(
-        self, asked: Any, requests: list[PreparedRequest], arrived: float
+        self, requested: Any, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
         """Returns what the answer is made of, here the pooled vectors."""
         longest = max(len(request.token_ids) for request in requests)
@@ -95,9 +95,9 @@ class EmbeddingRequests:
             await self._preparing.aside(lambda: self._embedder.compile(longest))
         values = []
         async with aclosing(
-            self._driver.vectors(requests, self._embedder, asked.poolings)
+            self._driver.vectors(requests, self._embedder, requested.poolings)
         ) as vectors:
             async for vector in vectors:
                 values.append(vector)
-                asked.check_width(values[0].size)
+                requested.check_width(values[0].size)
         return values

@@ -172,18 +172,18 @@ class Preparing:
             )
             for prompt_request in prompt_requests
         ]
-        if (asked := getattr(params, "structured_outputs", None)) is None:
+        if (requested := getattr(params, "structured_outputs", None)) is None:
             return requests
-        grammar = self._engine.find_grammar(asked)  # a known grammar does not queue
+        grammar = self._engine.find_grammar(requested)  # a known grammar does not queue
         if grammar is None:
             grammar = await self._grammars.run(partial(self._compile, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]
 
     def _compile(
-        self, params: SamplingParams | BeamSearchParams, asked_at: float
+        self, params: SamplingParams | BeamSearchParams, requested_at: float
     ) -> Grammar | None:
         """Compiles a grammar, or raises TimeoutError if the request has waited for it too long."""
-        if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
+        if time.monotonic() - requested_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
                 f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting for the grammar compiler; try again"
             )

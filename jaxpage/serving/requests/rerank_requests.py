@@ -17,41 +17,41 @@ class Reranking(EmbeddingRequests):
     """Scores documents in the way of the model: by two tokens, or by vectors."""
 
     async def _values(
-        self, asked: RerankAnswer, requests: list[PreparedRequest], arrived: float
+        self, requested: RerankAnswer, requests: list[PreparedRequest], arrived: float
     ) -> list[float]:
-        if isinstance(asked.reranker, ByVectors):
-            vectors = await super()._values(asked, requests, arrived)
-            return asked.reranker.scores(vectors)
-        return await self._by_tokens(asked, asked.reranker, requests, arrived)
+        if isinstance(requested.reranker, ByVectors):
+            vectors = await super()._values(requested, requests, arrived)
+            return requested.reranker.scores(vectors)
+        return await self._by_tokens(requested, requested.reranker, requests, arrived)
 
     async def _by_tokens(
         self,
-        asked: RerankAnswer,
+        requested: RerankAnswer,
         reranker: YesNo,
         requests: list[PreparedRequest],
         arrived: float,
     ) -> list[float]:
-        outputs = await self._outputs(asked, requests, arrived)
+        outputs = await self._outputs(requested, requests, arrived)
         others: dict[int, RequestOutput] = {}
         missing = reranker.missing(outputs)
         for token in sorted(set(missing.values())):
             indices = [index for index, lacking in missing.items() if lacking == token]
-            again = await self._preparing.requests(asked.prompts_drawing(indices, token))
-            more_outputs = await self._outputs(asked, again, arrived)
+            again = await self._preparing.requests(requested.prompts_drawing(indices, token))
+            more_outputs = await self._outputs(requested, again, arrived)
             others |= zip(indices, more_outputs, strict=True)
         return reranker.scores(outputs, others)
 
     async def _outputs(
-        self, asked: RerankAnswer, requests: list[PreparedRequest], arrived: float
+        self, requested: RerankAnswer, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
         try:
             handles = await self._driver.submit(
-                requests, stream=False, name=asked.id, arrived=arrived
+                requests, stream=False, name=requested.id, arrived=arrived
             )
         except Exception as error:
-            raise await make_refusal(error, asked.refusal) from error
+            raise await make_refusal(error, requested.refusal) from error
         try:
             outputs = await asyncio.gather(*(handle.whole() for handle in handles))
         finally:
             self._driver.end(handles)
-        return [asked.check(output) for output in outputs]
+        return [requested.check(output) for output in outputs]

@@ -149,25 +149,25 @@ class Switchboard:
         """Waits for the model of a request, and has its server answer."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked = await self.preparing.run(
+            requested = await self.preparing.run(
                 lambda: self._parse_request(raw, scope["path"]), len(raw)
             )
-            if (unload := asked.stay.unload) is not None:
-                self._table.expire(asked.model)
-                await json_answer(unload(asked.name))(scope, receive, send)
+            if (unload := requested.stay.unload) is not None:
+                self._table.expire(requested.model)
+                await json_answer(unload(requested.name))(scope, receive, send)
                 return
             async with contextlib.AsyncExitStack() as leases:
                 model: ServedModel | None = None
 
                 async def lease() -> None:
                     nonlocal model
-                    model = await self._lease(asked.model, leases, asked.stay.seconds)
+                    model = await self._lease(requested.model, leases, requested.stay.seconds)
 
-                asked_at = time.monotonic()
+                requested_at = time.monotonic()
                 await while_connected(receive, lease())
                 assert model is not None
-                record_of(scope).loaded(asked_at)
-                scope["state"][LOAD_SECONDS] = time.monotonic() - asked_at
+                record_of(scope).loaded(requested_at)
+                scope["state"][LOAD_SECONDS] = time.monotonic() - requested_at
                 await model.router(scope, receive_again(raw, receive), send)
 
     async def _describe(
@@ -176,10 +176,10 @@ class Switchboard:
         """Says what a model is, for which it need not be loaded."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            asked, body = await self.preparing.run(
+            requested, body = await self.preparing.run(
                 lambda: (self._parse_request(raw, scope["path"]), parse_object(raw)), len(raw)
             )
-            answer = await shown.answer(body, asked.model)
+            answer = await shown.answer(body, requested.model)
             await answer(scope, receive, send)
 
     async def _lease(
@@ -237,10 +237,10 @@ class Switchboard:
     # Routes for administrators.
 
     async def _sleep(self, request: Request) -> Response:
-        asked = await self._order(request, {"model", "level"})
-        if (level := asked.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
+        requested = await self._order(request, {"model", "level"})
+        if (level := requested.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {show(level)}", param="level")
-        name = self._find_model(self._name_in(asked))
+        name = self._find_model(self._name_in(requested))
         try:
             await self._table.sleep(name, level)
         except InUse as error:
@@ -260,16 +260,16 @@ class Switchboard:
     async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
         """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
         check_origin(request.headers)
-        asked: dict[str, Any] = dict(request.query_params)
-        if asked.get("level") in ("1", "2"):
-            asked["level"] = int(asked["level"])
+        requested: dict[str, Any] = dict(request.query_params)
+        if requested.get("level") in ("1", "2"):
+            requested["level"] = int(requested["level"])
         if raw := await request.body():
             body = await asyncio.to_thread(parse_object, raw)
-            if twice := sorted(body.keys() & asked.keys()):
+            if twice := sorted(body.keys() & requested.keys()):
                 raise ApiError(400, f"{twice[0]} is in the body and in the query", param=twice[0])
-            asked |= body
-        check_fields(asked, known)
-        return asked
+            requested |= body
+        check_fields(requested, known)
+        return requested
 
     # What the server has.
 

@@ -74,7 +74,7 @@ def _derive_from(source: str, special_tokens: str) -> Derived:
     ) -> str:
         if time.monotonic() > end:
             raise ValueError(f"the template takes longer than {_DERIVE_SECONDS:g} s")
-        asked = {
+        requested = {
             "template": source,
             "special_tokens": tokens,
             "messages": messages,
@@ -84,7 +84,7 @@ def _derive_from(source: str, special_tokens: str) -> Derived:
             "variables": dict(variables),
         }
         try:
-            return RENDERERS.render(asked, RENDER_SECONDS, RENDER_BYTES)
+            return RENDERERS.render(requested, RENDER_SECONDS, RENDER_BYTES)
         except JaxpageError as error:
             raise ValueError(str(error)) from None
 

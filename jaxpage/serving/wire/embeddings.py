@@ -74,8 +74,10 @@ class EmbeddingAnswer:
             width = self._files.width(width)
         except CheckpointError as error:
             raise ApiError(400, str(error), param="model") from None
-        if (asked := self._request.dimensions) not in (None, width):
-            message = f"dimensions={asked} is not supported: the vectors of this model have {width}"
+        if (requested := self._request.dimensions) not in (None, width):
+            message = (
+                f"dimensions={requested} is not supported: the vectors of this model have {width}"
+            )
             raise ApiError(400, message, param="dimensions")
 
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:

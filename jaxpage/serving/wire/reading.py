@@ -48,7 +48,7 @@ def read(
     Raises:
         ApiError: The status is 400 and `param` names the field; 404 if the model is not served.
     """
-    body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
+    body = {name: value for name, value in body.items() if _is_requested(model, name, value)}
     for name in body:
         _check_supported(name, model)
     for name, value in body.items():
@@ -108,7 +108,7 @@ def _relax(value: Any, path: str, keys: tuple[str, ...]) -> tuple[Any, tuple[str
     return ({**value, keys[0]: part} if removed else value), removed
 
 
-def _is_asked(model: type[RequestObject], name: str, value: Any) -> bool:
+def _is_requested(model: type[RequestObject], name: str, value: Any) -> bool:
     """Returns whether a field must be read.
 
     A required field is always read, so that its error names it.

@@ -76,7 +76,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     ]
     effort = variables_for(template, request.reasoning_effort, request.verbosity)
     variables = _variables(request.chat_template_kwargs or {}, template, context)
-    asked = {
+    requested = {
         "template": template,
         "special_tokens": context.tokenizer.special_tokens_map,  # type: ignore[union-attr]  # it has a template
         "messages": messages,
@@ -88,7 +88,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         "variables": {**effort.values, **variables},
     }
     try:
-        text = RENDERERS.render(asked, RENDER_SECONDS, RENDER_BYTES)
+        text = RENDERERS.render(requested, RENDER_SECONDS, RENDER_BYTES)
     except ValueError as error:
         raise ApiError(
             400, f"The model's chat template refuses these messages: {error}", param="messages"

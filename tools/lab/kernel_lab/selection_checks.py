@@ -64,9 +64,11 @@ def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, flo
 def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     logits_RV, cuts = _rows(vocab_size)
     top_k, top_p, min_p = (np.array(each) for each in zip(*cuts, strict=True))
-    asked = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
+    requested = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
     least_R = np.asarray(
-        jax.jit(cutoffs)(logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *asked)
+        jax.jit(cutoffs)(
+            logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *requested
+        )
     )
     wrong = [
         f"row {row}, {cut}"

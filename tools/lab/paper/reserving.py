@@ -202,7 +202,7 @@ class ReservingScheduler:
         never be used. The rest is what the allocator's powers of two add, and the free slots.
         """
         context = {row.sequence_id: row.context_length for row in rows}
-        num_tokens = num_needed = num_asked = 0
+        num_tokens = num_needed = num_requested = 0
         for held in self._running.values():
             most = held.group.request.max_total_tokens
             num_tokens += sum(
@@ -210,8 +210,8 @@ class ReservingScheduler:
                 for s in held.group.sequences
             )
             num_needed += held.num_needed
-            num_asked += held.num_slots * len(held.chunks)
-        rest = self.allocator.num_slots - num_asked
+            num_requested += held.num_slots * len(held.chunks)
+        rest = self.allocator.num_slots - num_requested
         return MemorySplit(
-            num_tokens, num_needed - num_tokens, num_asked - num_needed, rest, 0, 0, 0
+            num_tokens, num_needed - num_tokens, num_requested - num_needed, rest, 0, 0, 0
         )

@@ -154,7 +154,7 @@ def complete(
 
 
 def _completion(port: int, num_tokens: int, prompt: Sequence[int]) -> dict[str, Any]:
-    asked = {
+    requested = {
         "prompt": list(prompt),
         "n_predict": num_tokens,
         "temperature": 0.0,
@@ -164,7 +164,7 @@ def _completion(port: int, num_tokens: int, prompt: Sequence[int]) -> dict[str, 
         "cache_prompt": False,
         "return_tokens": True,
     }
-    status, body = _answer(port, "POST", "/completion", json.dumps(asked))
+    status, body = _answer(port, "POST", "/completion", json.dumps(requested))
     if status != 200:
         raise OSError(f"the server refused a request with status {status}: {body[:500]!r}")
     answer: dict[str, Any] = json.loads(body)
