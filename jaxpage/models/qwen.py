@@ -169,6 +169,6 @@ class Qwen3Moe(Qwen3, config=Qwen3MoeConfig):
 
 
 class Qwen3VLMoeText(Qwen3Moe):
-    """Computes the text model of Qwen3-VL with experts, whose files have all experts stacked."""
+    """Qwen3-VL with experts, text (2025), is Qwen3 with experts whose files have them stacked."""
 
     expert_names = ExpertNames(only_stacked=True, in_rows_too=True)
