@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
-from tests.support.names import participles, pronouns
+from tests.support.names import old_words, participles, pronouns
 from tests.support.reach import unreached
 from tests.support.sources import (
     DOCUMENTED,
@@ -87,8 +87,11 @@ def measure(root: Path) -> Table:
     table["imports past doors"] = len(past)
     table["modules that are imported past doors"] = len({target for _, target in past})
     table["file names in two or more folders"] = len(shared_names(modules))
+    doors = [door_names(module) for module in house if module.path.endswith("__init__.py")]
+    table["names of a door: most"] = max(map(len, doors))
     table |= first_words(modules)
     table |= names(modules)
+    table["identifiers with words that stand for terms of the field"] = len(old_words(modules))
     return table
 
 
