@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
-from jaxpage.models import dividing  # noqa: E402
+from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402

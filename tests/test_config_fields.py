@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from tests.support.checkpoint_cases import KEPT, Config, class_fields, random_value
 from tests.support.config_defaults import read
 from tests.support.hf_models import (

@@ -21,7 +21,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.context import AttentionOptions, ForwardContext
 from jaxpage.models.base import abstract, abstract_model
-from jaxpage.models.drafter import join
+from jaxpage.models.drafters.drafter import join
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
 from tests.support.hf_models import save_model

@@ -22,9 +22,9 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
-from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parameters.replacing import replace_modules
+from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.scheme_choice import quantization_of
-from jaxpage.models.replacing import replace_modules
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxpage.models.fields import REQUIRED, Fields
+from jaxpage.models.config.fields import REQUIRED, Fields
 from tests.support.checkpoint_cases import Case, bases, class_fields, random_cases
 from tests.support.model_configs import MODELS, config_json
 

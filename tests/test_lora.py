@@ -22,7 +22,7 @@ from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams 
 from jaxpage.assembly import Built  # noqa: E402
 from jaxpage.device.packing import unpack_weights  # noqa: E402
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
-from jaxpage.models.lora_layers import lora_targets  # noqa: E402
+from jaxpage.models.parameters.lora_layers import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving import startup  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402

@@ -26,7 +26,7 @@ from jaxpage.device import steps
 from jaxpage.device.packing import pack_weights
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models.base import abstract
-from jaxpage.models.medusa import MedusaHeads
+from jaxpage.models.drafters.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import ProposingSpeculator

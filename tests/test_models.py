@@ -32,9 +32,9 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
 from jaxpage.models import registry
-from jaxpage.models.alibi import alibi_slopes
 from jaxpage.models.base import abstract_model, model_weights
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.alibi import alibi_slopes
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support import measured_errors

@@ -23,7 +23,7 @@ from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.trace_scope import TraceScope
-from jaxpage.models.mtp import MtpHead
+from jaxpage.models.drafters.mtp import MtpHead
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.model_configs import config_json

@@ -22,9 +22,9 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import Source, concatenate, parameter, sources_of, stack, tensor
 from jaxpage.layers.quantized import QuantizedLinear, StoredArray, WeightFormat
 from jaxpage.models.base import abstract, abstract_model, model_weights
+from jaxpage.models.parameters.weights import num_bytes, weights_of
 from jaxpage.models.quantization.decoding import columns
 from jaxpage.models.registry import load_family
-from jaxpage.models.weights import num_bytes, weights_of
 from tests.support.dense import logits_of
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 

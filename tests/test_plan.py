@@ -25,7 +25,7 @@ from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.models.base import abstract_model
-from jaxpage.models.dividing import Divisions, shard_weights, with_sharding
+from jaxpage.models.sharding.dividing import Divisions, shard_weights, with_sharding
 from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup

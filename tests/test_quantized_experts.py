@@ -23,10 +23,10 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract, abstract_model, model_weights
-from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parameters.replacing import replace_modules
+from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
-from jaxpage.models.replacing import replace_modules
 from tests.support.dense import logits_of
 from tests.support.engines import SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.models import dividing
+from jaxpage.models.sharding import dividing
 
 FILES = [
     Path(__file__).parent / name for name in ("on_four_devices.py", "on_four_devices_logits.py")

@@ -17,15 +17,9 @@ from jaxpage.device import Executables, Packings, StepOptions, open_stored_execu
 from jaxpage.device.hardware import make_mesh
 from jaxpage.device.pages import KVPages
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import (
-    ShardedWeight,
-    abstract,
-    abstract_model,
-    adapter_weights,
-    make_model,
-    shard_weights,
-    with_sharding,
-)
+from jaxpage.models import abstract, abstract_model, make_model
+from jaxpage.models.parameters import adapter_weights
+from jaxpage.models.sharding import ShardedWeight, shard_weights, with_sharding
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec, choose_backend, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
+from jaxpage.models import Family, ModelSpec
+from jaxpage.models.parameters import LoRASpec, lora_targets
 from jaxpage.models.quantization import Scheme
 from jaxpage.settings.engine_config import EngineConfig
 

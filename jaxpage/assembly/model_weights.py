@@ -12,7 +12,7 @@ from jaxpage.checkpoints.in_memory import Parameters, check_all_finite, with_par
 from jaxpage.device import Packings, to_device, unpack_weights
 from jaxpage.engine import Runner
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import join_weights
+from jaxpage.models.sharding import join_weights
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests

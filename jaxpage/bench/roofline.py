@@ -32,7 +32,8 @@ from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.device.pages import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
-from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
+from jaxpage.models import Family, ModelSpec, model_weights
+from jaxpage.models.parameters import Rule, Weight, num_bytes
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align

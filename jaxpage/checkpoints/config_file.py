@@ -17,7 +17,7 @@ from jaxpage.checkpoints.gguf.config import gguf_config, gguf_generation_config
 from jaxpage.checkpoints.gguf.header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError
-from jaxpage.models import text_part
+from jaxpage.models.config import text_part
 
 logger = logging.getLogger(__name__)
 

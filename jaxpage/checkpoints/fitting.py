@@ -30,7 +30,7 @@ from jaxpage.checkpoints.safetensors_files import (
 )
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.layers.parameter import Piece, Source
-from jaxpage.models import FLOATS, Weight
+from jaxpage.models.parameters import FLOATS, Weight
 from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, explain_refused_experts
 
 COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxpage.checkpoints.problems import Problems, quote
-from jaxpage.models import Weight
+from jaxpage.models.parameters import Weight
 
 _LAYER = re.compile(r"([A-Za-z_.]+\.)(\d{1,5})\.")
 

@@ -22,7 +22,8 @@ from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.layers.parameter import Piece
-from jaxpage.models import Path, Place, ShardedWeight, Weight
+from jaxpage.models.parameters import Path, Weight
+from jaxpage.models.sharding import Place, ShardedWeight
 
 
 def load_weights(

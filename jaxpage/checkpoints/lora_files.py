@@ -17,7 +17,7 @@ from jaxpage.checkpoints.files import file_in, read_object
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
-from jaxpage.models import LoRASpec, LoRATarget
+from jaxpage.models.parameters import LoRASpec, LoRATarget
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

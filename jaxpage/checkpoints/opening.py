@@ -20,15 +20,15 @@ from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import (
     Family,
-    FieldError,
     ModelSpec,
-    Rule,
     find_ignored_tensors,
     leaves_tying_open,
     load_family,
     model_weights,
     other_names,
 )
+from jaxpage.models.config import FieldError
+from jaxpage.models.parameters import Rule
 from jaxpage.models.quantization import FIELDS, GGUF, Scheme, quantization_of, without_quantization
 
 

@@ -33,7 +33,9 @@ from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
 from jaxpage.device.hardware import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models import Divisions, KVSpec, LoRASpec, ModelSpec, model_weights, num_bytes
+from jaxpage.models import KVSpec, ModelSpec, model_weights
+from jaxpage.models.parameters import LoRASpec, num_bytes
+from jaxpage.models.sharding import Divisions
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align, gib
 

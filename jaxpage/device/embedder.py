@@ -19,7 +19,8 @@ from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import TableShape, empty_inputs, size_when_packed, unpack
 from jaxpage.device.pages import kv_pages
 from jaxpage.device.steps import StepOptions, pool_step
-from jaxpage.models import KVSpec, kv_of_shard
+from jaxpage.models import KVSpec
+from jaxpage.models.sharding import kv_of_shard
 from jaxpage.outputs import TokenPooling
 
 CHUNK_TOKENS = 128

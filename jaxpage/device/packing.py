@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
-from jaxpage.models import Packing, Path
+from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
 from pallas_kernels.cpu import packed
 from pallas_kernels.cpu.packed import takes as takes

@@ -12,8 +12,8 @@ import numpy as np
 from jaxpage.checkpoints import Adapter, AdapterVersion, adapter_version, read_adapter
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
-from jaxpage.models import LoRASpec
-from jaxpage.models import Path as LayerPath
+from jaxpage.models.parameters import LoRASpec
+from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
 

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from jaxpage.device import Executables, Packings, to_host, unpack_drawn
 from jaxpage.device.pages import HostPages, KVPages
 from jaxpage.engine.batch_builder import Batch, Move
-from jaxpage.models import Path, ShardedWeight, entry_at
+from jaxpage.models.parameters import Path
+from jaxpage.models.sharding import ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult
 
 

@@ -14,15 +14,15 @@ import jax
 from flax import nnx
 
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.corrected_experts import first_dense
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of
+from jaxpage.models.config.corrected_experts import first_dense
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, rope_with_windows, windows_of
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder

@@ -9,10 +9,10 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields, without
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.llama import Llama
-from jaxpage.models.mamba_config import read_mamba
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
 from jaxpage.models.parts.decoder_config import (

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
-from jaxpage.models.replacing import Rule, replace_modules
-from jaxpage.models.weights import Weight, weights_of
+from jaxpage.models.parameters.replacing import Rule, replace_modules
+from jaxpage.models.parameters.weights import Weight, weights_of
 
 Pages = tuple[LayerPages, ...]  # One entry for each layer.
 Hidden = tuple[jax.Array, Pages, tuple[jax.Array, ...]]

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, rope_with_windows, windows_of
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, rope_with_windows, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block

@@ -12,19 +12,19 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.corrected_experts import (
+from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.models.config.corrected_experts import (
     first_dense,
     read_corrected_experts,
     read_groups,
     sparse_by_type,
 )
-from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope

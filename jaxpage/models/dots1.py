@@ -10,13 +10,12 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.corrected_experts import first_dense, read_corrected_experts
-from jaxpage.models.experts import DEEPSEEK_NAMES
-from jaxpage.models.fields import REQUIRED, Fields
-from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.config.corrected_experts import first_dense, read_corrected_experts
+from jaxpage.models.config.fields import REQUIRED, Fields
+from jaxpage.models.config.layer_windows import windows_of
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 

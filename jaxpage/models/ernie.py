@@ -6,13 +6,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.llama import Llama
-from jaxpage.models.mtp_names import unread_heads
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.scope import Scope
 
 EXPERT_NAMES = ExpertNames(

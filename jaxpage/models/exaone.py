@@ -10,17 +10,20 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
-from jaxpage.models.experts import DEEPSEEK_NAMES
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import rope_with_windows, windows_of
-from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.models.config.corrected_experts import (
+    first_dense,
+    read_corrected_experts,
+    sparse_by_type,
+)
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import rope_with_windows, windows_of
+from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.alibi import alibi_slopes
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.alibi import alibi_slopes
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames

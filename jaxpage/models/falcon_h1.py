@@ -23,9 +23,9 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import read_mamba
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import (

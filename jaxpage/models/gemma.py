@@ -18,9 +18,9 @@ from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block

@@ -28,8 +28,9 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm, mean
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.gemma import ACTIVATION, Gemma2
 from jaxpage.models.gemma4_layer import (
     FULL,
@@ -44,7 +45,6 @@ from jaxpage.models.gemma4_layer import (
     gemma4_attention,
     undivided,
 )
-from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm

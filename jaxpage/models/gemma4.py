@@ -26,8 +26,10 @@ from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Routing
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types
+from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.gemma import ACTIVATION, Gemma2
 from jaxpage.models.gemma4_experts import Gemma4Experts
 from jaxpage.models.gemma4_layer import (
@@ -42,12 +44,10 @@ from jaxpage.models.gemma4_layer import (
     find_shared_layers,
     gemma4_attention,
 )
-from jaxpage.models.layer_windows import layer_types
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
-from jaxpage.models.proportional_rope import read_rope
 
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

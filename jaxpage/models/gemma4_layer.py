@@ -17,8 +17,8 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention

@@ -11,15 +11,18 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.config.corrected_experts import (
+    first_dense,
+    read_corrected_experts,
+    sparse_by_type,
+)
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.deepseek import ALIASES, DeepseekV2, DeepseekV2Config
-from jaxpage.models.experts import DEEPSEEK_NAMES
-from jaxpage.models.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.mtp_names import read_numbered_names
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
-from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope

@@ -18,8 +18,8 @@ from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields, without
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block

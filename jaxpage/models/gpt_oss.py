@@ -12,13 +12,13 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import attention_sinks, grouped_query_attention
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.scope import Scope
 
 NAMES = ExpertNames(

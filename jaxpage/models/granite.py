@@ -15,15 +15,15 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, windows_of
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope

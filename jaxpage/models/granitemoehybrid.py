@@ -12,10 +12,10 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.granite import GraniteFactors, GraniteMoe, granite_experts
-from jaxpage.models.mamba_config import read_mamba
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
 from jaxpage.models.parts.experts import ExpertsConfig

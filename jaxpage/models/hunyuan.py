@@ -7,14 +7,14 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 

@@ -14,15 +14,15 @@ from flax import nnx
 
 from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_rank
 from jaxpage.models.llama import Llama
-from jaxpage.models.mamba_config import read_rank
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1

@@ -25,14 +25,17 @@ from flax import nnx
 
 from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.corrected_experts import first_dense, read_corrected_experts, sparse_by_type
-from jaxpage.models.delta_config import check_activation
-from jaxpage.models.experts import ExpertNames
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.corrected_experts import (
+    first_dense,
+    read_corrected_experts,
+    sparse_by_type,
+)
+from jaxpage.models.config.delta_config import check_activation
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net

@@ -15,11 +15,12 @@ from flax import nnx
 
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.corrected_experts import first_dense
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import NO_ROPE, Fields
-from jaxpage.models.layer_windows import windows_of
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.corrected_experts import first_dense
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config.layer_windows import windows_of
+from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
@@ -29,12 +30,11 @@ from jaxpage.models.parts.decoder_config import (
     read_common,
     read_head_dim,
 )
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.recurrences import gated_convolution
 from jaxpage.models.parts.scope import Scope
-from jaxpage.models.proportional_rope import read_rope
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.fields import Fields
-from jaxpage.models.mtp_names import read_numbered_names
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder

@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import read_groups, read_rank, read_time_steps
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_groups, read_rank, read_time_steps
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_common

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from jaxpage.models.corrected_experts import sparse_by_type
-from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
-from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.config.corrected_experts import sparse_by_type
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
+from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig
 from jaxpage.models.qwen import Qwen3Moe

@@ -19,14 +19,13 @@ from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.corrected_experts import read_corrected_experts, sparse_by_type
-from jaxpage.models.experts import DEEPSEEK_NAMES
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import refuse_rope_scaling, windows_of
-from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.corrected_experts import read_corrected_experts, sparse_by_type
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
+from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.parts.decoder_config import read_common
-from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe

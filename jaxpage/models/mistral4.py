@@ -12,9 +12,9 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.models import mistral
-from jaxpage.models.corrected_experts import first_dense, read_corrected_experts
+from jaxpage.models.config.corrected_experts import first_dense, read_corrected_experts
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
-from jaxpage.models.fields import Fields
 from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
 from jaxpage.models.parts.scope import Scope
 

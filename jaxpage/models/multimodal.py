@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
-from jaxpage.models.fields import text_part, without_axes
+from jaxpage.models.config.fields import text_part, without_axes
 
 DECODER = "model.language_model"
 # The names that older files have in place of the first ones.

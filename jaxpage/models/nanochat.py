@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.mlp import plain_mlp

@@ -17,9 +17,9 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import read_groups, read_time_steps
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_groups, read_time_steps
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames

@@ -11,9 +11,9 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import layer_types, windows_of
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads

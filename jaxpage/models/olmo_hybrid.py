@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.delta_config import check_activation, check_heads
-from jaxpage.models.fields import Fields
-from jaxpage.models.mtp_names import unread_heads
+from jaxpage.models.config.delta_config import check_activation, check_heads
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.block import Block

@@ -21,7 +21,7 @@ from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames

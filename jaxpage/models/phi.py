@@ -14,15 +14,15 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.experts import ExpertNames, read_experts
-from jaxpage.models.fields import Fields, without
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import Norm, layer_norm
 from jaxpage.models.parts.scope import Scope

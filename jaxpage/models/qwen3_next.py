@@ -15,11 +15,11 @@ from flax import nnx
 
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.delta_config import check_activation, check_heads
-from jaxpage.models.experts import read_experts, sparse_layers
-from jaxpage.models.fields import Fields, without_axes
+from jaxpage.models.config.delta_config import check_activation, check_heads
+from jaxpage.models.config.experts import read_experts, sparse_layers
+from jaxpage.models.config.fields import Fields, without_axes
+from jaxpage.models.config.mtp_names import MtpNames, name_apart
 from jaxpage.models.llama import Llama
-from jaxpage.models.mtp_names import MtpNames, name_apart
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common

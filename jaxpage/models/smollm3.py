@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxpage.models.fields import Fields
-from jaxpage.models.layer_windows import rotating_layers, windows_of
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import rotating_layers, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common

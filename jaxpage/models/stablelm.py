@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder

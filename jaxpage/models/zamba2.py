@@ -45,9 +45,10 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
-from jaxpage.models.mamba_config import read_groups, read_time_steps
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mamba_config import read_groups, read_time_steps
+from jaxpage.models.parameters.replacing import Path, replace_modules
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
@@ -56,7 +57,6 @@ from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
 from jaxpage.models.parts.scope import Scope
-from jaxpage.models.replacing import Path, replace_modules
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"

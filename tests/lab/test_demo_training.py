@@ -20,7 +20,7 @@ from jaxpage.checkpoints.drafters.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.models.base import abstract
-from jaxpage.models.medusa import MedusaHeads
+from jaxpage.models.drafters.medusa import MedusaHeads
 from tools.lab.demo_model import (
     acceptance,
     draft_model,

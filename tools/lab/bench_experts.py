@@ -23,7 +23,7 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract
-from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from jaxpage.assembly.planning.drafting import Drafting
 from jaxpage.device.hardware import Backend, DeviceSpec
-from jaxpage.models import LoRASpec, ModelSpec
+from jaxpage.models import ModelSpec
+from jaxpage.models.parameters import LoRASpec
 from jaxpage.settings.engine_config import EngineConfig
 
 

@@ -45,15 +45,10 @@ from jaxpage.device.inputs import BucketMenu
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
-from jaxpage.models import (
-    DraftModel,
-    KVSpec,
-    MedusaHeads,
-    MtpHead,
-    abstract,
-    replace_modules,
-)
-from jaxpage.models import Path as LayerPath
+from jaxpage.models import KVSpec, abstract
+from jaxpage.models.drafters import DraftModel, MedusaHeads, MtpHead
+from jaxpage.models.parameters import Path as LayerPath
+from jaxpage.models.parameters import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import METHODS, DrafterKind
 from jaxpage.shapes import MOST_DRAFTS
@@ -214,8 +209,8 @@ class ModelDrafterFiles:
 
     Attributes:
         kv: The KV cache of its layers.
-        aux_layers: The target's layers whose hidden states it reads; see `models.drafter.Drafter`.
-        module: Makes the module, a `models.drafter.Drafter`, for a dtype.
+        aux_layers: The target's layers whose hidden states it reads; see `models.drafters.Drafter`.
+        module: Makes the module, a `models.drafters.Drafter`, for a dtype.
         num_bytes: Gives the bytes of its weights in a dtype.
         load: Loads its parameters.
         plan_in_model: The tensors that fill them, if they are in the model's checkpoint.
@@ -238,7 +233,7 @@ class ModelDrafterFiles:
         return range(1, 1 + tree_shape(menu).num_levels)
 
     def divide(self, dtype: str, sharding: Sharding = UNDIVIDED) -> nnx.Module:
-        """Returns the module whose graph `models.drafter.join` takes.
+        """Returns the module whose graph `models.drafters.join` takes.
 
         Args:
             dtype: The dtype of the model.

@@ -25,7 +25,7 @@ from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models import LOGICAL_SHARDS, kv_of_shard, make_sharding
+from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits

@@ -8,7 +8,8 @@ from typing import Any, cast
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quote
-from jaxpage.models import ConfigFields, DecoderConfig, RefusedField, WrongField, load_family
+from jaxpage.models import DecoderConfig, load_family
+from jaxpage.models.config import ConfigFields, RefusedField, WrongField
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {

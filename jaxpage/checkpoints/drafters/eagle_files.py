@@ -21,7 +21,9 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import CheckpointError
-from jaxpage.models import DecoderConfig, Eagle3Spec, EagleSpec, weights_of
+from jaxpage.models import DecoderConfig
+from jaxpage.models.drafters import Eagle3Spec, EagleSpec
+from jaxpage.models.parameters import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
 def load_eagle(
     files: EagleFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """Returns the parameters as `models.drafter.join` takes them, each one `put(array)`."""
+    """Returns the parameters as `models.drafters.join` takes them, each one `put(array)`."""
     parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
     return (
         parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}

@@ -20,7 +20,8 @@ from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models import MedusaHeads, MedusaSpec, weights_of
+from jaxpage.models.drafters import MedusaHeads, MedusaSpec
+from jaxpage.models.parameters import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def open_medusa(directory: Path, *, hidden_size: int, vocab_size: int) -> Medusa
 def load_medusa(
     files: MedusaFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """Returns the parameters of `models.medusa.MedusaHeads`, each one `put(array)`.
+    """Returns the parameters of `models.drafters.medusa.MedusaHeads`, each one `put(array)`.
 
     The host holds all of them at once.
     """

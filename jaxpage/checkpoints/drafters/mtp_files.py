@@ -23,15 +23,10 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import (
-    DecoderConfig,
-    Family,
-    MtpHead,
-    MtpNames,
-    other_names,
-    replace_modules,
-    weights_of,
-)
+from jaxpage.models import DecoderConfig, Family, other_names
+from jaxpage.models.config import MtpNames
+from jaxpage.models.drafters import MtpHead
+from jaxpage.models.parameters import replace_modules, weights_of
 from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
@@ -115,7 +110,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
 def load_mtp(
     files: MtpFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """Returns the parameters as `models.drafter.join` takes them, each one `put(array)`."""
+    """Returns the parameters as `models.drafters.join` takes them, each one `put(array)`."""
     return dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
 
 

@@ -15,7 +15,7 @@ from jaxpage.checkpoints.gguf.types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models import Weight
+from jaxpage.models.parameters import Weight
 from jaxpage.models.quantization import Scheme, choose_scheme
 
 _AT_ONCE = 1 << 18  # The numbers that are dequantised at a time.

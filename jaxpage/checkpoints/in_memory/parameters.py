@@ -23,8 +23,11 @@ from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
-from jaxpage.models import Weight, entry_at, find_ignored_tensors, model_weights, text_part
+from jaxpage.models import find_ignored_tensors, model_weights
+from jaxpage.models.config import text_part
+from jaxpage.models.parameters import Weight
 from jaxpage.models.quantization import quantization_of
+from jaxpage.models.sharding import entry_at
 
 PLACE = Path("(parameters in memory)")  # Messages give this place.
 Parameters = Mapping[str, Any] | nnx.Module

@@ -31,7 +31,7 @@ from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturb_logits
 from jaxpage.device.verify import moves
 from jaxpage.layers.context import ForwardContext
-from jaxpage.models import Drafter, join
+from jaxpage.models.drafters import Drafter, join
 from jaxpage.shapes import MOST_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or

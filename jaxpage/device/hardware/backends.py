@@ -14,7 +14,7 @@ from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.packing import Packings
 from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import pack_modules
+from jaxpage.models.parameters import pack_modules
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
 from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, TILES

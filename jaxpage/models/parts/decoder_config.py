@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
-from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import MtpNames
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,65 @@
-"""Makes a mixture of experts in the place of a feed-forward half."""
+"""Makes a mixture of experts in the place of a feed-forward half, with its names in a checkpoint.
+
+The experts are apart, as they are published, or stacked, as transformers keeps them in memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import cast
 
-from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
+from jax.typing import DTypeLike
+
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
+from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
+from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
+from jaxpage.layers.routing import Router, Routing
+from jaxpage.models.parameters.weights import FLOATS
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp
 from jaxpage.models.parts.scope import Scope
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Holds the names of the experts' weights in files.
+
+    Attributes:
+        module: The mixture, in its layer.
+        gate: The product for the gates, in an expert.
+        up: The product for the ups, in an expert.
+        down: The product for the output, in an expert.
+        router: The router, in the mixture.
+        shared: The expert of all tokens, in the mixture, and the weight of its gate or None. The
+            expert is None if it has the names of a feed-forward half without experts.
+        correction: The corrections of ratings, in the mixture.
+        corrections_in_row: True if the corrections are [1, E], not [E].
+        in_memory: The mixture, where transformers keeps it in memory and saves it so on request,
+            with the names of its router and of the corrections there.
+        only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
+        together: The modules that have the gates and ups, and the downs, of all experts, in a
+            family that never has experts apart; empty for others. transformers keeps them in memory
+            in the same mixture.
+        in_rows_too: True if some files have those as [out, in].
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    shared: tuple[str | None, str | None] = ("shared_expert", "shared_expert_gate.weight")
+    correction: str = "gate.e_score_correction_bias"
+    corrections_in_row: bool = False
+    in_memory: tuple[str, str, str] = ("mlp", "gate", "gate.e_score_correction_bias")
+    only_stacked: bool = False
+    together: tuple[str, ...] = ()
+    in_rows_too: bool = False
+
+
+PLAIN_NAMES = ExpertNames()
+DEEPSEEK_NAMES = ExpertNames(shared=("shared_experts", None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +144,103 @@ def mixture_of_experts(
         shared=None if shared is None else (shared, shared_gate),
         dtype=layer.dtype,
     )
+
+
+def make_experts(
+    spec: ExpertsSpec,
+    hidden_size: int,
+    names: ExpertNames,
+    *,
+    layer: str,
+    activation: str,
+    shared: tuple[MLP | GatedMLP, str | None] | None,
+    dtype: DTypeLike,
+) -> MixtureOfExperts:
+    """Returns the mixture of experts of a layer.
+
+    Args:
+        spec: The experts.
+        hidden_size: The width of the model.
+        names: The names of the weights.
+        layer: The name of the layer in the checkpoint.
+        activation: The name of the activation function.
+        shared: The expert of all tokens, and the weight of its gate; None if there is none.
+        dtype: The type of the parameters.
+    """
+    published = f"{layer}.{names.module}"
+    in_memory = f"{layer}.{names.in_memory[0]}"
+    together = dict(zip(("gate_up_proj", "down_proj"), names.together, strict=False))
+    inner = spec.width
+    count = spec.routing.num_experts
+
+    def stack(
+        part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
+    ) -> ExpertLinear:
+        apart = [] if names.only_stacked or names.together else range(count)
+        modules = tuple(
+            tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
+        )
+        name = f"{in_memory}.experts.{part}"
+        aliases = (f"{published}.{together[part]}.weight",) if together else ()
+        bias = spec.swiglu is not None
+        sizes = (count, num_in, num_out)
+        output_axis, input_axis = axes
+        spec_of_all = ExpertLinearSpec(
+            *sizes,
+            input_axis,
+            output_axis,
+            name,
+            names.only_stacked,
+            modules,
+            bias,
+            dtype,
+            aliases,
+            names.in_rows_too,
+        )
+        return ExpertLinear(spec_of_all)
+
+    both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
+    gate_up = stack("gate_up_proj", 2 * inner, hidden_size, (both, "embed"), (names.gate, names.up))
+    down = stack("down_proj", hidden_size, inner, ("embed", "ffn"), (names.down,))
+    experts = Experts(
+        gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
+    )
+    rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
+    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, dtype=dtype)
+
+
+def _make_router(
+    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: DTypeLike
+) -> Router:
+    """Returns the router of a layer; see `make_experts`."""
+    count = routing.num_experts
+    published = f"{layer}.{names.module}"
+    module, router, correction = names.in_memory
+    in_memory = f"{layer}.{module}"
+    return Router(
+        routing,
+        hidden_size,
+        weight=_either(f"{published}.{names.router}", f"{in_memory}.{router}", count, hidden_size),
+        bias=tensor(f"{published}.{names.router}.bias", count),
+        correction=_corrections(
+            f"{published}.{names.correction}",
+            f"{in_memory}.{correction}",
+            (1, count) if names.corrections_in_row else (count,),
+        ),
+        dtype=dtype,
+    )
+
+
+def _either(published: str, in_memory: str, *shape: int) -> Source:
+    """Returns the source of a module's weight, which has one of two names."""
+    aliases = () if published == in_memory else (f"{in_memory}.weight",)
+    return tensor(f"{published}.weight", *shape, aliases=aliases)
+
+
+def _corrections(published: str, in_memory: str, stored_shape: tuple[int, ...]) -> Source:
+    """Returns the source of corrections [E], whose tensor has one of two names."""
+    aliases = () if published == in_memory else (in_memory,)
+    shape = stored_shape[-1:]
+    stored = Stored(FLOATS, lambda array: array.reshape(shape))
+    piece = Piece(published, stored_shape, shape, (0,), aliases=aliases, stored=stored)
+    return Source(shape, (piece,))

@@ -10,8 +10,8 @@ from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, Late
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
 from jaxpage.models.parts.scope import Scope
 

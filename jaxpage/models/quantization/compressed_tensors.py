@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config_fields import WrongField
+from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     NVFP4_GROUP,

@@ -23,9 +23,9 @@ from jaxpage.layers.quantized import (
     StoredArray,
     WeightFormat,
 )
+from jaxpage.models.parameters.replacing import Path
 from jaxpage.models.quantization.decoding import nibbles
 from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.replacing import Path
 
 NAME = "gguf"
 # A decoder turns blocks [out, blocks of a row, bytes] into [out, codes or groups, ...].

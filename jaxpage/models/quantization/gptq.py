@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config_fields import WrongField
+from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     check_scale,

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.config_fields import WrongField
+from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     NVFP4_GROUP,
     describe_packed_bytes,

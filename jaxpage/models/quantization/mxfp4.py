@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import MXFP4_GROUP, ExpertLinear, MXFP4ExpertLinear
+from jaxpage.models.parameters.replacing import Path
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, matches
-from jaxpage.models.replacing import Path
 
 NAME = "mxfp4"
 SIZE_FIELDS = ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
+from jaxpage.models.config.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.quantized import LinearOfParts, QuantizedLinear, WeightFormat
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
+from jaxpage.models.parameters.replacing import Path, Rule
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.replacing import Path, Rule
 
 # This can be used in place of any other checkpoint.
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxpage.models.base import Family, model_weights
+from jaxpage.models.parameters.weights import num_bytes
 from jaxpage.models.registry import load_family
-from jaxpage.models.weights import num_bytes
 from tools.lab.paper.effort import Effort
 from tools.lab.paper.results import Check, Figure, Interval, Panel, Row, Series
 from tools.lab.paper.simulated_cases import (

@@ -18,15 +18,15 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import Pages, run_layers
-from jaxpage.models.drafter import output_alone
-from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.config.mtp_names import MtpNames
+from jaxpage.models.drafters.drafter import output_alone
 from jaxpage.models.parts.scope import Scope
 
 
 class MtpHead(nnx.Module):
     """Computes `norm(layer(fc([norm(embedding); norm(hidden state)])))`; see `Drafter`.
 
-    The token table and the head that gives logits are the model's (`models.drafter.join`).
+    The token table and the head that gives logits are the model's (`models.drafters.join`).
     """
 
     aux_layers: ClassVar[tuple[int, ...]] = ()

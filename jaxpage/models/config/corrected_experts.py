@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields
 
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 

@@ -13,7 +13,7 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.packed import PackedEmbedding, PackedExpertLinear, PackedLinear
 from jaxpage.layers.quantized import Quantized
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
-from jaxpage.models.replacing import Path, replace_modules
+from jaxpage.models.parameters.replacing import Path, replace_modules
 
 Codes = Quantized | QuantizedExpertLinear | MXFP4ExpertLinear
 

@@ -25,7 +25,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
-from jaxpage.models.drafter import output_alone
+from jaxpage.models.drafters.drafter import output_alone
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -49,7 +49,7 @@ class EagleSpec:
         fc_bias: True if the product that fuses its input has a bias.
         own_tokens: True if the checkpoint has a token table, so that the target's is not needed.
         own_head: True if the checkpoint has a head.
-        aux_layers: See `models.drafter.Drafter`; only EAGLE-3 has any.
+        aux_layers: See `models.drafters.Drafter`; only EAGLE-3 has any.
     """
 
     decoder: DecoderConfig
@@ -94,7 +94,7 @@ class Eagle3Spec(EagleSpec):
 class _Eagle(nnx.Module):
     """Holds what both kinds have in common.
 
-    The checkpoint may lack a table, which is then the target's (`models.drafter.join`). The token
+    The checkpoint may lack a table, which is then the target's (`models.drafters.join`). The token
     map is not one of its weights.
     """
 

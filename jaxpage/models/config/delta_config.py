@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
 
 
 def check_heads(fields: Fields, widths: DeltaWidths) -> None:

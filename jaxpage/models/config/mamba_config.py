@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config_fields import WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import Fields
 
 # The forms in which files say that there is no largest time step.
 _INFINITE: tuple[Any, ...] = (math.inf, {"__float__": "Infinity"})

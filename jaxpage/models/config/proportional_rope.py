@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import Fields
 
 NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
 

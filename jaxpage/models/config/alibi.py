@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.fields import Fields
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.decoder_config import read_common
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.fields import NO_ROPE, Fields
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import NO_ROPE, Fields
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:

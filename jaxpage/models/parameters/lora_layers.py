@@ -12,9 +12,9 @@ from flax import nnx
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model, other_names
-from jaxpage.models.dividing import ShardedWeight, shard_weights, with_sharding
-from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.weights import Weight
+from jaxpage.models.parameters.replacing import Path, Rule, replace_modules
+from jaxpage.models.parameters.weights import Weight
+from jaxpage.models.sharding.dividing import ShardedWeight, shard_weights, with_sharding
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxpage.errors import CheckpointError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_parameters
-from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
+from jaxpage.models.config.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
 T = TypeVar("T")
 REQUIRED: Any = object()  # A default that says that there is none.

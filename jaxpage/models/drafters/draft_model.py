@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import Family, KVSpec, ModelSpec, Pages, make_model
-from jaxpage.models.replacing import Rule
+from jaxpage.models.parameters.replacing import Rule
 
 
 class DraftModel(nnx.Module):
-    """Drafts with an ordinary model; see `models.drafter.Drafter`. It takes no features.
+    """Drafts with an ordinary model; see `models.drafters.Drafter`. It takes no features.
 
     Its parameters are {"model": those of the model}.
 

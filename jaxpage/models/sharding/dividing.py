@@ -29,8 +29,8 @@ from jaxpage.layers.sharding import (
     parts_of,
 )
 from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model, other_names
-from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.weights import Weight, weights_of
+from jaxpage.models.parameters.replacing import Path, Rule, replace_modules
+from jaxpage.models.parameters.weights import Weight, weights_of
 
 # The number of shards (C) where sums do not depend on the number of devices. It allows 1, 2 and 4
 # devices (docs/scale.md).
