@@ -516,6 +516,20 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             }
         },
     ),
+    "halves turned where an indexer is": (
+        "deepseek-v32-groups",
+        lambda: {"spec": _rope("deepseek-v32-groups", interleaved=False)},
+    ),
+    "mscale of YaRN forgotten where an indexer is": (
+        "glm-moe-dsa-groups",
+        lambda: {
+            "spec": {
+                "latent": dataclasses.replace(
+                    read_spec("glm-moe-dsa-groups")[1].latent, scale=28**-0.5
+                )
+            }
+        },
+    ),
     "correction of ratings forgotten": (
         "deepseek-v3-groups",
         lambda: {"state": zero("e_score_correction_bias")},
