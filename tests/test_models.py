@@ -460,6 +460,26 @@ def _mamba(name: str, **changes: Any) -> Any:
     return dataclasses.replace(read_spec(name)[1].recurrent, **changes)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v32-groups", "glm-moe-dsa-shared"])
+def test_an_indexer_chooses_all_positions_up_to_the_longest_sequence(name: str) -> None:
+    """With one position less logits differ, and the shorter length is the model's."""
+    state, token_ids, expected = oracle(name)
+
+    @torch.no_grad()
+    def difference(num_chosen: int) -> float:
+        model = make_model(name, index_topk=num_chosen)
+        model.load_state_dict({key: torch.tensor(value) for key, value in state.items()})
+        return float(
+            np.abs(model(torch.tensor(token_ids)[None]).logits[0].numpy() - expected).max()
+        )
+
+    assert difference(LENGTH) < 1e-5 and difference(LENGTH - 1) > 1e-3
+    for num_chosen, length in ((LENGTH, LENGTH), (128, 128), (2048, 128)):
+        spec = read_spec(name, index_topk=num_chosen)[1]
+        assert spec.max_position_embeddings == length
+        assert spec.rope == read_spec(name)[1].rope
+
+
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "query and key products swapped": (
         "llama-tied-bias",

@@ -1,9 +1,8 @@
-"""DeepSeek-V2, V3 and V3.2 (DeepSeek-AI, 2024 and 2025), and models like them.
+"""DeepSeek-V2 to V3.2 (DeepSeek-AI, 2024 and 2025), and models like them: A.X K1 and Youtu-LLM.
 
-A.X K1 and Youtu-LLM are such models.
 Attention keeps a latent for each token in place of keys and values, and some of the experts take
 all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a softmax. V3.2 adds an
-indexer, which is not read: it matters in longer sequences than are taken. GLM-4.7 Flash
+indexer, which is not read: it matters in longer sequences than are taken. GLM-4.7 Flash and GLM-5
 (`glm_moe.py`) and Mistral 4 (`mistral4.py`) have such layers too.
 """
 
@@ -144,7 +143,7 @@ class DeepseekV32Config(DeepseekV2Config):
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
             ),
             sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
-            draft_heads=read_numbered_names(fields),
+            draft_heads=read_numbered_names(fields, INDEXER),
         )
 
 

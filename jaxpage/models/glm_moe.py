@@ -129,7 +129,7 @@ class GlmMoeDsaConfig(DeepseekV2Config):
                 fields, count=256, per_token=8, width=2048, groups=(1, 1), factor=2.5
             ),
             sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
-            draft_heads=read_numbered_names(fields),
+            draft_heads=read_numbered_names(fields, INDEXER),
         )
 
 
