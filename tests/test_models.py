@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -992,7 +993,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
-            assert ours.max_position_embeddings == theirs.max_position_embeddings, name
+            lengths = theirs.max_position_embeddings, getattr(theirs, "index_topk", math.inf)
+            assert ours.max_position_embeddings == min(lengths), name
         width = (
             getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         )
