@@ -35,6 +35,7 @@ from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.gates import Gate
+from tests.support.model_configs import config_json
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
 from tests.support.scripted import DRAFTING, Scripted, draft_with
@@ -182,6 +183,12 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(directory, llm
         make_llm(directory, max_model_len=300)
     with pytest.raises(CapacityError, match=r"KV blocks take .* available"):
         make_llm(directory, num_blocks=2**30)
+
+
+def test_a_length_beyond_what_an_indexer_chooses_is_refused_with_the_reason(tmp_path):
+    random_checkpoint(tmp_path, config_json("glm-moe-dsa-shared"))
+    with pytest.raises(ConfigError, match="max_model_len is 65, .* end at 64 .*index_topk"):
+        make_llm(tmp_path, max_model_len=65)
 
 
 def test_lengths_stop_ids_and_their_reasons(llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -460,6 +461,26 @@ def _mamba(name: str, **changes: Any) -> Any:
     return dataclasses.replace(read_spec(name)[1].recurrent, **changes)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v32-groups", "glm-moe-dsa-shared"])
+def test_an_indexer_chooses_all_positions_up_to_the_longest_sequence(name: str) -> None:
+    """With one position less logits differ, and the shorter length is the model's."""
+    state, token_ids, expected = oracle(name)
+
+    @torch.no_grad()
+    def difference(num_chosen: int) -> float:
+        model = make_model(name, index_topk=num_chosen)
+        model.load_state_dict({key: torch.tensor(value) for key, value in state.items()})
+        return float(
+            np.abs(model(torch.tensor(token_ids)[None]).logits[0].numpy() - expected).max()
+        )
+
+    assert difference(LENGTH) < 1e-5 and difference(LENGTH - 1) > 1e-3
+    for num_chosen, length in ((LENGTH, LENGTH), (128, 128), (2048, 128)):
+        spec = read_spec(name, index_topk=num_chosen)[1]
+        assert spec.max_position_embeddings == length
+        assert spec.rope == read_spec(name)[1].rope
+
+
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "query and key products swapped": (
         "llama-tied-bias",
@@ -512,6 +533,20 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             "spec": {
                 "latent": dataclasses.replace(
                     read_spec("deepseek-v3-groups")[1].latent, scale=28**-0.5
+                )
+            }
+        },
+    ),
+    "halves turned where an indexer is": (
+        "deepseek-v32-groups",
+        lambda: {"spec": _rope("deepseek-v32-groups", interleaved=False)},
+    ),
+    "mscale of YaRN forgotten where an indexer is": (
+        "glm-moe-dsa-groups",
+        lambda: {
+            "spec": {
+                "latent": dataclasses.replace(
+                    read_spec("glm-moe-dsa-groups")[1].latent, scale=28**-0.5
                 )
             }
         },
@@ -958,7 +993,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             continue
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
-            assert ours.max_position_embeddings == theirs.max_position_embeddings, name
+            lengths = theirs.max_position_embeddings, getattr(theirs, "index_topk", math.inf)
+            assert ours.max_position_embeddings == min(lengths), name
         width = (
             getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         )

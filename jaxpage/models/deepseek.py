@@ -1,7 +1,8 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI, 2024), and models like them: A.X K1 and Youtu-LLM.
+"""DeepSeek-V2 to V3.2 (DeepSeek-AI, 2024 and 2025), and models like them: A.X K1 and Youtu-LLM.
 
 Attention keeps a latent for each token in place of keys and values, and some of the experts take
-all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a softmax. GLM-4.7 Flash
+all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a softmax. V3.2 adds an
+indexer, which is not read: it matters in longer sequences than are taken. GLM-4.7 Flash and GLM-5
 (`glm_moe.py`) and Mistral 4 (`mistral4.py`) have such layers too.
 """
 
@@ -25,7 +26,12 @@ from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_latent_decoder
+from jaxpage.models.parts.latent import (
+    LatentSpec,
+    latent_attention,
+    read_indexed_decoder,
+    read_latent_decoder,
+)
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -34,6 +40,7 @@ ALIASES = {
     "num_nextn_predict_layers": "num_mtp_layers",
 }
 NORM_AFTER_EXPERTS = "post_mlp_layernorm"
+INDEXER = "*.self_attn.indexer.*"  # It chooses all positions; see `read_indexed_decoder`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,31 @@ class DeepseekV3(DeepseekV2, config=DeepseekV3Config):
 
     # The MTP head of published files, where config.json does not count it.
     ignored = (*Llama.ignored, "*layers.61.*")
+
+
+class DeepseekV32Config(DeepseekV2Config):
+    """Reads transformers' `DeepseekV32Config`."""
+
+    model_type = "deepseek_v32"
+    aliases = {"n_routed_experts": "num_local_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> DeepseekV32Config:
+        """Returns what the fields say."""
+        return cls(
+            **read_indexed_decoder(fields, max_length=163_840, query_rank=1536),
+            experts=read_corrected_experts(
+                fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
+            ),
+            sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
+            draft_heads=read_numbered_names(fields, INDEXER),
+        )
+
+
+class DeepseekV32(DeepseekV3, config=DeepseekV32Config):
+    """DeepSeek-V3.2 (DeepSeek-AI, 2025) is V3, up to as many tokens as its indexer chooses."""
+
+    ignored = (*DeepseekV3.ignored, INDEXER)
 
 
 class YoutuConfig(DeepseekV2Config):

@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7 (Z.ai, 2025) and GLM-4.7 Flash (2026) have the experts of DeepSeek-V3.
 
-Flash has its latent attention as well.
+Flash and GLM-5 (2026) have its latent attention as well; GLM-5 also has the indexer of V3.2.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxpage.models.config.corrected_experts import (
 )
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import read_numbered_names
-from jaxpage.models.deepseek import ALIASES, DeepseekV2, DeepseekV2Config
+from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.latent import read_latent_decoder
+from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
@@ -109,3 +109,35 @@ class Glm4MoeLite(DeepseekV2, config=Glm4MoeLiteConfig):
 
     # The MTP head of published files, where config.json does not count it.
     ignored = (*Llama.ignored, "*layers.47.*")
+
+
+class GlmMoeDsaConfig(DeepseekV2Config):
+    """Reads transformers' `GlmMoeDsaConfig`.
+
+    Which layers have an indexer of their own (`indexer_types`) does not matter where all positions
+    are chosen.
+    """
+
+    model_type = "glm_moe_dsa"
+    aliases = {"n_routed_experts": "num_local_experts"}
+
+    @classmethod
+    def read(cls, fields: Fields) -> GlmMoeDsaConfig:
+        """Returns what the fields say."""
+        return cls(
+            **read_indexed_decoder(
+                fields, epsilon=EPSILON, max_length=202_752, query_rank=2048, plain=192, value=256
+            ),
+            experts=read_corrected_experts(
+                fields, count=256, per_token=8, width=2048, groups=(1, 1), factor=2.5
+            ),
+            sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
+            draft_heads=read_numbered_names(fields, INDEXER),
+        )
+
+
+class GlmMoeDsa(DeepseekV2, config=GlmMoeDsaConfig):
+    """GLM-5 to 5.2 (Z.ai, 2026) are DeepSeek-V3.2 in another size."""
+
+    # The MTP head of published files, where config.json does not count it.
+    ignored = (*Llama.ignored, INDEXER, "*layers.78.*")

@@ -81,6 +81,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "topk_group": (None, 1, 2),
     "q_lora_rank": (None, 24),
     "moe_layer_freq": (1, 2),
+    "index_topk": (64, 2048),
     "pretraining_tp": (1, 2),
     "num_nextn_predict_layers": (0, 1),
     "query_pre_attn_scalar": (9, 16.0, 256),

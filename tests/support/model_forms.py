@@ -44,6 +44,12 @@ _LATENT = {
     **{"kv_lora_rank": 32, "q_lora_rank": 24, "num_key_value_heads": 4},
     **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
 }
+# The heads of an indexer turn as wide a part as those of attention.
+_INDEXER = {"index_topk": 64, "index_head_dim": 20, "index_n_heads": 2}
+_YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.3},
+}
 
 _BY_TYPE = {
     "full_attention": {
@@ -256,14 +262,30 @@ FORMS: dict[str, dict[str, Fields]] = {
             **{"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": False},
         },
     },
-    "youtu": {
-        "yarn": {
-            **_LATENT,
-            "rope_parameters": {
-                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-                **{"rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.3},
-            },
+    "deepseek_v32": {
+        "groups": {
+            **{**_LATENT, **_CORRECTED, "n_group": 4, "topk_group": 2, "num_hidden_layers": 3},
+            **{**_INDEXER, "first_k_dense_replace": 1, "rope_parameters": _YARN},
         },
+        "types": {
+            **{**_LATENT, **_CORRECTED, **_INDEXER, "n_group": 1, "topk_group": 1},
+            **{"mlp_layer_types": ["sparse", "dense"], "n_shared_experts": 2},
+            **{"attention_bias": True, "norm_topk_prob": False, "hidden_act": "gelu"},
+        },
+    },
+    "glm_moe_dsa": {
+        "shared": {
+            **{**_LATENT, **_CORRECTED, **_INDEXER, "num_hidden_layers": 3},
+            **{"first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full"]},
+        },
+        "groups": {
+            **{**_LATENT, **_CORRECTED, **_INDEXER, "n_group": 4, "topk_group": 2},
+            **{"mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
+            **{"rope_parameters": _YARN, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        },
+    },
+    "youtu": {
+        "yarn": {**_LATENT, "rope_parameters": _YARN},
         "halves": {
             **{**_LATENT, "q_lora_rank": None, "rope_interleave": False},
             **{"attention_bias": True, "tie_word_embeddings": False},

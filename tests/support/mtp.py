@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 # By family: a model of `model_configs`, and whether files have its experts one by one.
 MODELS = {
     "deepseek_v3": ("deepseek-v3-groups", True),
+    "deepseek_v32": ("deepseek-v32-groups", True),
+    "glm_moe_dsa": ("glm-moe-dsa-shared", True),
     "glm4_moe_lite": ("glm4-moe-lite-mixed", True),
     "glm4_moe": ("glm4-moe-norms", True),
     "qwen3_next": ("qwen3-next-mixed", True),
@@ -27,7 +29,7 @@ MODELS = {
     "qwen3_5_images": ("qwen3-5-images", False),
 }
 # Families whose heads are layers after the model's last one, by number.
-NUMBERED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe")
+NUMBERED = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm4_moe", "glm_moe_dsa")
 # The layer attends, and has experts if the model has.
 ONE_LAYER = {
     "num_hidden_layers": 1,

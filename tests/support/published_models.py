@@ -15,6 +15,7 @@ _TEXT = "the text model; images are refused"
 _STATES = "a state for each sequence: no trees of drafts, no `kv_cache_dtype`"
 _ONE_DEVICE = f"{_STATES}; one device"
 _LATENT = "one latent for each token and layer"
+_INDEXED = "positions end at 2,048 (`index_topk`)"
 _LONGROPE = "positions end at 4,096 (LongRoPE)"
 _ALIBI = 'ALiBi: on a GPU `attention_backend="scan"` alone'
 
@@ -150,6 +151,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             f"{_LATENT}; published in fp8: half of this",
         ),
         (
+            "DeepSeek-V3.2",
+            "671",
+            "DeepseekV32ForCausalLM",
+            f"{_LATENT}; {_INDEXED}; published in fp8: half of this",
+        ),
+        (
             "Kimi K2 (Moonshot AI)",
             "1,026",
             "DeepseekV3ForCausalLM",
@@ -169,6 +176,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1", "9, 32", "Glm4ForCausalLM", ""),
         ("GLM-4.5-Air, GLM-4.5, GLM-4.6, GLM-4.7", "106, 355", "Glm4MoeForCausalLM", "experts"),
         ("GLM-4.7-Flash", "30", "Glm4MoeLiteForCausalLM", _LATENT),
+        ("GLM-5, GLM-5.1, GLM-5.2", "744", "GlmMoeDsaForCausalLM", f"{_LATENT}; {_INDEXED}"),
     ),
     "IBM": (
         ("Granite 3.0 to 3.3 2B, 8B", "2.5, 8.2", "GraniteForCausalLM", ""),
@@ -274,7 +282,6 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
 
 # Models that people look for and that do not load: the name, the architecture and the reason.
 NOT_THERE = (
-    ("DeepSeek-V3.2", "DeepseekV32ForCausalLM", "attention to tokens that an indexer chooses"),
     ("CWM (Code World Model)", "CwmForCausalLM", "the example of a family that a package brings"),
     ("DBRX", "DbrxForCausalLM", "experts in a layout of their own"),
     ("Zamba 7B, of 2024", "ZambaForCausalLM", "Mamba with heads, and a block that layers share"),

@@ -279,6 +279,18 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "deepseek-v3-groups", "n_group", {"n_group": 3}),
     (CheckpointError, "deepseek-v3-groups", "topk_group", {"topk_group": 1}),
     (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
+    (CheckpointError, "deepseek-v32-groups", "q_lora_rank", {"q_lora_rank": None}),
+    (CheckpointError, "deepseek-v32-groups", "index_topk", {"index_topk": 0}),
+    (
+        UnsupportedError,
+        "deepseek-v32-types",
+        "layer_types",
+        {"layer_types": ["full_attention"] * 2},
+    ),
+    (UnsupportedError, "glm-moe-dsa-shared", "rope_interleave", {"rope_interleave": False}),
+    (UnsupportedError, "glm-moe-dsa-shared", "num_experts", {"num_experts": 4}),
+    (UnsupportedError, "glm-moe-dsa-groups", "scoring_func", {"scoring_func": "softmax"}),
+    (UnsupportedError, "glm-moe-dsa-groups", "topk_method", {"topk_method": "greedy"}),
     (CheckpointError, "axk1-types", "mlp_layer_types", {"mlp_layer_types": ["dense", "moe"]}),
     (UnsupportedError, "axk1-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
     (

@@ -232,7 +232,8 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     if config.max_model_len is not None and config.max_model_len > max_length:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
-            " (original_max_position_embeddings, where the model has LongRoPE)"
+            " (original_max_position_embeddings, where the model has LongRoPE; index_topk, where an indexer"
+            " chooses the positions that are attended to: it is not computed)"
         )
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)

@@ -23,7 +23,8 @@ class MtpNames:
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         output_norm: The norm after the layer.
-        shared: The tables among the tensors, which are copies of the model's and not read.
+        shared: Globs over tensors that are not read: tables, which are copies of the model's, and
+            what the family does not read of its own layers.
         refusal: The reason why the head cannot be used; empty if it can.
     """
 
@@ -44,10 +45,14 @@ class MtpNames:
         return tuple(f"{prefix}*" for prefix in self.prefixes)
 
 
-def read_numbered_names(fields: Fields) -> MtpNames | None:
+def read_numbered_names(fields: Fields, *not_read: str) -> MtpNames | None:
     """Returns the names of DeepSeek's form: layers whose numbers follow that of the last layer.
 
     The result is None if the config counts no heads.
+
+    Args:
+        fields: The fields of the config.
+        *not_read: Globs over tensors of a layer that the family does not read.
     """
     field = "num_nextn_predict_layers"
     count = fields.integer(field, 0, least=0)
@@ -67,7 +72,7 @@ def read_numbered_names(fields: Fields) -> MtpNames | None:
         f"{layer}.enorm",
         f"{layer}.hnorm",
         f"{layer}.shared_head.norm",
-        ("*.embed_tokens.weight", "*.shared_head.head.weight"),
+        ("*.embed_tokens.weight", "*.shared_head.head.weight", *not_read),
     )
 
 

@@ -135,6 +135,29 @@ def read_latent_decoder(
     return {**common, "latent": latent}
 
 
+def read_indexed_decoder(fields: Fields, *, query_rank: int, **defaults: Any) -> dict[str, Any]:
+    """Returns what `read_latent_decoder` does where an indexer chooses what a query attends to.
+
+    A query attends to the `index_topk` positions that the indexer rates highest, which are all of
+    them up to that length. So a sequence may be as long as that, and the indexer is not read.
+
+    Args:
+        fields: The fields of the config.
+        query_rank: The family's default of `q_lora_rank`, which may not be null: the indexer's
+            queries are made of this latent.
+        **defaults: Further arguments of `read_latent_decoder`.
+    """
+    fields.only(rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc")
+    fields.only(num_experts=fields.integer("n_routed_experts", 256))
+    fields.integer("q_lora_rank", query_rank)
+    kind = "indexed_attention"
+    fields.layer_types([kind] * fields.integer("num_hidden_layers"), kinds=(kind,))
+    common = read_latent_decoder(fields, query_rank=query_rank, **defaults)
+    length = min(common["max_position_embeddings"], fields.integer("index_topk", 2048))
+    rope = replace(common["rope"], interleaved=True)  # also where the field is null
+    return {**common, "max_position_embeddings": length, "rope": rope}
+
+
 def latent_attention(
     config: DecoderConfig,
     latent: LatentSpec,
