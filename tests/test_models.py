@@ -1183,6 +1183,19 @@ def test_a_missing_size_is_named():
             load_family(config).Spec.from_config(config)
 
 
+def test_mimo_is_qwen2():
+    """Its published code derives from Qwen 2 and adds heads; transformers does not have it."""
+    state, token_ids, expected = oracle("qwen2-yarn")
+    published = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    config = {**config_json("qwen2-yarn"), **published, "num_nextn_predict_layers": 1}
+    family = load_family(config)
+    spec = family.Spec.from_config(config)
+    logits = logits_of(family, spec, fill(family, spec, state), token_ids)
+    assert np.abs(logits - expected).max() < TOLERANCE
+    with pytest.raises(CheckpointError, match="but model_type is 'mimo_v2'"):
+        family.Spec.from_config({**config, "model_type": "mimo_v2"})
+
+
 def test_the_registry_counts_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=f"not one of the {len(FAMILIES)} that"):
         load_family({"architectures": ["NoSuchModel"]})

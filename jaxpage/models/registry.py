@@ -117,11 +117,13 @@ FAMILIES = {
     "MptForCausalLM": "bloom:Mpt",
 }
 
-# Names that published files have for architectures of which transformers writes the name otherwise.
+# Names that published files have for architectures of which transformers writes the name otherwise,
+# or that it does not have, because their layers are those of another.
 OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
 }
 
 # Packages that bring a family have entries `architecture = "module"` in this group.

@@ -249,6 +249,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("K-EXAONE 236B-A23B", "236", "ExaoneMoEForCausalLM", "experts"),
         ("Solar Open 100B", "102", "SolarOpenForCausalLM", "experts"),
         ("Trinity Nano Preview, Trinity Mini", "6, 26", "AfmoeForCausalLM", "experts"),
+        ("MiMo-7B Base, SFT, RL", "7.8", "MiMoForCausalLM", ""),
         (
             *("MiMo-V2-Flash", "309", "MiMoV2FlashForCausalLM"),
             "experts; one device; published in fp8: half of this",
