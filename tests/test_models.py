@@ -654,6 +654,26 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "kimi-linear-mixed",
         lambda: {"spec": {"rope": read_spec("deepseek-v3-groups")[1].rope}},
     ),
+    "groups of experts without gates forgotten": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"experts": _routed("nemotron-h-experts", groups=None)}},
+    ),
+    "factor of the experts forgotten": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"experts": _routed("nemotron-h-experts", factor=1.0)}},
+    ),
+    "latents of experts in another order": (
+        "nemotron-h-latent",
+        lambda: {"state": roll("fc1_latent_proj.weight", 0)},
+    ),
+    "bias after the experts dropped": (
+        "nemotron-h-latent",
+        lambda: {"state": zero("fc2_latent_proj.bias")},
+    ),
+    "experts whose ReLU is not squared": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"activation": "relu"}},
+    ),
     "betas up to one": (
         "olmo-hybrid-mixed",
         lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},

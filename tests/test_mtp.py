@@ -239,6 +239,7 @@ def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_pat
         ("mellum-windows", "mtp."),
         ("mimo-v2-flash-windows", "model.mtp."),
         ("qwen2-full", "model.mtp_layers.0."),
+        ("nemotron-h-experts", "mtp."),
     ],
 )
 def test_heads_that_are_not_read_are_passed_over_and_refused(

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
@@ -124,6 +125,7 @@ def make_experts(
     layer: str,
     activation: str,
     shared: tuple[MLP | GatedMLP, str | None] | None,
+    latent: tuple[Linear, Linear] | None = None,
     dtype: DTypeLike,
 ) -> MixtureOfExperts:
     """Returns the mixture of experts of a layer.
@@ -135,6 +137,7 @@ def make_experts(
         layer: The name of the layer in the checkpoint.
         activation: The name of the activation function.
         shared: The expert of all tokens, and the weight of its gate; None if there is none.
+        latent: The products before and after the routed experts; see `MixtureOfExperts`.
         dtype: The type of the parameters.
     """
     published = f"{layer}.{names.module}"
@@ -169,14 +172,23 @@ def make_experts(
         )
         return ExpertLinear(spec_of_all)
 
+    outer = spec.latent_width or hidden_size
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stack("gate_up_proj", 2 * inner, hidden_size, (both, "embed"), (names.gate, names.up))
-    down = stack("down_proj", hidden_size, inner, ("embed", "ffn"), (names.down,))
+    if spec.has_gates:
+        up = stack("gate_up_proj", 2 * inner, outer, (both, "embed"), (names.gate, names.up))
+    else:
+        up = stack("up_proj", inner, outer, ("ffn", "embed"), (names.up,))
+    down = stack("down_proj", outer, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(
-        gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
+        up,
+        down,
+        activation=activation,
+        swiglu=spec.swiglu,
+        scales_input=spec.scales_input,
+        has_gates=spec.has_gates,
     )
     rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
-    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, dtype=dtype)
+    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, latent=latent, dtype=dtype)
 
 
 def _make_router(

@@ -16,7 +16,7 @@ from jaxpage.models.experts import ExpertNames, read_experts, sparse_layers
 from jaxpage.models.fields import Fields
 from jaxpage.models.layer_windows import windows_by_layer
 from jaxpage.models.llama import Llama
-from jaxpage.models.mtp_names import MtpNames, unread_heads
+from jaxpage.models.mtp_names import MtpNames, counts_heads, unread_heads
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
@@ -50,8 +50,7 @@ def _read_mimo_heads(fields: Fields) -> MtpNames | None:
     Their product takes the hidden state before the embedding, and `MtpHead` has them in the other
     order, so that they are not read.
     """
-    counts = fields.get("num_nextn_predict_layers", None) is not None
-    return unread_heads(fields, "model.mtp_layers.") if counts else None
+    return unread_heads(fields, "model.mtp_layers.") if counts_heads(fields) else None
 
 
 class Qwen2(Llama, config=Qwen2Config):

@@ -195,6 +195,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "NemotronHForCausalLM",
             _ONE_DEVICE,
         ),
+        (
+            "Nemotron 3 Nano 30B-A3B, Nemotron 3 Super 120B-A12B",
+            "32, 120",
+            "NemotronHForCausalLM",
+            f"experts; {_ONE_DEVICE}",
+        ),
     ),
     "Ai2": (
         ("OLMo 1B, 7B (files with -hf)", "1.2, 6.9", "OlmoForCausalLM", ""),

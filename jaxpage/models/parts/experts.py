@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -75,6 +76,7 @@ def mixture_of_experts(
     names: ExpertNames = PLAIN_NAMES,
     shared: MLP | GatedMLP | None = None,
     shared_gate: str | None = None,
+    latent: tuple[Linear, Linear] | None = None,
 ) -> MixtureOfExperts:
     """Returns experts, of which each token takes a few.
 
@@ -85,6 +87,7 @@ def mixture_of_experts(
         names: The names of their weights.
         shared: The expert of all tokens; None if there is none.
         shared_gate: The name of the weight of its gate; None if it has no gate.
+        latent: The products before and after the routed experts, if `latent_width` is given.
     """
     return make_experts(
         experts,
@@ -93,5 +96,6 @@ def mixture_of_experts(
         layer=layer.name,
         activation=config.activation,
         shared=None if shared is None else (shared, shared_gate),
+        latent=latent,
         dtype=layer.dtype,
     )
