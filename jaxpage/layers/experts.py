@@ -98,7 +98,6 @@ class Experts(nnx.Module):
         activation: The name of the activation function.
         swiglu: The function between the products, if it is not the activation times the ups.
         scales_input: See `ExpertsSpec`.
-        has_gates: See `ExpertsSpec`.
     """
 
     def __init__(
@@ -109,14 +108,17 @@ class Experts(nnx.Module):
         activation: str,
         swiglu: ClampedSwiGLU | None,
         scales_input: bool = False,
-        has_gates: bool = True,
     ):
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
         self.swiglu = swiglu
         self.scales_input = scales_input
-        self.has_gates = has_gates
+
+    @property
+    def has_gates(self) -> bool:
+        """Returns whether the first product gives gates, in as many columns as ups."""
+        return self.gate_up.spec.num_out > self.down.spec.num_in
 
     def __call__(
         self,

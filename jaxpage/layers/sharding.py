@@ -471,7 +471,6 @@ class ShardedExperts(Experts):
             activation=whole.activation,
             swiglu=whole.swiglu,
             scales_input=whole.scales_input,
-            has_gates=whole.has_gates,
         )
         self.sharding = sharding
 

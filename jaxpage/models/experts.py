@@ -180,12 +180,7 @@ def make_experts(
         up = stack("up_proj", inner, outer, ("ffn", "embed"), (names.up,))
     down = stack("down_proj", outer, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(
-        up,
-        down,
-        activation=activation,
-        swiglu=spec.swiglu,
-        scales_input=spec.scales_input,
-        has_gates=spec.has_gates,
+        up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
     )
     rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
     return MixtureOfExperts(rated, experts, hidden_size, shared=shared, latent=latent, dtype=dtype)
