@@ -39,6 +39,7 @@ from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support import measured_errors
 from tests.support.dense import dense_attend, logits_of
+from tests.support.family_names import FAMILY_OF
 from tests.support.hf_models import MODELS, config_json, make_model, save_model
 from tests.support.measured_errors import TOLERANCE, WRITE
 from tests.support.refused_configs import REFUSED
@@ -139,7 +140,7 @@ def test_the_page_of_models_has_an_error_of_each_architecture():
     errors = measured_errors.read()["errors"]
     assert set(errors) == set(MODELS), f"it is old: {WRITE}"
     assert max(errors.values()) < TOLERANCE
-    assert all(measured_errors.greatest(errors, architecture) for architecture in FAMILIES)
+    assert all(measured_errors.greatest(errors, architecture) for architecture in FAMILY_OF)
 
 
 def test_decoders_have_as_many_layers_as_those_of_transformers():
@@ -1219,7 +1220,7 @@ def test_mimo_is_qwen2():
 def test_the_registry_counts_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=f"not one of the {len(FAMILIES)} that"):
         load_family({"architectures": ["NoSuchModel"]})
-    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILIES)
+    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILY_OF)
     config = config_json("gpt2-usual")
     config["hidden_size"] = config.pop("n_embd")
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]

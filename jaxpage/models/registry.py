@@ -14,6 +14,7 @@ from jaxpage.models.multimodal import MULTIMODAL, text_family, text_module
 
 FAMILIES = {
     "LlamaForCausalLM": "llama:Llama",
+    "DeciLMForCausalLM": "decilm:DeciLM",
     "Llama4ForCausalLM": "llama4:Llama4",
     "Llama4ForConditionalGeneration": "llama4:Llama4",
     "MistralForCausalLM": "mistral:Mistral",

@@ -189,6 +189,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
     "NVIDIA": (
         ("Minitron 4B, 8B, Nemotron-4 Mini", "4, 8", "NemotronForCausalLM", ""),
+        ("Llama 3.3 Nemotron Super 49B, 3.1 Ultra 253B", "50, 253", "DeciLMForCausalLM", ""),
         (
             "Nemotron-H, NVIDIA-Nemotron-Nano-9B-v2",
             "8, 9, 47, 56",
