@@ -124,6 +124,8 @@ INDIVISIBLE = (
     *("mimo-v2-flash-windows", "mimo-v2-flash-wide-values"),
     *(
         "nemotron-h-mixed",
+        "nemotron-h-experts",
+        "nemotron-h-latent",
         "mamba-tied",
         "mamba-biases",
         "falcon-mamba-norms",

@@ -12,7 +12,7 @@ import transformers
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage.models import find_ignored_tensors, load_family  # noqa: E402
-from jaxpage.models.registry import FAMILIES  # noqa: E402
+from tests.support.family_names import FAMILY_OF  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, without_timm  # noqa: E402
 
 FIRST_OF = {config_json(name)["architectures"][0]: name for name in reversed(MODELS)}
@@ -63,7 +63,7 @@ def expected_by(architecture: str, names: list[str]) -> list[str]:
 
 
 CLASSES: dict[str, Any] = {
-    architecture: patterns for architecture in FAMILIES if (patterns := patterns_of(architecture))
+    architecture: patterns for architecture in FAMILY_OF if (patterns := patterns_of(architecture))
 }
 
 

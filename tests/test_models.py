@@ -40,6 +40,7 @@ from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support import measured_errors
 from tests.support.dense import dense_attend, logits_of
+from tests.support.family_names import FAMILY_OF
 from tests.support.hf_models import MODELS, config_json, make_model, save_model
 from tests.support.measured_errors import TOLERANCE, WRITE
 from tests.support.refused_configs import REFUSED
@@ -140,7 +141,7 @@ def test_the_page_of_models_has_an_error_of_each_architecture():
     errors = measured_errors.read()["errors"]
     assert set(errors) == set(MODELS), f"it is old: {WRITE}"
     assert max(errors.values()) < TOLERANCE
-    assert all(measured_errors.greatest(errors, architecture) for architecture in FAMILIES)
+    assert all(measured_errors.greatest(errors, architecture) for architecture in FAMILY_OF)
 
 
 def test_decoders_have_as_many_layers_as_those_of_transformers():
@@ -689,6 +690,26 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "kimi-linear-mixed",
         lambda: {"spec": {"rope": read_spec("deepseek-v3-groups")[1].rope}},
     ),
+    "groups of experts without gates forgotten": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"experts": _routed("nemotron-h-experts", groups=None)}},
+    ),
+    "factor of the experts forgotten": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"experts": _routed("nemotron-h-experts", factor=1.0)}},
+    ),
+    "latents of experts in another order": (
+        "nemotron-h-latent",
+        lambda: {"state": roll("fc1_latent_proj.weight", 0)},
+    ),
+    "bias after the experts dropped": (
+        "nemotron-h-latent",
+        lambda: {"state": zero("fc2_latent_proj.bias")},
+    ),
+    "experts whose ReLU is not squared": (
+        "nemotron-h-experts",
+        lambda: {"spec": {"activation": "relu"}},
+    ),
     "betas up to one": (
         "olmo-hybrid-mixed",
         lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},
@@ -1219,10 +1240,23 @@ def test_a_missing_size_is_named():
             load_family(config).Spec.from_config(config)
 
 
+def test_mimo_is_qwen2():
+    """Its published code derives from Qwen 2 and adds heads; transformers does not have it."""
+    state, token_ids, expected = oracle("qwen2-yarn")
+    published = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    config = {**config_json("qwen2-yarn"), **published, "num_nextn_predict_layers": 1}
+    family = load_family(config)
+    spec = family.Spec.from_config(config)
+    logits = logits_of(family, spec, fill(family, spec, state), token_ids)
+    assert np.abs(logits - expected).max() < TOLERANCE
+    with pytest.raises(CheckpointError, match="but model_type is 'mimo_v2'"):
+        family.Spec.from_config({**config, "model_type": "mimo_v2"})
+
+
 def test_the_registry_counts_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=f"not one of the {len(FAMILIES)} that"):
         load_family({"architectures": ["NoSuchModel"]})
-    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILIES)
+    assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILY_OF)
     config = config_json("gpt2-usual")
     config["hidden_size"] = config.pop("n_embd")
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]

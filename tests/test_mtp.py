@@ -239,12 +239,14 @@ def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_pat
         ("exaone-moe-windows", "mtp."),
         ("mellum-windows", "mtp."),
         ("mimo-v2-flash-windows", "model.mtp."),
+        ("qwen2-full", "model.mtp_layers.0."),
+        ("nemotron-h-experts", "mtp."),
     ],
 )
 def test_heads_that_are_not_read_are_passed_over_and_refused(
     name: str, start: str, tmp_path: Path
 ) -> None:
-    """transformers passes them over, too."""
+    """transformers passes them over, too. Qwen 2 with heads is MiMo-7B."""
     tensors = random_tensors(config_json(name))
     config = config_json(name, num_nextn_predict_layers=1)
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -23,8 +23,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import gate
+from jaxpage.layers.activations import ACTIVATIONS, gate
 from jaxpage.layers.expert_linear import ExpertLinear
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
@@ -73,6 +74,9 @@ class ExpertsSpec:
             model's activation of the gates, times the ups.
         scales_input: True if the weight of an expert multiplies its input, not its output (Llama
             4).
+        has_gates: False if an expert computes `down(activation(up(x)))` (Nemotron 3).
+        latent_width: The width of the experts' inputs and outputs, between two products that all
+            experts share; None if it is the width of the model.
     """
 
     routing: Routing
@@ -80,13 +84,16 @@ class ExpertsSpec:
     shared_width: int | None = None
     swiglu: ClampedSwiGLU | None = None
     scales_input: bool = False
+    has_gates: bool = True
+    latent_width: int | None = None
 
 
 class Experts(nnx.Module):
     """Holds the experts of a layer.
 
     Attributes:
-        gate_up: The product for gates and ups, the gates first unless `swiglu` is given.
+        gate_up: The product for gates and ups, the gates first unless `swiglu` is given; for ups
+            alone if there are no gates.
         down: The product for the output.
         activation: The name of the activation function.
         swiglu: The function between the products, if it is not the activation times the ups.
@@ -107,6 +114,11 @@ class Experts(nnx.Module):
         self.activation = activation
         self.swiglu = swiglu
         self.scales_input = scales_input
+
+    @property
+    def has_gates(self) -> bool:
+        """Returns whether the first product gives gates, in as many columns as ups."""
+        return self.gate_up.spec.num_out > self.down.spec.num_in
 
     def __call__(
         self,
@@ -194,6 +206,8 @@ class Experts(nnx.Module):
     def _between(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
         if self.swiglu is not None:
             return self.swiglu(both_PF)
+        if not self.has_gates:
+            return ACTIVATIONS[self.activation](both_PF)
         return gate(both_PF, self.activation)
 
 
@@ -218,6 +232,8 @@ class MixtureOfExperts(nnx.Module):
         experts: The experts that tokens are routed to.
         shared: The expert of all tokens; None if there is none.
         shared_gate: The weight of that expert's gate; None if it has no gate.
+        latent: The products before and after the routed experts, which are narrower than the
+            model; None if they are not.
     """
 
     def __init__(
@@ -227,12 +243,14 @@ class MixtureOfExperts(nnx.Module):
         hidden_size: int,
         *,
         shared: tuple[MLP | GatedMLP, str | None] | None = None,
+        latent: tuple[Linear, Linear] | None = None,
         dtype: DTypeLike,
     ):
         self.router = router
         self.experts = experts
         gate = None if shared is None else shared[1]
         self.shared = None if shared is None else shared[0]
+        self.latent = None if latent is None else nnx.List(latent)
         shape = (1, hidden_size)
         self.shared_gate = (
             None
@@ -242,7 +260,12 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        out_TD = self.experts(x_TD, *self.router(x_TD))
+        routed = self.router(x_TD)
+        if self.latent is None:
+            out_TD = self.experts(x_TD, *routed)
+        else:
+            narrow, widen = self.latent
+            out_TD = widen(self.experts(narrow(x_TD), *routed))
         if self.shared is None:
             return out_TD
         shared_TD = self.shared(x_TD)

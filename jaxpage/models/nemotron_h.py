@@ -1,10 +1,13 @@
-"""Nemotron-H and Nemotron Nano 2 (NVIDIA, 2025) have Mamba 2, attention or feed-forward layers.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA, 2025) have Mamba 2 and attention layers.
 
-Each layer is one of the three, after a norm. Attention has no positions. Layers of the cache are
-those of Mamba 2 and of attention:
+Each layer is one of these two, a feed-forward half, or experts (Nemotron 3), after a norm.
+Attention has no positions. Layers of the cache are those of Mamba 2 and of attention:
 
-    hybrid_override_pattern    M    -    M    *    -
+    hybrid_override_pattern    M    -    M    *    E
     layer of the cache         0         1    2
+
+Experts are routed as in DeepSeek-V3, have no gates, and may be narrower than the model
+(`moe_latent_size`).
 """
 
 from __future__ import annotations
@@ -16,14 +19,19 @@ from typing import Any
 
 from flax import nnx
 
+from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.corrected_experts import read_corrected_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mamba_config import read_groups, read_time_steps
+from jaxpage.models.config.mtp_names import counts_heads, unread_heads
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import read_common
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mixture_of_experts
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
@@ -32,8 +40,9 @@ from jaxpage.models.parts.scope import Scope
 FULL = "full_attention"
 LINEAR = "linear_attention"
 MLP = "mlp"
-KINDS = (FULL, LINEAR, MLP)
 EXPERTS = "moe"
+KINDS = (FULL, LINEAR, MLP, EXPERTS)
+WITHOUT_PAGES = (MLP, EXPERTS)
 OLDER = {"attention": FULL, "mamba": LINEAR}
 PATTERN = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}
 # What stands in for the layers of a config that is refused, so that its other fields are read.
@@ -48,7 +57,7 @@ _RENAMED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemotronHConfig(DecoderConfig):
+class NemotronHConfig(ExpertsConfig):
     """Reads transformers' `NemotronHConfig`.
 
     Attributes:
@@ -57,16 +66,16 @@ class NemotronHConfig(DecoderConfig):
     """
 
     model_type = "nemotron_h"
-    aliases = {"layer_types": "layers_block_type"}
+    aliases = {"layer_types": "layers_block_type", "n_routed_experts": "num_local_experts"}
 
     types: tuple[str, ...]
     recurrent: MambaSpec
 
     @property
     def layer_places(self) -> Sequence[int | tuple[int, ...]]:
-        """Returns for each layer the place of its pages; a feed-forward layer has none."""
+        """Returns for each layer the place of its pages; a layer without a cache has none."""
         places = itertools.count()
-        return [() if kind == MLP else next(places) for kind in self.types]
+        return [() if kind in WITHOUT_PAGES else next(places) for kind in self.types]
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,7 +96,9 @@ class NemotronHConfig(DecoderConfig):
             text = "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
             fields.note(RefusedField(text), tie_word_embeddings=False)
         mamba = _read_mamba(fields)
-        states = [mamba.state if kind == LINEAR else None for kind in types if kind != MLP]
+        states = [
+            mamba.state if kind == LINEAR else None for kind in types if kind not in WITHOUT_PAGES
+        ]
         return cls(
             **read_common(
                 fields,
@@ -102,7 +113,29 @@ class NemotronHConfig(DecoderConfig):
             mlp_bias=fields.flag("mlp_bias", False),
             recurrent=mamba,
             types=types,
+            experts=_read_experts(fields) if EXPERTS in types else None,
+            sparse_layers=tuple(kind == EXPERTS for kind in types),
+            draft_heads=unread_heads(fields) if counts_heads(fields) else None,
         )
+
+
+def _read_experts(fields: Fields) -> ExpertsSpec:
+    """Returns the experts, whose expert of all tokens has a width of its own."""
+    fields.only(n_shared_experts=1)
+    return read_corrected_experts(
+        fields,
+        count=8,
+        per_token=2,
+        width=7688,
+        groups=(1, 1),
+        factor=1.0,
+        shared_field=None,
+        more={
+            "shared_width": fields.integer("moe_shared_expert_intermediate_size", 7688),
+            "has_gates": False,
+            "latent_width": fields.optional_integer("moe_latent_size", None),
+        },
+    )
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
@@ -121,12 +154,9 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
         layer_types = f"hybrid_override_pattern = {pattern!r}"
         types = None
     types = [OLDER.get(str(kind), kind) for kind in types] if isinstance(types, list) else []
-    if not {*map(str, types)} - {MLP}:
-        text = f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M) and {MLP} (-), and not the last alone"
+    if not {*map(str, types)} - {*WITHOUT_PAGES}:
+        text = f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M), {MLP} (-) and {EXPERTS} (E), and not the last two alone"
         fields.note(WrongField(text), **_CORRECTED)
-    elif EXPERTS in types:
-        text = f"{layer_types} has layers with experts (Nemotron 3), which are not supported"
-        fields.note(RefusedField(text), **_CORRECTED)
     elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
         text = f"{layer_types} has layers {', '.join(unknown)}, which are not supported"
         fields.note(RefusedField(text), **_CORRECTED)
@@ -154,9 +184,9 @@ def _read_mamba(fields: Fields) -> MambaSpec:
 
 
 class NemotronH(Decoder, config=NemotronHConfig):
-    """Nemotron-H and Nemotron Nano 2 (NVIDIA, 2025) have Mamba 2, attention or feed-forward layers.
+    """Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA, 2025) have Mamba 2 and attention layers.
 
-    Each layer is one of the three, after a norm. Attention has no positions.
+    Others are a feed-forward half or experts. A norm is before each. Attention has no positions.
     """
 
     # transformers has the first name in memory, files have the second one.
@@ -173,6 +203,41 @@ class NemotronH(Decoder, config=NemotronHConfig):
             mixer = mamba2(config, config.recurrent, place, at / "mixer")
         elif kind == FULL:
             mixer = grouped_query_attention(config, place, at / "mixer")
+        elif kind == EXPERTS:
+            mixer = cls.make_experts(config, config.experts, at)
         else:
             mixer = plain_mlp(config, at / "mixer", "up_proj", "down_proj")
-        return HalfBlock(rms_norm(config, at / "norm"), mixer, has_pages=kind != MLP)
+        has_pages = kind not in WITHOUT_PAGES
+        return HalfBlock(rms_norm(config, at / "norm"), mixer, has_pages=has_pages)
+
+    @classmethod
+    def make_experts(
+        cls, config: NemotronHConfig, experts: ExpertsSpec, layer: Scope
+    ) -> MixtureOfExperts:
+        """Returns the experts of a layer, with the products around them where they are narrower.
+
+        Args:
+            config: The config of the model.
+            experts: The experts.
+            layer: The scope of the layer.
+        """
+        at = layer / "mixer"
+        width, narrow = config.hidden_size, experts.latent_width
+        shared = plain_mlp(
+            config, at / "shared_experts", "up_proj", "down_proj", width=experts.shared_width
+        )
+        latent = narrow and (
+            _latent_product(config, width, narrow, at / "fc1_latent_proj"),
+            _latent_product(config, narrow, width, at / "fc2_latent_proj"),
+        )
+        names = ExpertNames(
+            module="mixer", in_memory=("mixer", "gate", "gate.e_score_correction_bias")
+        )
+        return mixture_of_experts(
+            config, experts, layer, names=names, shared=shared, latent=latent or None
+        )
+
+
+def _latent_product(config: NemotronHConfig, num_in: int, num_out: int, at: Scope) -> Linear:
+    part = Part(num_out, None, at.name)
+    return linear(num_in, part, input_axis=None, bias=config.mlp_bias, dtype=at.dtype)

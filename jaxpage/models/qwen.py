@@ -1,7 +1,8 @@
 """Qwen 2 and 3 (Alibaba, 2024 and 2025), each with a mixture of experts as well.
 
 Qwen 2 has biases on queries, keys and values; Qwen 3 has norms of queries and keys in their place.
-Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none.
+Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none. MiMo-7B (Xiaomi, 2025) is
+Qwen 2 with MTP heads, which are not loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.experts import read_experts, sparse_layers
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import windows_by_layer
+from jaxpage.models.config.mtp_names import MtpNames, counts_heads, unread_heads
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
@@ -38,7 +40,17 @@ class Qwen2Config(DecoderConfig):
                 sliding_windows=windows_by_layer(fields),
             ),
             attention_bias=True,
+            draft_heads=_read_mimo_heads(fields),
         )
+
+
+def _read_mimo_heads(fields: Fields) -> MtpNames | None:
+    """Returns the names of the MTP heads of MiMo-7B; None if the config does not count heads.
+
+    Their product takes the hidden state before the embedding, and `MtpHead` has them in the other
+    order, so that they are not read.
+    """
+    return unread_heads(fields, "model.mtp_layers.") if counts_heads(fields) else None
 
 
 class Qwen2(Llama, config=Qwen2Config):

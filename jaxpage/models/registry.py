@@ -14,6 +14,7 @@ from jaxpage.models.multimodal import MULTIMODAL, text_family, text_module
 
 FAMILIES = {
     "LlamaForCausalLM": "llama:Llama",
+    "DeciLMForCausalLM": "decilm:DeciLM",
     "Llama4ForCausalLM": "llama4:Llama4",
     "Llama4ForConditionalGeneration": "llama4:Llama4",
     "MistralForCausalLM": "mistral:Mistral",
@@ -119,11 +120,13 @@ FAMILIES = {
     "MptForCausalLM": "bloom:Mpt",
 }
 
-# Names that published files have for architectures of which transformers writes the name otherwise.
+# Names that published files have for architectures of which transformers writes the name otherwise,
+# or that it does not have, because their layers are those of another.
 OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
 }
 
 # Packages that bring a family have entries `architecture = "module"` in this group.

@@ -301,12 +301,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**{"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_proj_bias": True}, **_MAMBA},
     ),
     "falcon-h1-plain": ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 96, **_MAMBA}),
+    "nemotron-h-latent": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "full_attention", "linear_attention", "mlp"],
+            **{"num_hidden_layers": 4, "hidden_size": 64, "mlp_bias": True},
+            **{"use_bias": True, "head_dim": 16},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
+            **{"num_local_experts": 6, "moe_latent_size": 32, "norm_topk_prob": False},
+            **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40},
+        },
+    ),
     "nemotron-h-mixed": (
         "nemotron_h",
         {
             **{"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "hidden_size": 64},
             **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
             **{"head_dim": 16, "use_bias": True, "mlp_bias": True, "time_step_min": 0.3},
+        },
+    ),
+    "nemotron-h-experts": (
+        "nemotron_h",
+        {
+            **{"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4, "hidden_size": 64},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
+            **{"head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+            **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40},
+            **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 3},
         },
     ),
     "mamba2-tied": (

@@ -197,11 +197,18 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     ),
     "NVIDIA": (
         ("Minitron 4B, 8B, Nemotron-4 Mini", "4, 8", "NemotronForCausalLM", ""),
+        ("Llama 3.3 Nemotron Super 49B, 3.1 Ultra 253B", "50, 253", "DeciLMForCausalLM", ""),
         (
             "Nemotron-H, NVIDIA-Nemotron-Nano-9B-v2",
             "8, 9, 47, 56",
             "NemotronHForCausalLM",
             _ONE_DEVICE,
+        ),
+        (
+            "Nemotron 3 Nano 30B-A3B, Nemotron 3 Super 120B-A12B",
+            "32, 120",
+            "NemotronHForCausalLM",
+            f"experts; {_ONE_DEVICE}",
         ),
     ),
     "Ai2": (
@@ -257,6 +264,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         ("K-EXAONE 236B-A23B", "236", "ExaoneMoEForCausalLM", "experts"),
         ("Solar Open 100B", "102", "SolarOpenForCausalLM", "experts"),
         ("Trinity Nano Preview, Trinity Mini", "6, 26", "AfmoeForCausalLM", "experts"),
+        ("MiMo-7B Base, SFT, RL", "7.8", "MiMoForCausalLM", ""),
         (
             *("MiMo-V2-Flash", "309", "MiMoV2FlashForCausalLM"),
             "experts; one device; published in fp8: half of this",

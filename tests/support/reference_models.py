@@ -26,9 +26,11 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors
 from tests.support.model_configs import MODELS, config_json
 from tests.support.refused_configs import REFUSED
+from tests.test_decilm import CONFIG as DECILM
 from tests.test_gguf import MODELS as GGUF_MODELS
 from tests.test_quantization import FORMATS
 
+OUTSIDE = {"DeciLMForCausalLM": DECILM}  # The configs of those that transformers does not have.
 # Widths that are multiples of what shares a scale.
 _WIDE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64}
 # The tests of each column, in tests/.
@@ -95,7 +97,7 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
         if cases:
             family = load_family(config_json(cases[0]))
-        configs = [config_json(case) for case in cases]
+        configs = [config_json(case) for case in cases] or [OUTSIDE[architecture]]
         families = [load_family(config) for config in configs]
         specs = [
             each.Spec.from_config(config) for each, config in zip(families, configs, strict=True)
@@ -111,7 +113,7 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
                     for case, (config, _) in GGUF_MODELS.items()
                     if config["architectures"] == [architecture]
                 ),
-                _experts(family, cases),
+                _experts(family, cases) if cases else "",
                 _lora(models),
                 _drafts([spec.kv for spec in specs]),
                 "yes" if _takes(_as_draft_model, specs) else "",

@@ -196,18 +196,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     *(
         (kind, "nemotron-h-mixed", says, {"hybrid_override_pattern": None, **fields})
         for kind, says, fields in (
-            (
-                UnsupportedError,
-                r"hybrid_override_pattern = 'ME\*' has layers with experts \(Nemotron 3\)",
-                {"hybrid_override_pattern": "ME*"},
-            ),
-            (
-                UnsupportedError,
-                "layers_block_type has layers with experts",
-                {"layers_block_type": ["mamba", "moe"]},
-            ),
             (UnsupportedError, "layers_block_type has layers X,", {"layers_block_type": ["X"]}),
-            (UnsupportedError, "^[^=]* without layers_block_type and hybrid_override_pattern", {}),
+            (CheckpointError, "layers_block_type must name", {"layers_block_type": ["mlp", "moe"]}),
             (
                 UnsupportedError,
                 r"hybrid_override_pattern = 'MX' has layers X, which",
@@ -219,11 +209,14 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
                     "hybrid_override_pattern = .* must",
                     {"hybrid_override_pattern": x},
                 )
-                for x in (5, "", "--")
+                for x in (5, "", "--", "EE")
             ),
         )
     ),
     (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
+    (UnsupportedError, "nemotron-h-experts", "n_shared_experts", {"n_shared_experts": 2}),
+    (CheckpointError, "nemotron-h-experts", "n_group", {"n_group": 3}),
+    (CheckpointError, "nemotron-h-latent", "moe_latent_size", {"moe_latent_size": 0}),
     (CheckpointError, "jamba-mixed", "attn_layer_offset", {"attn_layer_offset": 3}),
     (CheckpointError, "jamba-mixed", "expert_layer_offset", {"expert_layer_offset": 2}),
     (CheckpointError, "jamba-mixed", "mamba_dt_rank", {"mamba_dt_rank": "half"}),

@@ -5,6 +5,7 @@ DeepSeek-V3 began with them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
@@ -51,13 +52,15 @@ def read_corrected_experts(
     shared: Any = 1,
     count_field: str = "n_routed_experts",
     shared_field: str | None = "n_shared_experts",
+    more: Mapping[str, Any] | None = None,
     **routing: Any,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections by default.
 
     `count_field` and `shared_field` name the fields with the numbers of experts and of shared ones;
-    `shared_field` is None if there are no shared experts. `routing` has fields of `Routing` that
-    differ. The other arguments are the family's defaults of fields.
+    `shared_field` is None if there are no shared experts. `more` has further fields of
+    `ExpertsSpec`, `routing` fields of `Routing` that differ. The other arguments are the family's
+    defaults of fields.
     """
     named_count = (count_field, count)
     named_width = ("moe_intermediate_size", width)
@@ -74,8 +77,11 @@ def read_corrected_experts(
             "factor": fields.number("routed_scaling_factor", factor),
             **routing,
         },
-        shared_width=shared_field
-        and fields.integer(*named_width) * fields.integer(shared_field, shared),
+        **{
+            "shared_width": shared_field
+            and fields.integer(*named_width) * fields.integer(shared_field, shared),
+            **(more or {}),
+        },
     )
 
 

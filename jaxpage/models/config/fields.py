@@ -40,7 +40,7 @@ _NOT_HONOURED = {
 }
 
 # Model types that published files have beside the architecture of another family.
-_OTHER_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+_OTHER_MODEL_TYPES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:

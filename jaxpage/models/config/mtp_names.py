@@ -108,3 +108,8 @@ def unread_heads(fields: Fields, start: str = "mtp.") -> MtpNames:
     count = 0 if fields.get(field, None) is None else fields.integer(field, 0, least=0)
     names = name_apart(count, field, "heads of this family are not read")
     return replace(names, prefixes=(start,))
+
+
+def counts_heads(fields: Fields) -> bool:
+    """Returns whether the config counts MTP heads, in families most of whose files have none."""
+    return fields.get("num_nextn_predict_layers", None) not in (None, 0)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
@@ -124,6 +125,7 @@ def mixture_of_experts(
     names: ExpertNames = PLAIN_NAMES,
     shared: MLP | GatedMLP | None = None,
     shared_gate: str | None = None,
+    latent: tuple[Linear, Linear] | None = None,
 ) -> MixtureOfExperts:
     """Returns experts, of which each token takes a few.
 
@@ -134,6 +136,7 @@ def mixture_of_experts(
         names: The names of their weights.
         shared: The expert of all tokens; None if there is none.
         shared_gate: The name of the weight of its gate; None if it has no gate.
+        latent: The products before and after the routed experts, if `latent_width` is given.
     """
     return make_experts(
         experts,
@@ -142,6 +145,7 @@ def mixture_of_experts(
         layer=layer.name,
         activation=config.activation,
         shared=None if shared is None else (shared, shared_gate),
+        latent=latent,
         dtype=layer.dtype,
     )
 
@@ -154,6 +158,7 @@ def make_experts(
     layer: str,
     activation: str,
     shared: tuple[MLP | GatedMLP, str | None] | None,
+    latent: tuple[Linear, Linear] | None = None,
     dtype: DTypeLike,
 ) -> MixtureOfExperts:
     """Returns the mixture of experts of a layer.
@@ -165,6 +170,7 @@ def make_experts(
         layer: The name of the layer in the checkpoint.
         activation: The name of the activation function.
         shared: The expert of all tokens, and the weight of its gate; None if there is none.
+        latent: The products before and after the routed experts; see `MixtureOfExperts`.
         dtype: The type of the parameters.
     """
     published = f"{layer}.{names.module}"
@@ -199,14 +205,18 @@ def make_experts(
         )
         return ExpertLinear(spec_of_all)
 
+    outer = spec.latent_width or hidden_size
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stack("gate_up_proj", 2 * inner, hidden_size, (both, "embed"), (names.gate, names.up))
-    down = stack("down_proj", hidden_size, inner, ("embed", "ffn"), (names.down,))
+    if spec.has_gates:
+        up = stack("gate_up_proj", 2 * inner, outer, (both, "embed"), (names.gate, names.up))
+    else:
+        up = stack("up_proj", inner, outer, ("ffn", "embed"), (names.up,))
+    down = stack("down_proj", outer, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(
-        gate_up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
+        up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
     )
     rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
-    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, dtype=dtype)
+    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, latent=latent, dtype=dtype)
 
 
 def _make_router(
