@@ -143,7 +143,7 @@ CASES = {
     "beam": BEAMS,
     "n": st.integers(1, 6),
     "eos": st.sampled_from([(), (0,), (0,), (0, 2)]),
-    "most_tokens": st.integers(1, 12),
+    "max_tokens": st.integers(1, 12),
     "num_token_ids": st.integers(4, 9),
     "key": st.integers(0, 10_000),
 }
