@@ -628,7 +628,7 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
 HOMES = (
     "jaxpage/speculation/",
     "jaxpage/settings/",
-    "jaxpage/models/medusa",
+    "jaxpage/models/drafters/medusa",
     "jaxpage/checkpoints/drafters/eagle_",
     "tools/",
 )
@@ -675,7 +675,7 @@ def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
         "jaxpage/settings/speculative_methods.py",
         "jaxpage/assembly/planning/drafters.py",
         "jaxpage/checkpoints/drafters/__init__.py",
-        "jaxpage/models/__init__.py",
+        "jaxpage/models/drafters/__init__.py",
     }
 
 

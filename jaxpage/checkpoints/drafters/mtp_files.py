@@ -24,8 +24,7 @@ from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import DecoderConfig, Family, other_names
-from jaxpage.models.config import MtpNames
-from jaxpage.models.drafters import MtpHead
+from jaxpage.models.drafters import MtpHead, MtpNames
 from jaxpage.models.parameters import replace_modules, weights_of
 from jaxpage.models.quantization import Scheme
 

@@ -16,8 +16,5 @@ if TYPE_CHECKING:
     from jaxpage.models.config.fields import (
         text_part,  # gives the config of the text model of a model that takes images
     )
-    from jaxpage.models.config.mtp_names import (
-        MtpNames,  # names the tensors of an MTP head in a checkpoint
-    )
 
 __getattr__, __dir__ = open_door(__name__)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
+    from jaxpage.models.config.mtp_names import (
+        MtpNames,  # names the tensors of an MTP head in a checkpoint
+    )
     from jaxpage.models.drafters.draft_model import (
         DraftModel,  # is a drafter with a family of its own
     )
