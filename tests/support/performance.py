@@ -512,7 +512,14 @@ class Performance:
         )
 
     def _met_late_drain(self, actor: Actor) -> bool:
+        """Returns whether a drain ended the call: at once, or when its time was over.
+
+        The time of a drain is over while the engine sleeps since an interrupted call, because nobody
+        wakes it.
+        """
         return any(
-            other.event.name == "drain" and other.event.details[0] == 0.0 and actor.meets(other)
+            other.event.name == "drain"
+            and actor.meets(other)
+            and (other.event.details[0] == 0.0 or self._sleeps(actor))
             for other in self.actors
         )
