@@ -15,12 +15,7 @@ from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    key_value_heads,
-    read_common,
-    read_head_dim,
-)
+from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
@@ -57,15 +52,12 @@ class BambaConfig(DecoderConfig):
             attending = []
         mamba = read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))
-        head_dim = read_head_dim(fields)
-        max_length = fields.integer("max_position_embeddings", 262_144)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length, partial=0.5),
+                max_position_embeddings=fields.integer("max_position_embeddings", 262_144),
+                rope={"partial": 0.5},
                 epsilon=("rms_norm_eps", 1e-5),
                 kv={"states": states},
             ),

@@ -74,8 +74,6 @@ class SolarOpenConfig(ExpertsConfig):
         """Returns what the fields say."""
         # Published files have these fields; transformers' class does not.
         fields.only(first_k_dense_replace=0, use_qk_norm=False)
-        head_dim = fields.integer("head_dim", 128)
-        max_length = fields.integer("max_position_embeddings", 131_072)
         experts = read_corrected_experts(
             fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
         )
@@ -83,9 +81,9 @@ class SolarOpenConfig(ExpertsConfig):
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length, theta=1_000_000.0),
+                head_dim=fields.integer("head_dim", 128),
+                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
+                rope={"theta": 1_000_000.0},
                 epsilon=("rms_norm_eps", 1e-5),
                 intermediate_size=experts.width,  # No layer is dense.
             ),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms, Scores
@@ -24,6 +23,7 @@ from jaxpage.models.config.layer_windows import layer_types, windows_of
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
@@ -181,9 +181,7 @@ class Gemma2(Gemma, config=Gemma2Config):
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        logits_BV = super().logits(hidden_BD)
-        cap = self.config.logit_softcap
-        return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
 
 
 class VaultGemmaConfig(Gemma2Config):

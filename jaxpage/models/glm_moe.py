@@ -21,7 +21,7 @@ from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
@@ -47,15 +47,12 @@ class Glm4MoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Glm4MoeConfig:
         """Returns what the fields say."""
-        head_dim = read_head_dim(fields)
-        max_length = fields.integer("max_position_embeddings", 131_072)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length, partial=0.5),
+                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
+                rope={"partial": 0.5},
                 epsilon=EPSILON,
             ),
             attention_bias=fields.flag("attention_bias", False),

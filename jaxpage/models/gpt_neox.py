@@ -56,7 +56,6 @@ class GPTNeoXConfig(DecoderConfig):
     def read(cls, fields: Fields) -> GPTNeoXConfig:
         """Returns what the fields say."""
         head_dim = fields.divide("hidden_size", "num_attention_heads")
-        max_length = fields.integer("max_position_embeddings", 2048)
         theta = fields.number("rotary_emb_base", 10_000.0)
         share = fields.number("rotary_pct", 0.25)
         # transformers passes these over, too; who wrote them expects something of them.
@@ -66,8 +65,8 @@ class GPTNeoXConfig(DecoderConfig):
                 fields,
                 num_kv_heads=fields.integer("num_attention_heads"),
                 head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length, theta=theta, partial=share),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                rope={"theta": theta, "partial": share},
                 epsilon=("layer_norm_eps", 1e-5),
                 activation=("hidden_act", "gelu"),
             ),

@@ -47,8 +47,6 @@ class GptOssConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> GptOssConfig:
         """Returns what the fields say."""
-        head_dim = fields.integer("head_dim", 64)
-        max_length = fields.integer("max_position_embeddings", 131_072)
         types = layer_types(fields, 2)
         window = fields.optional_integer("sliding_window", 128)
         limit = fields.number("swiglu_limit", 7.0)
@@ -56,10 +54,10 @@ class GptOssConfig(ExpertsConfig):
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
+                head_dim=fields.integer("head_dim", 64),
+                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
                 sliding_windows=windows_of(fields, types, window),
-                rope=fields.rope(head_dim, max_length, theta=150_000.0),
+                rope={"theta": 150_000.0},
                 epsilon=("rms_norm_eps", 1e-5),
             ),
             attention_bias=fields.flag("attention_bias", True),

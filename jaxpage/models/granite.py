@@ -19,12 +19,12 @@ from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -85,7 +85,7 @@ class GraniteConfig(DecoderConfig):
         )
 
 
-class Granite(Decoder, config=GraniteConfig):
+class Granite(Llama, config=GraniteConfig):
     """Granite 3, dense (IBM, 2024), is Llama with factors."""
 
     @classmethod
@@ -93,7 +93,7 @@ class Granite(Decoder, config=GraniteConfig):
         """Returns a layer."""
         return Block(
             attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
+            attention=cls.make_mixer(config, index, at),
             mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
             residual_scale=config.factors.residual,
@@ -104,11 +104,6 @@ class Granite(Decoder, config=GraniteConfig):
         """Returns the attention of a layer."""
         scores = Scores(scale=config.factors.attention)
         return attention.grouped_query_attention(config, index, at, scores=scores)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return gated_mlp(config, layer / "mlp")
 
     def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer."""

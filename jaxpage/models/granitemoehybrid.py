@@ -16,10 +16,8 @@ from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.granite import GraniteFactors, GraniteMoe, granite_experts
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
+from jaxpage.models.parts.decoder_config import key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
@@ -52,8 +50,6 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             older={"attention": FULL, "mamba": LINEAR},
         )
         mamba = read_mamba(fields)
-        head_dim = read_head_dim(fields)
-        rope, max_length = fields.rope(head_dim, fields.integer("max_position_embeddings", 2048))
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
@@ -64,9 +60,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=(rope, max_length),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
                 kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
                 intermediate_size=shared_width,
             ),
@@ -83,15 +77,8 @@ class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
     """Granite 4 (IBM, 2025) is Granite with layers of Mamba 2, with experts or without."""
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer, with Mamba 2 in the place of attention where it keeps a state."""
-        has_state = config.kv.state_of(index) is not None
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=mamba2(config, config.recurrent, index, at / "mamba")
-            if has_state
-            else cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            residual_scale=config.factors.residual,
-        )
+    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns Mamba 2 of a layer that keeps a state, or its attention."""
+        if config.kv.state_of(index) is not None:
+            return mamba2(config, config.recurrent, index, layer / "mamba")
+        return super().make_mixer(config, index, layer)

@@ -28,7 +28,6 @@ from jaxpage.models.parts.decoder_config import (
     DecoderConfig,
     key_value_heads,
     read_common,
-    read_head_dim,
 )
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import MLPNames, gated_mlp
@@ -109,16 +108,12 @@ def read_lfm2(fields: Fields, types: Sequence[str], **options: Any) -> dict[str,
         types: The types of the layers.
         **options: Further arguments of `read_common`.
     """
-    head_dim = read_head_dim(fields)
-    max_length = fields.integer("max_position_embeddings", 128_000)
-    rope, max_length = fields.rope(head_dim, max_length, theta=1_000_000.0)
     convolution = read_convolution(fields, kernel=3)
     common = read_common(
         fields,
         num_kv_heads=key_value_heads(fields, 8),
-        head_dim=head_dim,
-        max_position_embeddings=max_length,
-        rope=(rope, max_length),
+        max_position_embeddings=fields.integer("max_position_embeddings", 128_000),
+        rope={"theta": 1_000_000.0},
         epsilon=("norm_eps", 1e-5),
         activation="silu",
         tied=True,

@@ -54,10 +54,15 @@ class Llama(Decoder, config=LlamaConfig):
         """Returns a layer."""
         return Block(
             attention_norm=cls.make_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
+            attention=cls.make_mixer(config, index, at),
             mlp_norm=cls.make_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
         )
+
+    @classmethod
+    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the half of a layer in which tokens see others: attention, or a recurrence."""
+        return cls.make_attention(config, index, layer / "self_attn")
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -17,15 +17,16 @@ from typing import Any
 
 from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.corrected_experts import read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.config.mtp_names import unread_heads
+from jaxpage.models.parts.attention import attention_sinks
 from jaxpage.models.parts.decoder_config import read_common
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -168,17 +169,14 @@ class MiMoV2Flash(Qwen3Moe, config=MiMoV2FlashConfig):
         )
         bias = config.attention_bias
         width = config.hidden_size
-        out = Part(width, "embed", (at / "o_proj").name)
         sinks = None
         if window is not None:
-            aliases = ((at / "sinks").name,)
-            source = tensor((at / "attention_sink_bias").name, num_heads, aliases=aliases)
-            sinks = parameter((num_heads,), axes=("heads",), dtype=at.dtype, sources=[source])
+            sinks = attention_sinks(config, at / "attention_sink_bias", (at / "sinks").name)
         return Attention(
             index,
             Projections(
                 linear(width, *parts, input_axis="embed", bias=bias, dtype=at.dtype),
-                linear(value_rows, out, input_axis="heads", bias=False, dtype=at.dtype),
+                projection(value_rows, at, ("o_proj", width), axes=("heads", "embed")),
             ),
             head_dim=head_dim,
             rope=config.rope_of(index),

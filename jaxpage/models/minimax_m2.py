@@ -35,7 +35,6 @@ class MiniMaxM2Config(ExpertsConfig):
         fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
         fields.only(use_routing_bias=True, shared_intermediate_size=0)
         head_dim = fields.integer("head_dim", 128)
-        max_length = fields.integer("max_position_embeddings", 196_608)
         rotary_dim = fields.optional_integer("rotary_dim", None)
         share = 1.0 if rotary_dim is None else rotary_dim / head_dim
         return cls(
@@ -43,8 +42,8 @@ class MiniMaxM2Config(ExpertsConfig):
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
                 head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length, theta=5_000_000.0, partial=share),
+                max_position_embeddings=fields.integer("max_position_embeddings", 196_608),
+                rope={"theta": 5_000_000.0, "partial": share},
             ),
             experts=read_experts(
                 fields,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.layers.norms import RMSNorm
@@ -17,6 +16,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import unscaled_rms_norm
@@ -84,6 +84,4 @@ class NanoChat(Llama, config=NanoChatConfig):
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        logits_BV = super().logits(hidden_BD)
-        cap = self.config.logit_softcap
-        return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)

@@ -20,7 +20,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.corrected_experts import read_corrected_experts
@@ -34,6 +33,7 @@ from jaxpage.models.parts.decoder_config import read_common
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mixture_of_experts
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
 from jaxpage.models.parts.scope import Scope
 
@@ -226,18 +226,15 @@ class NemotronH(Decoder, config=NemotronHConfig):
         shared = plain_mlp(
             config, at / "shared_experts", "up_proj", "down_proj", width=experts.shared_width
         )
-        latent = narrow and (
-            _latent_product(config, width, narrow, at / "fc1_latent_proj"),
-            _latent_product(config, narrow, width, at / "fc2_latent_proj"),
-        )
+        latent = None
+        if narrow is not None:
+            before, after = ("fc1_latent_proj", narrow), ("fc2_latent_proj", width)
+            axes, bias = (None, None), config.mlp_bias
+            latent = (
+                projection(width, at, before, axes=axes, bias=bias),
+                projection(narrow, at, after, axes=axes, bias=bias),
+            )
         names = ExpertNames(
             module="mixer", in_memory=("mixer", "gate", "gate.e_score_correction_bias")
         )
-        return mixture_of_experts(
-            config, experts, layer, names=names, shared=shared, latent=latent or None
-        )
-
-
-def _latent_product(config: NemotronHConfig, num_in: int, num_out: int, at: Scope) -> Linear:
-    part = Part(num_out, None, at.name)
-    return linear(num_in, part, input_axis=None, bias=config.mlp_bias, dtype=at.dtype)
+        return mixture_of_experts(config, experts, layer, names=names, shared=shared, latent=latent)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.fields import Fields
@@ -28,6 +28,7 @@ from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
 EPSILON = 1e-5
@@ -116,12 +117,9 @@ class OPT(Decoder, config=OPTConfig):
         super().__init__(config, dtype=dtype)
         at = Scope(config.name, dtype)
         width, narrow = config.hidden_size, config.embedding_width
-        has_projections = narrow != width
-        self.project_in = _projection(narrow, width, at / "project_in") if has_projections else None
-        self.project_out = (
-            _projection(width, narrow, at / "project_out") if has_projections else None
-        )
-        if has_projections:
+        self.project_in = _project(narrow, at, ("project_in", width))
+        self.project_out = _project(width, at, ("project_out", narrow))
+        if narrow != width:
             self.tokens, self.head = token_tables(
                 config.vocab_size,
                 narrow,
@@ -167,9 +165,10 @@ class OPT(Decoder, config=OPTConfig):
         return super().logits(projected)
 
 
-def _projection(num_in: int, num_out: int, at: Scope) -> Linear:
-    part = Part(num_out, None, at.name)
-    return linear(num_in, part, input_axis="embed", bias=False, dtype=at.dtype)
+def _project(num_in: int, at: Scope, output: tuple[str, int]) -> Linear | None:
+    """Returns a projection to another width; None where it is the same."""
+    has_projection = output[1] != num_in
+    return projection(num_in, at, output, axes=("embed", None)) if has_projection else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from jaxpage.models.config.fields import Fields, without_axes
 from jaxpage.models.config.mtp_names import MtpNames, name_apart
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
 from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.norms import Norm, rms_norm
@@ -58,16 +57,13 @@ class HybridConfig(DecoderConfig):
             [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
         )
         delta = cls.read_delta(fields)
-        head_dim = fields.integer("head_dim", 256)
-        max_length = fields.integer("max_position_embeddings", 32768)
-        rope, max_length = fields.rope(head_dim, max_length, partial=0.25)
         return cls(
             **read_common(
                 fields,
                 num_kv_heads=key_value_heads(fields, cls.default_kv_heads),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=(rope, max_length),
+                head_dim=fields.integer("head_dim", 256),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                rope={"partial": 0.25},
                 kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             ),
             attention_bias=fields.flag("attention_bias", False),
@@ -127,17 +123,11 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
         return offset_norm(config, at)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer, with the delta rule in the place of attention where it keeps a state."""
-        has_state = config.kv.state_of(index) is not None
-        return Block(
-            attention_norm=cls.make_norm(config, at / "input_layernorm"),
-            attention=cls.make_delta_net(config, index, at / "linear_attn")
-            if has_state
-            else cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=cls.make_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-        )
+    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the delta rule of a layer that keeps a state, or its attention."""
+        if config.kv.state_of(index) is not None:
+            return cls.make_delta_net(config, index, layer / "linear_attn")
+        return super().make_mixer(config, index, layer)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -180,9 +180,8 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
 def load_page(name: str) -> Family:
     """Returns the family of a class of a page, `module:class`."""
-    module, _, family = name.partition(":")
-    page = importlib.import_module(f"jaxpage.models.{module}")
-    return cast(Family, getattr(page, family) if family else page)
+    module, family = name.split(":")
+    return cast(Family, getattr(importlib.import_module(f"jaxpage.models.{module}"), family))
 
 
 # Families are compared by identity, so that each is made once.

@@ -199,24 +199,15 @@ class FusionLayer(nnx.Module):
     The result is added to the feature. The rest is as in any decoder layer.
     """
 
-    def __init__(self, spec: Eagle3Spec, *, name: str, dtype: DTypeLike):
+    def __init__(self, spec: Eagle3Spec, at: Scope):
         decoder = spec.decoder
-
-        def norm(part: str) -> RMSNorm:
-            return RMSNorm(
-                decoder.hidden_size,
-                name=f"{name}.{part}",
-                epsilon=decoder.norm_epsilon,
-                dtype=dtype,
-            )
-
-        self.embedding_norm = norm("input_layernorm")
-        self.feature_norm = norm("hidden_norm")
+        self.embedding_norm = rms_norm(decoder, at / "input_layernorm")
+        self.feature_norm = rms_norm(decoder, at / "hidden_norm")
         self.attention = _make_attention(
-            spec, 0, Scope(f"{name}.self_attn", dtype), input_width=2 * decoder.hidden_size
+            spec, 0, at / "self_attn", input_width=2 * decoder.hidden_size
         )
-        self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp = gated_mlp(decoder, Scope(f"{name}.mlp", dtype))
+        self.mlp_norm = rms_norm(decoder, at / "post_attention_layernorm")
+        self.mlp = gated_mlp(decoder, at / "mlp")
         self.norm_before_residual = spec.norm_before_residual
 
     def __call__(
@@ -255,7 +246,7 @@ class Eagle3(_Eagle):
             for index in range(len(spec.aux_layers))
         ]
         self.state_norms = nnx.List(each) if spec.norm_each else None
-        self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
+        self.fusion = FusionLayer(spec, Scope("layers.0", dtype))
         self.layers = nnx.List(_make_layers(spec, 1, dtype))
         self.norm = norm(decoder.hidden_size, name="norm")
 

@@ -9,10 +9,11 @@ import jax
 from flax import nnx
 
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
-from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
 AnyNorm = RMSNorm | LayerNorm | HeadNorm
@@ -89,40 +90,31 @@ def grouped_query_attention(
     query_rows = config.num_query_heads * head_dim
     # With one head the fused product is as others are: all queries, the key, the value.
     is_grouped = names.fused is not None and names.in_groups and num_kv_heads > 1
-    has_gates_in_queries = gates is not None and gates.product is None
-    projections = Projections(
-        query_key_value(
-            input_width or width,
-            query_rows * (2 if has_gates_in_queries else 1),
-            num_kv_heads * head_dim,
-            name=at.name,
-            fused=names.fused,
-            is_grouped=is_grouped,
-            bias=config.attention_bias if input_bias is None else input_bias,
-            dtype=at.dtype,
-        ),
-        linear(
-            query_rows,
-            Part(width, "embed", f"{at.name}.{names.output}"),
-            input_axis="heads",
-            bias=config.attention_bias if output_bias is None else output_bias,
-            dtype=at.dtype,
-        ),
-        num_groups=num_kv_heads if is_grouped else None,
+    gates_in_queries = gates is not None and gates.product is None
+    inputs = query_key_value(
+        input_width or width,
+        query_rows * (2 if gates_in_queries else 1),
+        num_kv_heads * head_dim,
+        name=at.name,
+        fused=names.fused,
+        is_grouped=is_grouped,
+        bias=config.attention_bias if input_bias is None else input_bias,
+        dtype=at.dtype,
     )
-    if gates is not None:
-        projections = replace(projections, num_gates=gates.count)
-    if gates is not None and gates.product is not None:
-        part = Part(config.num_query_heads * gates.count, "heads", f"{at.name}.{gates.product}")
-        product = linear(
-            input_width or width,
-            part,
-            fused=gates.alias and f"{at.name}.{gates.alias}",
-            input_axis="embed",
-            bias=False,
-            dtype=at.dtype,
-        )
-        projections = replace(projections, gates=product)
+    output = projection(
+        query_rows,
+        at,
+        (names.output, width),
+        axes=("heads", "embed"),
+        bias=config.attention_bias if output_bias is None else output_bias,
+    )
+    projections = Projections(
+        inputs,
+        output,
+        num_groups=num_kv_heads if is_grouped else None,
+        gates=_make_gates(config, at, gates, input_width or width),
+        num_gates=0 if gates is None else gates.count,
+    )
     return Attention(
         index,
         projections,
@@ -131,6 +123,22 @@ def grouped_query_attention(
         norms=norms,
         scores=replace(scores, sliding_window=config.kv.sliding_windows[index]),
         clip_qkv=clip_qkv,
+    )
+
+
+def _make_gates(
+    config: DecoderConfig, at: Scope, gates: Gates | None, input_width: int
+) -> Linear | None:
+    """Returns the product for gates; None if they have none of their own."""
+    if gates is None or gates.product is None:
+        return None
+    return linear(
+        input_width,
+        Part(config.num_query_heads * gates.count, "heads", (at / gates.product).name),
+        fused=gates.alias and (at / gates.alias).name,
+        input_axis="embed",
+        bias=False,
+        dtype=at.dtype,
     )
 
 
@@ -171,8 +179,8 @@ def norms_over_all_heads(
     )
 
 
-def attention_sinks(config: DecoderConfig, at: Scope) -> nnx.Param[jax.Array]:
-    """Returns the sinks of a layer, one for each query head."""
+def attention_sinks(config: DecoderConfig, at: Scope, *aliases: str) -> nnx.Param[jax.Array]:
+    """Returns the sinks of a layer, one for each query head; some files have the other names."""
     count = config.num_query_heads
-    source = tensor(at.name, count)
+    source = tensor(at.name, count, aliases=aliases)
     return parameter((count,), axes=("heads",), dtype=at.dtype, sources=[source])

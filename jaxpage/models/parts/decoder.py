@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -36,6 +38,11 @@ class ModuleNames:
     layers: str = "layers"
     norm: str = "norm"
     heads: tuple[str, ...] = ("lm_head",)
+
+
+def cap_logits(logits_BV: jax.Array, cap: float | None) -> jax.Array:
+    """Returns logits with a soft cap; None is no cap."""
+    return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
 
 
 class Decoder(nnx.Module):

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
 NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
@@ -179,13 +180,6 @@ def latent_attention(
     num_heads = config.num_query_heads
     widths = latent.widths
 
-    def product(
-        num_in: int, rows: int, axes: tuple[str | None, str | None], module: str, bias: bool
-    ) -> Linear:
-        input_axis, output_axis = axes
-        part = Part(rows, output_axis, (at / module).name)
-        return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=at.dtype)
-
     def norm(rank: int, module: str) -> RMSNorm:
         name = (at / module).name
         return RMSNorm(rank, name=name, epsilon=NORM_EPSILON, axis=None, dtype=at.dtype)
@@ -193,23 +187,25 @@ def latent_attention(
     query_rows = num_heads * widths.query
     queries: Linear | LatentQueries
     if widths.query_rank is None:
-        queries = product(width, query_rows, ("embed", "heads"), "q_proj", False)
+        queries = projection(width, at, ("q_proj", query_rows))
     else:
         rank = widths.query_rank
         queries = LatentQueries(
-            product(width, rank, ("embed", None), "q_a_proj", latent.bias),
+            projection(width, at, ("q_a_proj", rank), axes=("embed", None), bias=latent.bias),
             norm(rank, "q_a_layernorm"),
-            product(rank, query_rows, (None, "heads"), "q_b_proj", False),
+            projection(rank, at, ("q_b_proj", query_rows), axes=(None, "heads")),
         )
     expand_rows = num_heads * (widths.plain + widths.value)
-    expand = product(widths.rank, expand_rows, (None, "heads"), "kv_b_proj", False)
+    expand = projection(widths.rank, at, ("kv_b_proj", expand_rows), axes=(None, "heads"))
+    reduced = "kv_a_proj_with_mqa", widths.kept
+    values = num_heads * widths.value
     return LatentAttention(
         index,
         queries,
-        product(width, widths.kept, ("embed", None), "kv_a_proj_with_mqa", latent.bias),
+        projection(width, at, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
         Linear(replace(expand.spec, multiplied=False)),
-        product(num_heads * widths.value, width, ("heads", "embed"), "o_proj", latent.bias),
+        projection(values, at, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
         widths,
         num_heads=num_heads,
         rope=config.rope_of(index),

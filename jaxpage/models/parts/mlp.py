@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
 
@@ -57,13 +58,8 @@ def gated_mlp(
         bias=config.mlp_bias,
         dtype=at.dtype,
     )
-    down = linear(
-        inner,
-        Part(config.hidden_size, "embed", name_part(names.down)),
-        input_axis="ffn",
-        bias=config.mlp_bias,
-        dtype=at.dtype,
-    )
+    output = names.down, config.hidden_size
+    down = projection(inner, at, output, axes=("ffn", "embed"), bias=config.mlp_bias)
     return GatedMLP(gate_up, down, activation=config.activation)
 
 
@@ -90,20 +86,9 @@ def plain_mlp(
     """
     inner = width or config.intermediate_size
     has_bias = config.mlp_bias if bias is None else bias
+    outer = config.hidden_size
     return MLP(
-        linear(
-            config.hidden_size,
-            Part(inner, "ffn", (at / up).name),
-            input_axis="embed",
-            bias=has_bias,
-            dtype=at.dtype,
-        ),
-        linear(
-            inner,
-            Part(config.hidden_size, "embed", (at / down).name),
-            input_axis="ffn",
-            bias=has_bias,
-            dtype=at.dtype,
-        ),
+        projection(outer, at, (up, inner), axes=("embed", "ffn"), bias=has_bias),
+        projection(inner, at, (down, outer), axes=("ffn", "embed"), bias=has_bias),
         activation=activation or config.activation,
     )
