@@ -134,9 +134,10 @@ def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packin
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     model: nnx.Module = make_model(files.family, files.spec, spec.layout.dtype, rule)
+    drafted = spec.drafted
     parts = {
-        "target": spec.pack(model),
-        "drafter": spec.described.drafting.find_packings(spec.drafted),
+        "target": drafted.pack(model),
+        "drafter": spec.described.drafting.find_packings(drafted),
     }
     packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
     return model, packed

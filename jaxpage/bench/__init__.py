@@ -24,8 +24,9 @@ and the tools take:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
     from jaxpage.bench.kv_dtype import run_kv_dtype
@@ -42,48 +43,4 @@ if TYPE_CHECKING:
     from jaxpage.bench.throughput import run_throughput
     from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths, make_workload
 
-__all__ = [
-    "DATASETS",
-    "SHORT_PROMPT",
-    "TASKS",
-    "Lengths",
-    "environment",
-    "make_workload",
-    "measure_shapes",
-    "parameters",
-    "prompts_of_tasks",
-    "run_kv_dtype",
-    "run_latency",
-    "run_quantization",
-    "run_roofline",
-    "run_serve",
-    "run_speculation",
-    "run_startup",
-    "run_throughput",
-]
-
-_HOMES = {
-    "environment": "jaxpage.bench.results",
-    "make_workload": "jaxpage.bench.workloads",
-    "parameters": "jaxpage.bench.measure",
-    "run_kv_dtype": "jaxpage.bench.kv_dtype",
-    "run_latency": "jaxpage.bench.latency",
-    "run_quantization": "jaxpage.bench.quantization",
-    "run_roofline": "jaxpage.bench.roofline",
-    "run_serve": "jaxpage.bench.serve",
-    "measure_shapes": "jaxpage.bench.shape_times",
-    "run_speculation": "jaxpage.bench.speculation",
-    "run_startup": "jaxpage.bench.start_times",
-    "run_throughput": "jaxpage.bench.throughput",
-    "prompts_of_tasks": "jaxpage.bench.task_prompts",
-    "TASKS": "jaxpage.bench.task_prompts",
-    "DATASETS": "jaxpage.bench.workloads",
-    "Lengths": "jaxpage.bench.workloads",
-    "SHORT_PROMPT": "jaxpage.bench.workloads",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxpage.bench' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__ = open_door(__name__)

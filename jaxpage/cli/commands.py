@@ -312,14 +312,15 @@ def _replay_log(arguments: argparse.Namespace) -> Report | None:
     """
     from jaxpage.replay import check_new
     from jaxpage.replay import replay as replay_log
-    from jaxpage.replay.reading import tokenizer_of_log
-    from jaxpage.serving import TokenTexts, write_snapshots
 
     log = arguments.log
     path = arguments.snapshots
     run = {"model": arguments.model, "force": arguments.force, "until": arguments.until}
     if path is None:
         return replay_log(log, **run)
+    from jaxpage.replay.reading import tokenizer_of_log
+    from jaxpage.serving import TokenTexts, write_snapshots
+
     check_new(path)
     tokenizer = tokenizer_of_log(log, arguments.model)
     return write_snapshots(Path(path), log, TokenTexts(tokenizer) if tokenizer else None, **run)

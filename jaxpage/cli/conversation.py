@@ -31,11 +31,7 @@ COMMANDS = {
     "/reset": ("", "begin a new conversation; the system message stays"),
     "/exit": ("", "end; so does Ctrl-D"),
 }
-PARAMETERS = (
-    *(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n"),
-    "stop",
-    "stop_token_ids",
-)
+PARAMETERS = tuple(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n")
 MAX_FILE_BYTES = 16 * 2**20
 
 

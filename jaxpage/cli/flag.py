@@ -49,7 +49,7 @@ class Flag:
     metavar: str | None = None
     alias: str | None = None
     several: bool = False
-    action: type[argparse.Action] | None = None
+    action: type[argparse.Action] | str | None = None
 
     @property
     def option(self) -> str:

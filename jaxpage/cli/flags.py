@@ -6,7 +6,7 @@ Nothing heavy is imported here, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from jaxpage.cli.flag import Flag, json_object
@@ -14,9 +14,9 @@ from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.settings.field_table import (
     PARAMETERS,
     Bool,
+    Field,
     Float,
     Int,
-    Kind,
     Texts,
     TokenIdList,
 )
@@ -59,24 +59,23 @@ BATCH_SETTINGS = (
 )
 
 
-def _parser_of(kind: Kind | None) -> Callable[[str], Any] | None:
-    """Returns what parses the value of a parameter; None for a switch."""
-    match kind:
+def _flag_of(field: Field) -> Flag:
+    """Returns the flag of a sampling parameter."""
+    match field.kind:
         case Int():
-            return int
+            return Flag(field.name, int, field.flag)
         case Float():
-            return float
+            return Flag(field.name, float, field.flag)
         case Bool():
-            return None
-    return json_object
+            return Flag(field.name, None, field.flag)
+        case Texts():
+            return Flag(field.name, str, field.flag, "TEXT", action="append")
+        case TokenIdList():
+            return Flag(field.name, int, field.flag, "ID", several=True, action="store")
+    return Flag(field.name, json_object, field.flag, None if field.kind else "JSON")
 
 
-_FIELDS = [field for field in PARAMETERS if field.flag]
-SAMPLING_FLAGS = tuple(
-    Flag(field.name, _parser_of(field.kind), field.flag, None if field.kind else "JSON")
-    for field in _FIELDS
-    if not isinstance(field.kind, Texts | TokenIdList)
-)
+SAMPLING_FLAGS = tuple(_flag_of(field) for field in PARAMETERS if field.flag)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
@@ -103,13 +102,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for flag in SAMPLING_FLAGS:
         flag.add_to(group)
-    for field in _FIELDS:
-        option = "--" + field.name.replace("_", "-")
-        keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.flag}
-        if isinstance(field.kind, Texts):
-            group.add_argument(option, action="append", metavar="TEXT", **keywords)
-        elif isinstance(field.kind, TokenIdList):
-            group.add_argument(option, type=int, nargs="+", metavar="ID", **keywords)
 
 
 def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -126,5 +118,5 @@ def server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the sampling parameters that were given on the command line."""
-    names = {field.name for field in _FIELDS}
+    names = {flag.setting for flag in SAMPLING_FLAGS}
     return {name: value for name, value in vars(arguments).items() if name in names}

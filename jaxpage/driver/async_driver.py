@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built
-from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import Embedder
 from jaxpage.driver.driver import COMMAND_SECONDS, Driver
 from jaxpage.driver.front import HeldPrefix, check_streamable
@@ -200,15 +199,6 @@ class AsyncDriver(Driver):
         )
         self.built = built
         self.completing = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-outputs")
-
-    @property
-    def model(self) -> ModelFiles:
-        """Returns the files of the model."""
-        return self.built.model
-
-    def new_embedder(self) -> Embedder:
-        """Returns an embedder of the model, which has compiled nothing yet."""
-        return self.built.new_embedder()
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
         """Returns the result of a function that is called between two steps.

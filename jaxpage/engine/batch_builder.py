@@ -103,7 +103,7 @@ class BatchBuilder:
         return self.menu.choose(
             [len(row.token_ids) for row in plan.rows],
             len(plan.samples),
-            scores=_num_scored(plan.rows) > 0,
+            scores=any(row.scored for row in plan.rows),
             verifies=plan.verifies,
             branches=plan.branches,
             multi_step=plan.is_multi_step,
@@ -127,11 +127,11 @@ class BatchBuilder:
                 between.
         """
         num_scored = _num_scored(plan.rows)
-        lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.bucket_of(plan)
         packed, fields = empty_inputs(bucket, self.tables)
         self._fill_rows(fields, plan.rows)
         if lora_slots:
+            lengths = [len(row.token_ids) for row in plan.rows]
             slots = [0 if row.lora is None else lora_slots[row.lora] for row in plan.rows]
             fields["lora_slot_T"][: sum(lengths)] = np.repeat(slots, lengths)
         if plan.is_multi_step:

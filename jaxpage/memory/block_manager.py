@@ -97,11 +97,6 @@ class BlockManager:
         return self.groups[0].sequence_ids
 
     @property
-    def prefix_index(self) -> PrefixIndex | None:
-        """Returns the index of cached prefixes; None where prefix caching is off."""
-        return None if self.cached is None else self.cached.index
-
-    @property
     def num_usable(self) -> int:
         """Returns how many blocks the pools of all groups can hand out at all."""
         return sum(group.pool.num_usable for group in self.groups)

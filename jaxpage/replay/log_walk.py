@@ -166,6 +166,7 @@ class Walk:
         for sequence_id in sequence_ids:
             if (sequence := self.sequences.pop(sequence_id, None)) is not None:
                 sequence.finish_reason = reason
+                sequence.is_running = False
                 self.ended[sequence_id] = sequence
                 if not self.sequences_of(sequence.request_id):
                     self.arrivals.pop(sequence.request_id, None)

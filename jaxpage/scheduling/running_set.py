@@ -356,8 +356,9 @@ class RunningSet:
         block is another one where a fork cached a block that both share; see `PrefixIndex`.
         """
         manager = self.block_manager
-        if (index := manager.prefix_index) is None:
+        if (cached := manager.cached) is None:
             return
+        index = cached.index
         name = f"sequence {sequence.sequence_id}"
         num_full = sequence.num_computed_tokens // manager.block_size
         table = manager.groups[0].tables[sequence.sequence_id]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, CachedBlocks, MemorySplit, Pin
-from jaxpage.scheduling.admitting import Preemption, refuse_to_crowd_out
+from jaxpage.scheduling.admitting import Preemption, is_swapped, refuse_to_crowd_out
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
@@ -124,9 +124,7 @@ class Scheduler:
 
     def is_swapped(self, group: SequenceGroup) -> bool:
         """Returns whether a sequence of a group has its blocks in host memory."""
-        return any(
-            self.block_manager.is_swapped(sequence.sequence_id) for sequence in group.unfinished
-        )
+        return is_swapped(group, self.block_manager)
 
     @property
     def has_unfinished(self) -> bool:
@@ -274,7 +272,7 @@ class Scheduler:
         if not step.work:
             assert not self.has_unfinished, "there are unfinished groups, and none can run"
             return None
-        if self.limits.num_steps > 1:
+        if self.runs_several_steps:
             drafts = self._several_steps(step)
         if drafts.of:
             self._plan_drafts(step, drafts.of)

@@ -28,8 +28,9 @@ jax and Starlette are imported. Other rooms and the tools take:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
     from jaxpage.serving.batches.run_batch import run_batch
@@ -45,46 +46,4 @@ if TYPE_CHECKING:
     from jaxpage.serving.wire.derived_forms import chat_format, derive_form
     from jaxpage.serving.wire.logprobs import TokenTexts
 
-__all__ = [
-    "AUTO",
-    "ServerConfig",
-    "TokenTexts",
-    "bind_socket",
-    "chat_format",
-    "derive_form",
-    "find_job",
-    "follow",
-    "hosts_of_job",
-    "open_incidents",
-    "read_models_file",
-    "resolve_both",
-    "run_batch",
-    "start",
-    "start_several",
-    "write_snapshots",
-]
-
-_HOMES = {
-    "open_incidents": "jaxpage.serving.metrics.incident_files",
-    "AUTO": "jaxpage.serving.config",
-    "ServerConfig": "jaxpage.serving.config",
-    "resolve_both": "jaxpage.serving.config",
-    "hosts_of_job": "jaxpage.serving.hosts.job",
-    "find_job": "jaxpage.serving.hosts.processes",
-    "bind_socket": "jaxpage.serving.http.listening",
-    "run_batch": "jaxpage.serving.batches.run_batch",
-    "follow": "jaxpage.serving.startup",
-    "start": "jaxpage.serving.startup",
-    "read_models_file": "jaxpage.serving.several.models_file",
-    "start_several": "jaxpage.serving.several.starting",
-    "chat_format": "jaxpage.serving.wire.derived_forms",
-    "derive_form": "jaxpage.serving.wire.derived_forms",
-    "TokenTexts": "jaxpage.serving.wire.logprobs",
-    "write_snapshots": "jaxpage.serving.inspector.recorded",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxpage.serving' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__ = open_door(__name__)

@@ -118,7 +118,8 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
-        answered_by = (driver, self.preparing, context, driver.new_embedder())
+        built = driver.built
+        answered_by = (driver, self.preparing, context, built.new_embedder())
         self._reranking = Reranking(*answered_by)
         embed = partial(self._compute, EmbeddingRequests(*answered_by))
         rerank = partial(self._compute, self._reranking, open_rerank)

@@ -316,6 +316,11 @@ def forms_in(request: str) -> Iterator[tuple[Field, str, Kind | None]]:
             yield field, *field.requests[request]
 
 
+def names_in(request: str) -> dict[str, str]:
+    """Returns the name that a kind of request has for each parameter that it has."""
+    return {field.name: name for field, name, _ in forms_in(request)}
+
+
 def check(name: str, value: Any) -> Any:
     """Returns the value of a parameter in the engine's form.
 

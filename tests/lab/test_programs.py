@@ -9,10 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpage.bench.results import (
-    environment,
-)
+from jaxpage.bench.results import environment
 from tests.support.random_checkpoints import random_checkpoint
+from tests.test_bench import LLAMA
 from tests.test_tools import TOOLS, run_program
 from tools.lab import bench_sampler, bench_swap
 
@@ -21,18 +20,6 @@ pytestmark = pytest.mark.usefixtures("compiled_when_used")
 PROGRAMS = sorted(
     path.stem for path in (TOOLS / "lab").glob("*.py") if "__main__" in path.read_text()
 )
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 3,
-}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -175,9 +175,7 @@ class Case:
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.family_names import FAMILY_OF
 from tests.support.checkpoint_cases import Case
-from tests.support.family_names import FAMILY_OF
 from tests.support.checkpoint_fuzzing import failure
 
 case = {self!r}

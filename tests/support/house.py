@@ -155,7 +155,6 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
-WIDE_DOORS: dict[str, int] = {}  # doors that are wider, with the number of their names
 MAX_COLUMNS = 100
 # The files of other languages, by their endings. What they include from elsewhere is not there.
 FOREIGN = (("jaxpage", ("js",)), ("docs", ("js",)), ("pallas_kernels", ("cc", "h")))
@@ -242,13 +241,8 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
-    "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
     "jaxpage/lazy.py": "a part that asks for one name of a room does not load the others",
-    "jaxpage/models/__init__.py": "a part that asks for one name does not load the others",
-    "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
-    "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
-    "jaxpage/checkpoints/finding/resolve.py": "a local model needs no HTTP client",
     "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
 }
 
@@ -366,7 +360,7 @@ def _door(module: Module) -> Iterator[str]:
     for name, line in sorted(names.items()):
         if name not in words and "#" not in lines[line - 1]:
             yield f"the door says nothing about {name}"
-    if len(names) > WIDE_DOORS.get(module.name, MAX_DOOR_NAMES):
+    if len(names) > MAX_DOOR_NAMES:
         yield f"the door has {len(names)} names; {MAX_DOOR_NAMES} are enough"
 
 

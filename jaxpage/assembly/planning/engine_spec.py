@@ -10,7 +10,6 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.assembly.planning.capacity import plan_memory
@@ -18,7 +17,6 @@ from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafters import DraftedEngine
 from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.planning.sizing import MemoryPlan
-from jaxpage.device import Packings
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
 from jaxpage.device.inputs import BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
@@ -67,14 +65,6 @@ class EngineSpec:
     def layout(self) -> ModelLayout:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
-
-    def pack(self, module: nnx.Module) -> Packings:
-        """Puts layers with weights in panels into a module, where the kernels multiply by such.
-
-        Returns:
-            What `pack_modules` returns.
-        """
-        return self.drafted.pack(module)
 
     @property
     def drafted(self) -> DraftedEngine:

@@ -72,7 +72,7 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
     """
     walk = Walk()
     for record in records_of(path, until):
-        _follow(walk, record)
+        follow_checked(walk.follow, record)
     yield f"After step {walk.step}: {count(len(walk.arrivals), 'request')}"
     for request_id, arrival in walk.arrivals.items():
         yield f"{request_id}: {count(num_prompt_tokens(arrival), 'prompt token')}"
@@ -109,7 +109,7 @@ def request_lines(
             for sequence_id in walk.sequences
             if walk.sequences[sequence_id].request_id == request_id
         }
-        _follow(walk, record)
+        follow_checked(walk.follow, record)
         place = f"step {walk.step}".ljust(10)
         if record["event"] == "plan":
             plan = record
@@ -160,11 +160,7 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
     It leaves out the paths of the logs, the reasons of incidents, and, if the weights are the same,
     the path of the model.
     """
-    headers = []
-    for log_path in (path, other):
-        with LogReader(log_path) as log:
-            headers.append(read_header(log))
-    first, second = headers
+    first, second = header_of(path), header_of(other)
     unsaid = {"config_hash", "incident", "config.event_log"}
     if first["weights_hash"] == second["weights_hash"]:
         unsaid |= {"config.model", "config.revision"}
@@ -185,9 +181,14 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
         )
 
 
-def _follow(walk: Walk, record: Record) -> None:
+def follow_checked(follow: Callable[[Record], None], record: Record) -> None:
+    """Hands a record to a function that follows the log.
+
+    Raises:
+        EventLogError: The record does not follow from those before it.
+    """
     try:
-        walk.follow(record)
+        follow(record)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EventLogError(
             f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}"

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.errors import EventLogError
 from jaxpage.replay.log_walk import Walk, num_prompt_tokens
-from jaxpage.replay.reading.looking import header_of, records_of
+from jaxpage.replay.reading.looking import follow_checked, header_of, records_of
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.step.draft import PLACEHOLDER, chain
 
@@ -50,7 +50,6 @@ class RecordedSteps:
         self.numbers: dict[str, int] = {}
         self.ended = 0
         self.step: Record | None = None
-        self._arrivals: dict[int, Record] = {}  # by sequence id
         self._path = path
         self._texts: dict[str, str] = self.header.get("texts", {})
         self._text_of = text_of
@@ -73,12 +72,7 @@ class RecordedSteps:
         Raises:
             EventLogError: It does not follow from the records before it.
         """
-        try:
-            self._follow(record)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EventLogError(
-                f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}"
-            ) from error
+        follow_checked(self._follow, record)
 
     def _follow(self, record: Record) -> None:
         self.walk.follow(record)
@@ -102,7 +96,6 @@ class RecordedSteps:
 
     def _arrive(self, arrival: Record) -> None:
         self.numbers[arrival["request_id"]] = len(self.numbers) + 1
-        self._arrivals |= dict.fromkeys(arrival["sequences"], arrival)
 
     def _describe_plan(self, plan: Record) -> Record:
         drafts = {draft[0]: draft[1:] for draft in plan.get("drafts", ())}
@@ -111,10 +104,10 @@ class RecordedSteps:
         return {
             "step": plan["step"],
             "bucket": [bucket.num_tokens, bucket.num_rows, bucket.max_query_len],
-            "kind": str(bucket).split()[0],
+            "kind": bucket.kind,
             "rows": [
                 [
-                    self.numbers[self._arrivals[sequence_id]["request_id"]],
+                    self.numbers[self.walk.sequences[sequence_id].request_id],
                     sequence_id,
                     start,
                     num_tokens,
@@ -149,7 +142,7 @@ class RecordedSteps:
         )
 
     def _is_scored(self, sequence_id: int, start: int) -> bool:
-        arrival = self._arrivals[sequence_id]
+        arrival = self.walk.arrivals[self.walk.sequences[sequence_id].request_id]
         requested = arrival.get("params", {}).get("prompt_logprobs")
         return requested is not None and start < num_prompt_tokens(arrival) - 1
 

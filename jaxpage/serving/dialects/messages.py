@@ -24,7 +24,10 @@ from jaxpage.serving.wire.encoding import named_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.tokenizing import Transformed, tokenize
-from jaxpage.settings.field_table import forms_in
+from jaxpage.settings.field_table import names_in
+
+# The names of parameters in this API, by their names in chats.
+_NAMES = names_in("messages")
 
 
 @quotes
@@ -66,7 +69,7 @@ def _chat_of(request: MessagesRequest) -> dict[str, Any]:
         **_conversation_of(request),
         "max_tokens": request.max_tokens,
         "stream": request.stream,
-        **{field.name: getattr(request, name) for field, name, _ in forms_in("messages")},
+        **{name: getattr(request, theirs) for name, theirs in _NAMES.items()},
     }
 
 
@@ -88,7 +91,7 @@ class MessageAnswer(InBlocks):
     """Answers with one message, whose blocks are content blocks."""
 
     _prefix = "msg"
-    _names = {"prompt": "messages"} | {field.name: name for field, name, _ in forms_in("messages")}
+    _names = {"prompt": "messages"} | _NAMES
 
     def _answer(self) -> dict[str, Any]:
         usage = self._usage

@@ -46,10 +46,10 @@ from jaxpage.serving.wire.template_source import variables_of
 from jaxpage.serving.wire.templates import template_of
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.settings.argument_checks import show
-from jaxpage.settings.field_table import forms_in
+from jaxpage.settings.field_table import names_in
 
 # Ollama's names of options, by their names in chats and completions.
-_OPTIONS = {field.name: name for field, name, _ in forms_in("ollama")}
+_OPTIONS = names_in("ollama")
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -20,7 +20,7 @@ from jaxpage.serving.wire.embeddings import EmbeddingAnswer
 from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.prompt_request import PromptRequest
-from jaxpage.settings.field_table import forms_in
+from jaxpage.settings.field_table import names_in
 
 
 class OllamaAnswer(Translated):
@@ -39,7 +39,7 @@ class OllamaAnswer(Translated):
         self._is_chat = isinstance(request, OllamaChatRequest)
         self._names = {
             **dict.fromkeys(("messages", "prompt"), "messages" if self._is_chat else "prompt"),
-            **{field.name: f"options.{name}" for field, name, _ in forms_in("ollama")},
+            **{name: f"options.{theirs}" for name, theirs in names_in("ollama").items()},
             "max_tokens": "options.num_predict",
             "response_format": "format",
             "response_format.json_schema.schema": "format",

@@ -22,7 +22,10 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import numbered_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.reading import read
-from jaxpage.settings.field_table import forms_in
+from jaxpage.settings.field_table import names_in
+
+# The names of parameters in this API, by their names in chats.
+_NAMES = names_in("responses")
 
 
 @quotes
@@ -48,7 +51,7 @@ def _chat_of(request: ResponsesRequest) -> dict[str, Any]:
         "max_completion_tokens": request.max_output_tokens,
         "response_format": response_format,
         "stream": request.stream,
-        **{field.name: getattr(request, name) for field, name, _ in forms_in("responses")},
+        **{name: getattr(request, theirs) for name, theirs in _NAMES.items()},
     }
 
 

@@ -26,8 +26,8 @@ from jaxpage.errors import JaxpageError
 from jaxpage.private_files import open_private
 from jaxpage.replay import Record, Report, encode_record, replay
 from jaxpage.replay.reading import RecordedSteps, SequenceWalk, num_prompt_tokens
-from jaxpage.serving.inspector.state import Inspector, Snapshot
-from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline
+from jaxpage.serving.inspector.state import Inspector, Snapshot, history_row
+from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline, kind_of_row
 
 FORMAT = 1
 MOST_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
@@ -95,9 +95,8 @@ class _Lines:
         self.steps.follow(record)
         step = self.steps.step
         if step is not None and record["event"] == "result":
-            num_tokens = sum(row[3] for row in step["rows"])
             self._num_steps += 1
-            self._history.append([step["step"], num_tokens, step["bucket"][0], None])
+            self._history.append(history_row(step))
 
     def add(self, pool: Snapshot, requests: list[Snapshot]) -> None:
         """Writes a snapshot, unless it is the last one again."""
@@ -184,14 +183,16 @@ class _RecordView:
     def follow(self, record: Record) -> None:
         """Takes the next record, and writes a snapshot at the end of a step."""
         self._lines.follow(record)
-        for request_id in self._walk.arrivals.keys() - self._courses.keys():
-            self._arrive(self._walk.arrivals[request_id])
+        for request_id, arrival in self._walk.arrivals.items():
+            if request_id not in self._courses:
+                self._arrive(arrival)
         if record["event"] == "plan":
             self._plan(record)
         elif record["event"] == "result":
             self._compute()
-        for request_id in self._courses.keys() - self._walk.arrivals.keys():
-            self._finish(self._courses.pop(request_id))
+        for request_id in [*self._courses]:
+            if request_id not in self._walk.arrivals:
+                self._finish(self._courses.pop(request_id))
         if record["event"] in ("result", "failure"):
             self._look()
 
@@ -226,15 +227,14 @@ class _RecordView:
     def _compute(self) -> None:
         step = self._lines.steps.step
         assert step is not None, "a result follows a plan"
-        request_ids = {number: name for name, number in self._lines.steps.numbers.items()}
         accepted = step.get("accepted", [0] * len(step["rows"]))
         for row, num_accepted in zip(step["rows"], accepted, strict=True):
-            number, sequence_id, start, num_tokens, num_drafts = row
-            if (course := self._courses.get(request_ids[number])) is None:
+            _, sequence_id, start, num_tokens, num_drafts = row
+            sequence = self._walk.sequences.get(sequence_id) or self._walk.ended[sequence_id]
+            if (course := self._courses.get(sequence.request_id)) is None:
                 continue  # it was aborted during the step
             course.computed[sequence_id] = start + num_tokens - num_drafts + num_accepted
-            is_known = start < num_prompt_tokens(course.arrival) or num_tokens - num_drafts > 1
-            kind = "chunk" if is_known else "decode"
+            kind = kind_of_row(start, num_tokens, num_drafts, num_prompt_tokens(course.arrival))
             course.timeline.compute(kind, step["step"] - 1, step["step"], num_tokens, step["step"])
 
     def _finish(self, course: _Course) -> None:
@@ -243,8 +243,6 @@ class _RecordView:
             for sequence_id, sequence in self._walk.ended.items()
             if sequence.request_id == course.arrival["request_id"]
         }
-        for sequence in ended.values():
-            sequence.is_running = False
         course.state = "finished"
         course.timeline.close(self._lines.steps.ended)
         reasons = [sequence.finish_reason for sequence in ended.values()]

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpage.engine import Engine
 from jaxpage.memory import BlockManager
+from jaxpage.scheduling import Scheduler
 from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
 from jaxpage.step.request import Sequence, SequenceGroup
 
@@ -50,7 +51,7 @@ class Inspector:
         executables = engine.executables
         manager = scheduler.block_manager
         groups = [(group, "running") for group in scheduler.running]
-        groups += [(group, _waiting_state(group, manager)) for group in scheduler.waiting]
+        groups += [(group, _waiting_state(group, scheduler)) for group in scheduler.waiting]
         requests = [
             self._request(group, state, manager, watcher.tracks[group.request.request_id].timeline)
             for group, state in groups
@@ -64,10 +65,7 @@ class Inspector:
             "pool": _pool(manager),
             "requests": requests,
             "step": steps[-1] if steps else None,
-            "history": [
-                [step["step"], _num_tokens(step), step["bucket"][0], step["seconds"]]
-                for step in steps
-            ],
+            "history": [history_row(step) for step in steps],
             "copies": [[step["step"], *pair] for step in steps for pair in step["copies"]][
                 -MOST_COPIES:
             ],
@@ -119,12 +117,14 @@ class Inspector:
         ]
 
 
-def _num_tokens(step: Snapshot) -> int:
-    return sum(num_tokens for _, _, _, num_tokens, _ in step["rows"])
+def history_row(step: Snapshot) -> list[Any]:
+    """Returns what the history says of a step: its number, tokens, tokens of the shape, seconds."""
+    num_tokens = sum(num_tokens for _, _, _, num_tokens, _ in step["rows"])
+    return [step["step"], num_tokens, step["bucket"][0], step["seconds"]]
 
 
-def _waiting_state(group: SequenceGroup, manager: BlockManager) -> str:
-    if any(manager.is_swapped(sequence.sequence_id) for sequence in group.unfinished):
+def _waiting_state(group: SequenceGroup, scheduler: Scheduler) -> str:
+    if scheduler.is_swapped(group):
         return "swapped"
     return "preempted" if group.num_preemptions else "waiting"
 

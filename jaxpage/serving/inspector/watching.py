@@ -15,7 +15,7 @@ from typing import Any
 from jaxpage.engine import Engine
 from jaxpage.outputs import RequestMetrics
 from jaxpage.step.events import Both, Events
-from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
@@ -97,9 +97,13 @@ class Track:
     timeline: Timeline
 
 
-def is_chunk(row: Row, num_prompt_tokens: int) -> bool:
-    """Returns whether the row computes known tokens: those of a prompt, or after a preemption."""
-    return row.start < num_prompt_tokens or len(row.token_ids) - len(row.parents) > 1
+def kind_of_row(start: int, num_tokens: int, num_drafts: int, num_prompt_tokens: int) -> str:
+    """Returns the kind of a row.
+
+    A "chunk" computes known tokens, those of a prompt or after a preemption, and "decode" others.
+    """
+    is_known = start < num_prompt_tokens or num_tokens - num_drafts > 1
+    return "chunk" if is_known else "decode"
 
 
 class Watcher(Both):
@@ -201,12 +205,12 @@ class Watcher(Both):
         rows = []
         for row in plan.rows:
             group = self._group_of[row.sequence_id]
-            kind = "chunk" if is_chunk(row, len(group.request.prompt_token_ids)) else "decode"
+            num_tokens, num_drafts = len(row.token_ids), len(row.parents)
+            num_known = len(group.request.prompt_token_ids)
+            kind = kind_of_row(row.start, num_tokens, num_drafts, num_known)
             if track := self.tracks.get(group.request.request_id):
-                track.timeline.compute(kind, self._began, now, len(row.token_ids), plan.step_id)
-            rows.append(
-                [group.arrival, row.sequence_id, row.start, len(row.token_ids), len(row.parents)]
-            )
+                track.timeline.compute(kind, self._began, now, num_tokens, plan.step_id)
+            rows.append([group.arrival, row.sequence_id, row.start, num_tokens, num_drafts])
         numbers = [
             track.group.arrival
             for request_id in plan.preempted
@@ -221,7 +225,7 @@ class Watcher(Both):
         return {
             "step": plan.step_id,
             "bucket": [bucket.num_tokens, bucket.num_rows, bucket.max_query_len],
-            "kind": str(bucket).split()[0],
+            "kind": bucket.kind,
             "rows": rows,  # [request number, sequence id, first position, tokens, of which drafts]
             "num_draws": len(plan.samples),
             "copies": plan.copies,

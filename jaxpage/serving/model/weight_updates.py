@@ -114,7 +114,8 @@ def weights_routes(
     """
     if config.weights_directory is None:
         return []
-    check_replaceable(driver.model, None, "weights_directory")
+    built = driver.built
+    check_replaceable(built.model, None, "weights_directory")
     updating = Updating(driver, Path(config.weights_directory))
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -50,8 +50,7 @@ def sampling_params(
             **changes,
         }
         params = SamplingParams(**values)
-        name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
-        longest = _max_tokens_with_logprobs(params, name, context, num_prompts)
+        longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
         if longest is not None and params.max_tokens is None:
             params = SamplingParams(**{**values, "max_tokens": longest})
     except ValueError as error:
@@ -60,13 +59,12 @@ def sampling_params(
 
 
 def _max_tokens_with_logprobs(
-    params: SamplingParams, name: str, context: ModelContext, num_prompts: int
+    params: SamplingParams, request: GenerationRequest, context: ModelContext, num_prompts: int
 ) -> int | None:
     """Returns the most tokens of a sequence whose log probabilities fit into an answer.
 
     None if there is room for as many as the model can generate. A request that says no length gets
-    what there is room for, as it does from the length of the model. `name` is the field that asks
-    for the log probabilities.
+    what there is room for, as it does from the length of the model.
 
     Raises:
         ApiError: The request asks for more tokens.
@@ -84,6 +82,7 @@ def _max_tokens_with_logprobs(
     if params.max_tokens is None and longest:
         return longest
     advice = f"max_tokens of at most {longest}" if longest else "fewer sequences"
+    name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
     raise ApiError(
         400,
         f"{name}: the response could have {number} log probabilities ({num_sequences} sequences times {max_tokens} tokens "
