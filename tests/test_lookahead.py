@@ -29,7 +29,7 @@ from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
-from tests.support.engines import LLAMA, make_llm
+from tests.support.engines import LLAMA, MISTRAL, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.simulated_speculation import Guesses, ShapedDevice, SpeculativeLoop
@@ -447,17 +447,11 @@ def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
-    mistral = {
-        **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 20,
-    }
     with pytest.raises(
         UnsupportedError,
         match="method 'lookahead' is not supported for .*sliding windows or states; use a method",
     ):
-        make_llm(random_checkpoint(tmp_path, mistral), speculative_config={"method": "lookahead"})
+        make_llm(random_checkpoint(tmp_path, MISTRAL), speculative_config={"method": "lookahead"})
 
 
 # --- what is configured

@@ -11,17 +11,11 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from tests.support.engines import ENGINES, LLAMA, engines_by_name, invariants, make_llm
+from tests.support.engines import ENGINES, LLAMA, MISTRAL, engines_by_name, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 
-MISTRAL = {
-    **LLAMA,
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "sliding_window": 20,
-}
 STOPS = tuple(range(80, 136))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.5}
 FEW_WORDS = ["a b", "c", "aa", "ba a", "d"]

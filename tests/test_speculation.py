@@ -21,18 +21,17 @@ from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import NoSpeculation
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
-from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    LLAMA,
+    MISTRAL,
+    engines_by_name,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
-
-MISTRAL = {
-    **LLAMA,
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "sliding_window": 20,
-}
-
 
 TREES = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST_DRAFTS, tree=True)
 CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)

@@ -42,6 +42,15 @@ def run_program(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None
     runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
 
 
+def check_usage(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asserts that a program prints how it is used."""
+    with pytest.raises(SystemExit) as exit_info:
+        run_program(name, "--help", monkeypatch=monkeypatch)
+    assert exit_info.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_says_how_it_is_used(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -49,9 +58,7 @@ def test_every_program_says_how_it_is_used(
     assert {*NAMED} <= {*PROGRAMS}
     if name == "make_random_model":
         pytest.importorskip("torch")
-    with pytest.raises(SystemExit) as exit_info:
-        run_program(name, "--help", monkeypatch=monkeypatch)
-    assert exit_info.value.code == 0 and "usage: " in capsys.readouterr().out
+    check_usage(name, monkeypatch, capsys)
 
 
 def test_a_random_model_is_written(

@@ -12,7 +12,7 @@ import pytest
 from jaxpage.bench.results import environment
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
-from tests.test_tools import TOOLS, run_program
+from tests.test_tools import TOOLS, check_usage
 from tools.lab import bench_sampler, bench_swap
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -26,9 +26,7 @@ PROGRAMS = sorted(
 def test_every_program_says_how_it_is_used(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        run_program(f"lab/{name}", "--help", monkeypatch=monkeypatch)
-    assert exit_info.value.code == 0 and "usage: " in capsys.readouterr().out
+    check_usage(f"lab/{name}", monkeypatch, capsys)
 
 
 def test_swapping_is_timed_beside_recomputation(

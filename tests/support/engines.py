@@ -37,6 +37,12 @@ LLAMA = {
     "max_position_embeddings": 256,
     "eos_token_id": 0,
 }
+MISTRAL = {
+    **LLAMA,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 20,
+}
 
 QWEN3_5 = {
     **{
