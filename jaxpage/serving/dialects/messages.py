@@ -17,7 +17,7 @@ from jaxpage.serving.dialects.messages_fields import (
     ThinkingBlock,
     UserTurn,
 )
-from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.dialects.translating import Block, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import named_events
@@ -101,7 +101,7 @@ class MessageAnswer(InBlocks):
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": [self._block(kind, "".join(texts)) for kind, texts in self._blocks],
+            "content": [_write_block(block) for block in self._blocks],
             **self._stop(),
             "usage": {
                 "input_tokens": usage["prompt_tokens"]
@@ -122,22 +122,17 @@ class MessageAnswer(InBlocks):
             "stop_sequence": None,
         }
 
-    def _block(self, kind: str, text: str) -> dict[str, Any]:
-        if kind == "reasoning":
-            return {"type": "thinking", "thinking": text, "signature": ""}
-        return {"type": "text", "text": text}
-
     def _begin(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._answer()}]
 
-    def _open_block(self, kind: str) -> list[dict[str, Any]]:
-        return [self._of_block("start", content_block=self._block(kind, ""))]
+    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+        return [self._of_block("start", content_block=_write_block(block))]
 
-    def _more(self, kind: str, text: str) -> dict[str, Any]:
-        name = "thinking" if kind == "reasoning" else "text"
-        return self._of_block("delta", delta={"type": f"{name}_delta", name: text})
+    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+        name = "thinking" if block.kind == "reasoning" else "text"
+        return [self._of_block("delta", delta={"type": f"{name}_delta", name: text})]
 
-    def _close_block(self) -> list[dict[str, Any]]:
+    def _close_block(self, block: Block) -> list[dict[str, Any]]:
         return [self._of_block("stop")]
 
     def _end(self) -> list[dict[str, Any]]:
@@ -149,6 +144,12 @@ class MessageAnswer(InBlocks):
 
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
+
+
+def _write_block(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
 
 
 _ERROR_TYPES = {

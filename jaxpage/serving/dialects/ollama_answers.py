@@ -61,8 +61,8 @@ class OllamaAnswer(Translated):
             for choice in chunk["choices"]:
                 self._reason = choice["finish_reason"] or self._reason
                 lines += [
-                    {**self._make_line({kind: text}), "done": False}
-                    for kind, text in pieces(choice)
+                    {**self._make_line({piece.kind: piece.text}), "done": False}
+                    for piece in pieces(choice)
                 ]
         return lines
 
@@ -78,7 +78,10 @@ class OllamaAnswer(Translated):
         self._usage = response["usage"]
         (choice,) = response["choices"]
         self._reason = choice["finish_reason"]
-        return {**self._make_line(dict(pieces(choice))), **self._end()}
+        return {
+            **self._make_line({piece.kind: piece.text for piece in pieces(choice)}),
+            **self._end(),
+        }
 
     def _make_line(self, said: dict[str, str]) -> dict[str, Any]:
         return _line(self.model, said, is_chat=self._is_chat)

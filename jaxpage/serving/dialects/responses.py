@@ -16,7 +16,7 @@ from jaxpage.serving.dialects.responses_fields import (
     ResponsesRequest,
     ResponsesSchemaFormat,
 )
-from jaxpage.serving.dialects.translating import InBlocks
+from jaxpage.serving.dialects.translating import Block, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import numbered_events
@@ -146,7 +146,7 @@ class ResponseAnswer(InBlocks):
         }
 
     def _item(self, index: int, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        kind = self._blocks[index][0]
+        kind = self._blocks[index].kind
         item_id = self._item_id(index)
         content = [] if is_empty else [self._part(index)]
         if kind == "reasoning":
@@ -166,14 +166,14 @@ class ResponseAnswer(InBlocks):
         }
 
     def _item_id(self, index: int) -> str:
-        prefix = "rs" if self._blocks[index][0] == "reasoning" else "msg"
+        prefix = "rs" if self._blocks[index].kind == "reasoning" else "msg"
         return f"{prefix}_{self.id.removeprefix('resp_')}_{index}"
 
     def _part(self, index: int) -> dict[str, Any]:
-        kind, texts = self._blocks[index]
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": "".join(texts)}
-        return {"type": "output_text", "text": "".join(texts), "annotations": [], "logprobs": []}
+        block = self._blocks[index]
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
     def _event(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{name}", **fields}
@@ -181,21 +181,21 @@ class ResponseAnswer(InBlocks):
     def _begin(self) -> list[dict[str, Any]]:
         return [self._event(name, response=self._answer()) for name in ("created", "in_progress")]
 
-    def _open_block(self, kind: str) -> list[dict[str, Any]]:
+    def _open_block(self, block: Block) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
         item = self._item(index, "in_progress", is_empty=True)
         added = self._event("output_item.added", output_index=index, item=item)
         return [added, self._event("content_part.added", **self._place, part=self._part(index))]
 
-    def _more(self, kind: str, text: str) -> dict[str, Any]:
-        return self._text_event(kind, "delta", delta=text)
+    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+        return [self._text_event(block.kind, "delta", delta=text)]
 
-    def _close_block(self) -> list[dict[str, Any]]:
+    def _close_block(self, block: Block) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
         part = self._part(index)
         status = self._status if self._ending else "completed"
         return [
-            self._text_event(self._blocks[index][0], "done", text=part["text"]),
+            self._text_event(block.kind, "done", text=part["text"]),
             self._event("content_part.done", **self._place, part=part),
             self._event("output_item.done", output_index=index, item=self._item(index, status)),
         ]

@@ -26,7 +26,8 @@ from jaxpage.serving.wire.openapi_parts import (
     object_of,
     post,
 )
-from jaxpage.serving.wire.request_fields import JsonObjectFormat, TextFormat
+from jaxpage.serving.wire.request_fields import JsonObjectFormat
+from jaxpage.serving.wire.tool_fields import TextFormat
 from jaxpage.settings.field_table import Field as Line
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.context import ModelContext
@@ -76,8 +77,26 @@ class Translated:
         raise NotImplementedError
 
 
-def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the text of a choice as pairs ("reasoning" or "content", text)."""
+class Piece(NamedTuple):
+    """Holds a part of an answer.
+
+    Attributes:
+        kind: The kind: "reasoning", "content", "function" or "custom"; the last two are calls.
+        text: The text; for a call its arguments, as JSON, or the input of a custom tool.
+        place: The place of the call among the answer's calls; 0 for text.
+        call_id: The id of the call where it begins; empty otherwise.
+        name: The name of the tool where the call begins; empty otherwise.
+    """
+
+    kind: str
+    text: str
+    place: int = 0
+    call_id: str = ""
+    name: str = ""
+
+
+def pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
+    """Yields the parts of a choice."""
     said = (
         {"content": choice["text"]}
         if "text" in choice
@@ -85,20 +104,62 @@ def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
         if text := said.get(name):
-            yield kind, text
+            yield Piece(kind, text)
+    for place, call in enumerate(said.get("tool_calls", ())):
+        kind = "custom" if "custom" in call else "function"
+        called = call[kind]
+        text = called["input" if kind == "custom" else "arguments"]
+        yield Piece(
+            kind, text, call.get("index", place), call.get("id", ""), called.get("name", "")
+        )
+
+
+@dataclass
+class Block:
+    """A block of an answer: text of one kind, or a call.
+
+    Attributes:
+        kind: The kind of its pieces; see `Piece`.
+        place: The place of the call among the answer's calls; 0 for text.
+        call_id: The id of the call; empty for text.
+        name: The name of the tool; empty for text.
+        texts: The texts of its pieces so far.
+    """
+
+    kind: str
+    place: int = 0
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Returns the text so far."""
+        return "".join(self.texts)
+
+    @property
+    def is_call(self) -> bool:
+        """Returns whether it is a call."""
+        return self.kind in ("function", "custom")
+
+    def has(self, piece: Piece) -> bool:
+        """Returns whether a piece belongs to the block."""
+        return (self.kind, self.place) == (piece.kind, piece.place)
 
 
 class InBlocks(Translated):
-    """An answer that is a list of blocks, each of reasoning or of content.
+    """An answer that is a list of blocks, each of reasoning, of content, or a call.
 
     A stream opens and closes them one after the other:
 
-        begin ─ open(reasoning) ─ more ─ more ─ close ─ open(content) ─ more ─ close ─ end
+        begin ─ open(reasoning) ─ more ─ more ─ close ─ open(function) ─ more ─ close ─ end
+
+    An answer without content and calls gets an empty block of content.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._blocks: list[tuple[str, list[str]]] = []  # only the last one is open
+        self._blocks: list[Block] = []  # only the last one is open
         self._ending: dict[str, Any] = {}  # the choice that has the finish reason
         self._usage: dict[str, Any] = {}
         self._has_begun = False
@@ -112,8 +173,8 @@ class InBlocks(Translated):
                 self._has_begun = True
                 events += self._begin()
             for choice in chunk["choices"]:
-                for kind, text in pieces(choice):
-                    events += self._add_text(kind, text)
+                for piece in pieces(choice):
+                    events += self._add_piece(piece)
                 if choice["finish_reason"] is not None:
                     self._ending = choice
         return events
@@ -121,44 +182,56 @@ class InBlocks(Translated):
     def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
-        events = (
-            [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
-        )
-        return [*events, *self._close_block(), *self._end()]
+        events = self._next_block(Block("content")) if self._lacks_content() else []
+        return [*events, *self._close_block(self._blocks[-1]), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
         response = self._inner.whole(outputs)
         self._usage = response["usage"]
         (self._ending,) = response["choices"]
-        self._blocks = [(kind, [text]) for kind, text in pieces(self._ending)]
-        if not self._blocks or self._blocks[-1][0] != "content":
-            self._blocks.append(("content", []))
+        self._blocks = [
+            Block(piece.kind, piece.place, piece.call_id, piece.name, [piece.text])
+            for piece in pieces(self._ending)
+        ]
+        if self._lacks_content():
+            self._blocks.append(Block("content"))
         return self._answer()
 
-    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
-        events = [] if self._blocks and self._blocks[-1][0] == kind else self._next_block(kind)
-        self._blocks[-1][1].append(text)
-        return [*events, self._more(kind, text)]
+    @property
+    def _has_calls(self) -> bool:
+        return any(block.is_call for block in self._blocks)
 
-    def _next_block(self, kind: str) -> list[dict[str, Any]]:
-        events = self._close_block() if self._blocks else []
-        self._blocks.append((kind, []))
-        return [*events, *self._open_block(kind)]
+    def _lacks_content(self) -> bool:
+        return all(block.kind == "reasoning" for block in self._blocks)
+
+    def _add_piece(self, piece: Piece) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if not self._blocks or not self._blocks[-1].has(piece):
+            block = Block(piece.kind, piece.place, piece.call_id, piece.name)
+            events = self._next_block(block)
+        block = self._blocks[-1]
+        block.texts.append(piece.text)
+        return [*events, *self._add_to_block(block, piece.text)]
+
+    def _next_block(self, block: Block) -> list[dict[str, Any]]:
+        events = self._close_block(self._blocks[-1]) if self._blocks else []
+        self._blocks.append(block)
+        return [*events, *self._open_block(block)]
 
     def _begin(self) -> list[dict[str, Any]]:
         """Returns the events before all blocks."""
         raise NotImplementedError
 
-    def _open_block(self, kind: str) -> list[dict[str, Any]]:
+    def _open_block(self, block: Block) -> list[dict[str, Any]]:
         """Returns the events that open the last block, which is empty."""
         raise NotImplementedError
 
-    def _more(self, kind: str, text: str) -> dict[str, Any]:
-        """Returns the event that adds text to the last block."""
+    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+        """Returns the events that add text to the last block."""
         raise NotImplementedError
 
-    def _close_block(self) -> list[dict[str, Any]]:
+    def _close_block(self, block: Block) -> list[dict[str, Any]]:
         """Returns the events that close the last block."""
         raise NotImplementedError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,9 @@ class ChatAnswer(Answer):
         has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
         is_held = has_grammar and not tools.must_call
         prompt = str(prompt_request.prompt)
-        return lambda: _Reader(tools.parser(context, prompt, is_held=is_held), several=several)
+        return lambda: _Reader(
+            tools.parser(context, prompt, is_held=is_held), several=several, custom=tools.custom
+        )
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int
@@ -184,16 +186,19 @@ class _Reader:
     The fields are content, reasoning_content and tool_calls.
     """
 
-    def __init__(self, parser: PieceParser, *, several: bool) -> None:
+    def __init__(self, parser: PieceParser, *, several: bool, custom: Collection[str]) -> None:
         """Makes a reader for one answer.
 
         Args:
             parser: The parser of the answer's text.
             several: True if more than one call may be returned.
+            custom: The names of the tools whose calls have an input in place of arguments.
         """
         self.num_calls = 0
         self._parser = parser
         self._several = several
+        self._custom = custom
+        self._is_custom = False  # the last call
 
     def read(self, text: str, *, is_last: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -214,12 +219,13 @@ class _Reader:
                 self._call(delta.setdefault("tool_calls", []), piece)
 
     def _call(self, calls: list[dict[str, Any]], piece: AnswerPiece) -> None:
+        if piece.kind == "call":
+            self._is_custom = piece.name in self._custom
+        kind, text_field = ("custom", "input") if self._is_custom else ("function", "arguments")
         if piece.kind == "arguments":
-            calls.append({"index": self.num_calls - 1, "function": {"arguments": piece.text}})
+            calls.append({"index": self.num_calls - 1, kind: {text_field: piece.text}})
             return
-        function = {"name": piece.name, "arguments": piece.text}
+        called = {"name": piece.name, text_field: piece.text}
         call_id = f"call_{uuid.uuid4().hex[:24]}"
-        calls.append(
-            {"index": self.num_calls, "id": call_id, "type": "function", "function": function}
-        )
+        calls.append({"index": self.num_calls, "id": call_id, "type": kind, kind: called})
         self.num_calls += 1

@@ -26,7 +26,8 @@ Item = TypeVar("Item")
 # Validation stops at the first error: a body has room for a million wrong items.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]

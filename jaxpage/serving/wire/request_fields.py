@@ -10,6 +10,7 @@ from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallId,
     Count,
     Effort,
     Items,
@@ -22,6 +23,13 @@ from jaxpage.serving.wire.field_types import (
     with_parameters,
 )
 from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_RANKINGS, REFUSED
+from jaxpage.serving.wire.tool_fields import (
+    AllowedToolsChoice,
+    AnyTool,
+    NamedTool,
+    TextFormat,
+    ToolCall,
+)
 from jaxpage.settings import field_table as table
 
 
@@ -34,14 +42,6 @@ class StreamOptions(RequestObject):
     # Every chunk has a usage then, whether or not `include_usage` is true.
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-class TextFormat(RequestObject):
-    """Asks for text without a grammar."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
 
 
 class JsonObjectFormat(RequestObject):
@@ -169,25 +169,6 @@ class UserMessage(RequestObject):
     name: str | None = None
 
 
-class CalledFunction(RequestObject):
-    """Holds the name and the arguments of a call."""
-
-    added = frozenset({"parsed_arguments"})
-
-    name: Name
-    arguments: str  # a JSON object
-
-
-class ToolCall(RequestObject):
-    """A call of a tool, in a message of the assistant."""
-
-    added = frozenset({"index"})
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class RefusalPart(RequestObject):
     """A part of an assistant's message that says why there is no answer."""
 
@@ -221,7 +202,7 @@ class ToolMessage(RequestObject):
 
     role: Literal["tool"]
     content: Content
-    tool_call_id: str
+    tool_call_id: CallId
     name: str | None = None
 
 
@@ -230,62 +211,11 @@ Message = Annotated[
 ]
 
 
-class Function(RequestObject):
-    """Describes a function that the model may call."""
-
-    name: Name
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | bool, one_of("a JSON schema")] | None = None
-    strict: bool | None = None
-
-
-class Tool(RequestObject):
-    """A tool that the model may call; only functions are supported."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(RequestObject):
-    """Names a function."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: Name
-
-
-class NamedTool(RequestObject):
-    """Names the one tool that the model must call."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTools(RequestObject):
-    """Holds the tools that the model may call, or of which it must call one."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-class AllowedToolsChoice(RequestObject):
-    """Restricts the choice to some of the tools."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
 class ConversationFields(RequestObject):
     """Holds the fields from which a chat template renders a prompt."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -302,7 +232,8 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
         Annotated[
             Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
             one_of(
-                "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}}, or "
+                "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}}, "
+                "{'type': 'custom', 'custom': {'name': ...}}, or "
                 "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
             ),
         ]

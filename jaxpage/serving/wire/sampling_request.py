@@ -11,9 +11,9 @@ from jaxpage.serving.wire.request_fields import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
-    TextFormat,
 )
 from jaxpage.serving.wire.schemas import check_schema
+from jaxpage.serving.wire.tool_fields import TextFormat
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 # These fields of vLLM's StructuredOutputsParams are false by default.

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.serving.wire.body import JsonReader
+from jaxpage.serving.wire.call_history import check_calls
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.custom_tools import arguments_with
 from jaxpage.serving.wire.efforts import variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject
@@ -20,11 +22,10 @@ from jaxpage.serving.wire.request_fields import (
     ConversationFields,
     RefusalPart,
     TextPart,
-    Tool,
-    ToolCall,
     ToolMessage,
 )
 from jaxpage.serving.wire.template_source import variables_of
+from jaxpage.serving.wire.tool_fields import CustomCall, FunctionTool, ToolCall
 from jaxpage.settings.argument_checks import show
 
 _MAX_NUMBER = 10_000  # a template may count up to a variable
@@ -47,7 +48,9 @@ class Rendered(NamedTuple):
     ignored_fields: tuple[str, ...]
 
 
-def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> Rendered:
+def render(
+    request: ConversationFields, context: ModelContext, tools: list[FunctionTool]
+) -> Rendered:
     """Returns the prompt of a conversation.
 
     This may take a while, so it belongs on a worker thread.
@@ -59,7 +62,8 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
 
     Raises:
         ApiError: The status is 400: there is no template, it refuses the messages or fails on them,
-            or the request has a variable that the template does not have.
+            a result belongs to no call, or the request has a variable that the template does not
+            have.
     """
     template = template_of(context, tools)
     continues = bool(request.continue_final_message)
@@ -69,6 +73,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     if continues and not isinstance(request.messages[-1], AssistantMessage):
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
+    check_calls(request.messages)
     reader = JsonReader()
     messages = [
         _message(message, f"messages[{index}]", context.chat_format, reader)
@@ -96,7 +101,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     return Rendered(text, effort.ignored)
 
 
-def template_of(context: ModelContext, tools: list[Tool]) -> str:
+def template_of(context: ModelContext, tools: list[FunctionTool]) -> str:
     """Returns the source of the model's chat template; some models have another one for tools.
 
     Raises:
@@ -110,7 +115,7 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def parameters_of(tool: Tool) -> Any:
+def parameters_of(tool: FunctionTool) -> Any:
     """Returns the schema of a tool's arguments, which the prompt shows and grammars demand."""
     parameters = tool.function.parameters
     return NO_PARAMETERS if parameters is None or parameters == {} else parameters
@@ -168,6 +173,9 @@ def _message(
 
 
 def _call(call: ToolCall, path: str, reader: JsonReader) -> dict[str, Any]:
+    if isinstance(call, CustomCall):
+        arguments: Any = arguments_with(call.custom.input)
+        return _function_call(call.id, call.custom.name, arguments)
     param = f"{path}.function.arguments"
     # An answer may have had empty arguments, and clients send back what they received.
     arguments = reader.read(call.function.arguments.strip() or "{}", param)
@@ -177,14 +185,15 @@ def _call(call: ToolCall, path: str, reader: JsonReader) -> dict[str, Any]:
             f"{param} must be the text of a JSON object, got {show(call.function.arguments)}",
             param=param,
         )
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+    return _function_call(call.id, call.function.name, arguments)
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _function_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {
         "type": "function",
         "function": {

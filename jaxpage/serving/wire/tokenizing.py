@@ -13,6 +13,7 @@ from jaxpage.serving.wire.request_fields import (
     TokenizeRequest,
 )
 from jaxpage.serving.wire.templates import render
+from jaxpage.serving.wire.tool_choice import functions_of, passed_over
 
 
 class Transformed(NamedTuple):
@@ -73,8 +74,9 @@ def _conversation(
     if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages cannot be used together", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
-    rendered = render(request, context, request.tools or [])
-    return rendered.text, request, (*ignored, *rendered.ignored_fields)
+    tools = request.tools or []
+    rendered = render(request, context, list(functions_of(tools).values()))
+    return rendered.text, request, (*ignored, *passed_over(tools), *rendered.ignored_fields)
 
 
 @quotes

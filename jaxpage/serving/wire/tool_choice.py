@@ -13,17 +13,22 @@ from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of
 from jaxpage.decoding import json_rule
 from jaxpage.serving.wire.closed_objects import close_schema
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.custom_tools import CustomCalls, as_function, grammar_of_input
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
-from jaxpage.serving.wire.request_fields import (
-    AllowedToolsChoice,
-    ChatCompletionRequest,
-    NamedTool,
-    TextFormat,
-    Tool,
-)
+from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
+from jaxpage.serving.wire.tool_fields import (
+    AllowedToolsChoice,
+    AnyTool,
+    CustomTool,
+    FunctionTool,
+    NamedCustomTool,
+    NamedFunction,
+    OtherTool,
+    TextFormat,
+)
 from jaxpage.serving.wire.tools import NamedCall, make_named_schema
 from jaxpage.settings.argument_checks import show
 
@@ -39,17 +44,24 @@ class ToolUse(NamedTuple):
         name: The tool that the request names, or None.
         parameter: The field that the answer's grammar comes from, or None.
         schemas: The schemas to which a grammar holds the arguments of calls, by the tools' names.
-        ignored: The paths of what was left out of these schemas.
+        ignored: The paths of the tools that are passed over, and of what was left out of the
+            schemas.
+        custom: The names of the tools whose calls have an input in place of arguments.
+        is_input: True if the answer is nothing but the input of one custom tool.
+        input_grammar: The `structured_outputs` that this input keeps to, or None for any text.
     """
 
-    shown: list[Tool] = []  # noqa: RUF012
-    callable: list[Tool] = []  # noqa: RUF012
+    shown: list[FunctionTool] = []  # noqa: RUF012
+    callable: list[FunctionTool] = []  # noqa: RUF012
     must_call: bool = False
     several: bool = True
     name: str | None = None
     parameter: str | None = None
     schemas: Mapping[str, dict[str, Any]] = {}
     ignored: tuple[str, ...] = ()
+    custom: frozenset[str] = frozenset()
+    is_input: bool = False
+    input_grammar: dict[str, Any] | None = None
 
     def make_structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
         """Returns the grammar that the answer keeps to, or None if the tools demand none.
@@ -63,6 +75,8 @@ class ToolUse(NamedTuple):
         """
         if not self.must_call:
             return None
+        if self.is_input:
+            return self.input_grammar
         form = context.chat_format
         if form.tools is None:
             return {"json": next(iter(self.schemas.values()))}
@@ -108,17 +122,18 @@ class ToolUse(NamedTuple):
         if is_held:
             # Such a grammar leaves no room for reasoning and calls.
             return Plain()
-        if self.must_call and context.chat_format.tools is None:
+        if self.is_input or (self.must_call and context.chat_format.tools is None):
             return NamedCall(self.callable[0].function.name)
         schemas = {tool.function.name: parameters_of(tool) for tool in self.callable}
-        return context.chat_format.parser(Tools(schemas) if schemas else None, prompt)
+        parser = context.chat_format.parser(Tools(schemas) if schemas else None, prompt)
+        return CustomCalls(parser, self.custom) if self.custom else parser
 
 
 def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     """Returns what the tools of a request mean for its answer.
 
     Schemas matter only where a grammar enforces them: with "auto" they go to the chat template as
-    they are.
+    they are. Tools that run on another vendor's server are passed over.
 
     Raises:
         ApiError: The server cannot honour the tools or the choice.
@@ -129,9 +144,18 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         if choice not in (None, "none") and not (choice == "auto" and request.tools is not None):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         return ToolUse()
-    _check_names(tools)
+    functions = functions_of(tools)
+    use = ToolUse(ignored=passed_over(tools))
+    _check_names(tools, functions)
     if choice == "none":
-        return ToolUse()
+        return use
+    if not functions:
+        if choice in (None, "auto") or (
+            isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto"
+        ):
+            return use
+        message = f"tool_choice demands a call, and no tool is a function: tools[0].type is {show(tools[0].type)}"
+        raise ApiError(400, message, param="tool_choice")
     if request.structured_outputs is not None or not isinstance(
         request.response_format, TextFormat | None
     ):
@@ -139,39 +163,78 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             "response_format and structured_outputs are not supported with tools that may be called"
         )
         raise ApiError(400, message, param="response_format")
-    several = request.parallel_tool_calls is not False
-    if isinstance(choice, NamedTool):
-        index = _index_of(tools, choice.function.name)
-        return _enforce(
-            ToolUse(tools, [tools[index]], True, False, choice.function.name), [index], context
-        )
-    indices = list(range(len(tools)))
+    use = use._replace(
+        shown=list(functions.values()),
+        several=request.parallel_tool_calls is not False,
+        custom=frozenset(tool.custom.name for tool in tools if isinstance(tool, CustomTool)),
+    )
+    if isinstance(choice, NamedFunction | NamedCustomTool):
+        return _name(use, choice, tools, functions, context)
     if isinstance(choice, AllowedToolsChoice):
-        allowed = {
-            _index_of(tools, allowed_tool.function.name)
-            for allowed_tool in choice.allowed_tools.tools
-        }
-        indices = sorted(allowed)
+        allowed = [
+            _index_of(tools, tool)
+            for tool in choice.allowed_tools.tools
+            if not isinstance(tool, OtherTool)
+        ]
+        functions = {index: functions[index] for index in sorted(set(allowed))}
         choice = choice.allowed_tools.mode
     if context.chat_format.tool_form is None or (
         choice == "required" and context.chat_format.tools is None
     ):
         raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
-    callable_tools = [tools[index] for index in indices]
+    use = use._replace(callable=list(functions.values()))
     if choice == "required":
-        return _enforce(ToolUse(tools, callable_tools, True, several), indices, context)
-    if "tools" not in template_of(context, tools):
+        if not functions:
+            message = "tool_choice demands a call of tools of which none is a function"
+            raise ApiError(400, message, param="tool_choice")
+        for index in functions:
+            if grammar_of_input(tools[index]) is not None:
+                message = f"tools[{index}].custom.format: a grammar is enforced only where tool_choice names the tool"
+                raise ApiError(400, message, param=f"tools[{index}].custom.format")
+        return _enforce(use._replace(must_call=True), functions, context)
+    if "tools" not in template_of(context, use.callable):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
     # Nothing keeps the model from calling what the prompt shows.
-    return ToolUse(callable_tools, callable_tools, several=several)
+    return use._replace(shown=use.callable)
 
 
-def _enforce(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse:
+def functions_of(tools: list[AnyTool]) -> dict[int, FunctionTool]:
+    """Returns the tools that the model may call, as functions, by their places in the request."""
+    functions = {index: as_function(tool) for index, tool in enumerate(tools)}
+    return {index: tool for index, tool in functions.items() if tool is not None}
+
+
+def passed_over(tools: list[AnyTool]) -> tuple[str, ...]:
+    """Returns the paths of the tools that run on another vendor's server."""
+    paths = (f"tools[{index}]" for index, tool in enumerate(tools) if isinstance(tool, OtherTool))
+    return name_paths(tuple(paths))
+
+
+def _name(
+    use: ToolUse,
+    choice: NamedFunction | NamedCustomTool,
+    tools: list[AnyTool],
+    functions: dict[int, FunctionTool],
+    context: ModelContext,
+) -> ToolUse:
+    """Returns the use of the one tool that the request names."""
+    index = _index_of(tools, choice)
+    function = functions[index]
+    use = use._replace(callable=[function], must_call=True, several=False, name=choice.name)
+    grammar = grammar_of_input(tools[index])
+    is_input = grammar is not None or context.chat_format.tools is None
+    if isinstance(choice, NamedCustomTool) and is_input:
+        parameter = f"tools[{index}].custom.format.grammar.definition"
+        return use._replace(is_input=True, input_grammar=grammar, parameter=parameter)
+    return _enforce(use, {index: function}, context)
+
+
+def _enforce(use: ToolUse, functions: dict[int, FunctionTool], context: ModelContext) -> ToolUse:
     """Returns the use with the schemas to which a grammar holds the calls.
 
     Args:
-        use: The use, which has the tools.
-        indices: The places of these tools in the request.
+        use: The use.
+        functions: The tools that may be called, by their places in the request.
         context: The served model and the server's settings.
 
     Raises:
@@ -179,7 +242,7 @@ def _enforce(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse
     """
     schemas = {}
     ignored: tuple[str, ...] = ()
-    for index, tool in zip(indices, use.callable, strict=True):
+    for index, tool in functions.items():
         parameter = f"tools[{index}].function.parameters"
         schema: Any = parameters_of(tool)
         if not context.strict_requests:
@@ -193,10 +256,11 @@ def _enforce(use: ToolUse, indices: list[int], context: ModelContext) -> ToolUse
                 param=parameter,
             )
         schemas[tool.function.name] = make_named_schema(close_schema(schema))
+    parameter = "tools"
+    if len(functions) == 1:
+        parameter = f"tools[{next(iter(functions))}].function.parameters"
     return use._replace(
-        parameter=f"tools[{indices[0]}].function.parameters" if len(indices) == 1 else "tools",
-        schemas=schemas,
-        ignored=name_paths(ignored),
+        parameter=parameter, schemas=schemas, ignored=use.ignored + name_paths(ignored)
     )
 
 
@@ -208,22 +272,28 @@ def _no_form(choice: str, context: ModelContext) -> str:
     return f"{refused}: the server reads no tool calls, because its model's chat template writes none or --tool-parser is none"
 
 
-def _check_names(tools: list[Tool]) -> None:
+def _check_names(tools: list[AnyTool], functions: dict[int, FunctionTool]) -> None:
     names = set()
-    for index, tool in enumerate(tools):
-        if tool.function.name in names:
+    for index, tool in functions.items():
+        name = tool.function.name
+        if name in names:
             raise ApiError(
                 400,
-                f"tools has {show(tool.function.name)} twice",
-                param=f"tools[{index}].function.name",
+                f"tools has {show(name)} twice",
+                param=f"tools[{index}].{tools[index].type}.name",
             )
-        names.add(tool.function.name)
+        names.add(name)
 
 
-def _index_of(tools: list[Tool], name: str) -> int:
-    index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
-    if index is None:
-        raise ApiError(
-            400, f"tool_choice names {show(name)}, which is not in tools", param="tool_choice"
-        )
-    return index
+def _index_of(tools: list[AnyTool], choice: NamedFunction | NamedCustomTool) -> int:
+    """Returns the place of the tool that a choice names."""
+    for index, tool in enumerate(tools):
+        function = as_function(tool)
+        if function is not None and (tool.type, function.function.name) == (
+            choice.type,
+            choice.name,
+        ):
+            return index
+    raise ApiError(
+        400, f"tool_choice names {show(choice.name)}, which is not in tools", param="tool_choice"
+    )
