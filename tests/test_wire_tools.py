@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import REASONING_FORMS, TOOL_FORMS, ChatFormat, PieceParser, Tools
-from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.tools import NamedCall
-from tests.support.wire import chatml, context, tokenizer, with_template
+from tests.support.wire import admits, chatml, context, tokenizer, with_template
 
 NAMES = Tools({"f": None, "g": None})
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "parameters": {}}'
@@ -213,23 +211,9 @@ def test_required_calls_keep_to_the_schemas_of_the_tools() -> None:
     held = opened("required").prompts[0].params.structured_outputs
     one = opened("required", {"parallel_tool_calls": False}).prompts[0].params.structured_outputs
     for calls in good:
-        assert writes(held, written(*calls)) and writes(one, written(*calls))
-    assert writes(held, written(*two)) and not writes(one, written(*two))
-    assert not any(writes(held, written(*calls)) for calls in bad)
-
-
-@functools.cache
-def llguidances() -> tuple[Any, int]:
-    return tokenizer_of(tokenizer().backend_tokenizer.to_str())
-
-
-def writes(held: tuple[str, str], text: str) -> bool:
-    """Whether a model that a grammar holds may write a text, and nothing after it."""
-    known, end_id = llguidances()
-    matcher = matcher_of(known, source_of(*held))
-    assert problem_of(matcher, end_id) is None
-    tokens = known.tokenize_str(text)
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+        assert admits(held, written(*calls)) and admits(one, written(*calls))
+    assert admits(held, written(*two)) and not admits(one, written(*two))
+    assert not any(admits(held, written(*calls)) for calls in bad)
 
 
 INTEGER = {"type": "integer"}
@@ -282,11 +266,11 @@ def test_arguments_are_an_object_that_keeps_to_the_schema(
         return f"<tool_call>\n{written}\n</tool_call>"
 
     for one in good:
-        assert writes(alone, json.dumps(one))
-        assert writes(named, call(one)) and writes(required, call(one))
+        assert admits(alone, json.dumps(one))
+        assert admits(named, call(one)) and admits(required, call(one))
     for one in bad + OTHERS:
-        assert not writes(alone, json.dumps(one))
-        assert not writes(named, call(one)) and not writes(required, call(one))
+        assert not admits(alone, json.dumps(one))
+        assert not admits(named, call(one)) and not admits(required, call(one))
 
 
 def held_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") -> tuple[str, str]:

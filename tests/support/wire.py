@@ -11,6 +11,7 @@ from typing import Any
 import jaxpage
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
+from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
@@ -42,6 +43,20 @@ def with_template(template: str) -> Any:
 @functools.cache
 def chatml() -> Any:
     return with_template(CHATML)
+
+
+@functools.cache
+def _grammar_tokenizer() -> tuple[Any, int]:
+    return tokenizer_of(tokenizer().backend_tokenizer.to_str())
+
+
+def admits(held: tuple[str, str], text: str) -> bool:
+    """Whether a model that a grammar holds may write a text, and nothing after it."""
+    known, end_id = _grammar_tokenizer()
+    matcher = matcher_of(known, source_of(*held))
+    assert problem_of(matcher.deep_copy(), end_id) is None
+    tokens = known.tokenize_str(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def context(**settings: Any) -> ModelContext:

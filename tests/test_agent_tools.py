@@ -1,0 +1,260 @@
+"""Tools of agents in chats: custom tools, tools of other vendors, and calls with their results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange, open_chat
+from jaxpage.serving.wire.tokenizing import tokenize
+from tests.support.wire import Scripted, admits, context, deltas, output, with_template
+
+USER = {"role": "user", "content": "x"}
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}: {{ tool.function.description }}]{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+)
+KNOWN = context(tokenizer=with_template(TEMPLATE), tool_parser="hermes")
+WITHOUT_FORM = context(tokenizer=with_template(TEMPLATE), tool_parser="none")
+F = {"type": "function", "function": {"name": "f"}}
+PLAIN = {"type": "custom", "custom": {"name": "note", "description": "Writes a note."}}
+LARK = 'start: "add " /[a-z]+/'
+
+
+def custom(syntax: str, definition: str) -> dict[str, Any]:
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": "patch", "format": grammar}}
+
+
+PATCH = custom("lark", LARK)
+SEARCH = {"type": "web_search", "filters": {"allowed_domains": ["example.com"]}}
+NAMED = {"type": "custom", "custom": {"name": "patch"}}
+
+
+def chat(tools: Any = None, *messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [USER, *messages], "tools": tools, **fields}
+
+
+def calls_of(exchange: Exchange, *texts: str) -> list[dict[str, Any]]:
+    """Returns the calls of an answer, which are the same in a stream."""
+    scripts = [Scripted(texts)]
+    (choice,) = exchange.whole([output(exchange, scripts)])["choices"]
+    calls: list[dict[str, Any]] = choice["message"]["tool_calls"]
+    return calls
+
+
+def streamed_calls(exchange: Exchange, *texts: str) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for delta in deltas(output(exchange, [Scripted(texts)]), [Scripted(texts)]):
+        for chunk in exchange.chunks(0, delta):
+            for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
+                if part["index"] == len(calls):
+                    calls.append({name: part[name] for name in ("id", "type", part["type"])})
+                else:
+                    calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+    return calls
+
+
+def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in call.items() if name != "id"} for call in calls]
+
+
+def test_the_model_sees_a_custom_tool_as_a_function() -> None:
+    prompt = str(open_chat(chat([PLAIN, PATCH, F]), KNOWN).prompts[0].prompt)
+    assert prompt.startswith(
+        f"[note: Writes a note.][patch: The input keeps to this lark grammar:\n{LARK}][f: ]"
+    )
+
+
+def test_a_call_of_a_custom_tool_has_its_input() -> None:
+    text = '<tool_call>{"name": "note", "arguments": {"input": "a \\"b\\"\\n"}}</tool_call>'
+    wanted = {"type": "custom", "custom": {"name": "note", "input": 'a "b"\n'}}
+    body = chat([F, PLAIN])
+    assert without_ids(calls_of(open_chat(body, KNOWN), text)) == [wanted]
+    assert without_ids(streamed_calls(open_chat(body, KNOWN), *text)) == [wanted]
+
+
+@pytest.mark.parametrize("arguments", ['{"text": "a"}', '{"input": 1}', "{}"])
+def test_an_input_under_another_name_stays_as_the_model_wrote_it(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>'
+    (call,) = calls_of(open_chat(chat([PLAIN]), KNOWN), text)
+    assert json.loads(call["custom"]["input"]) == json.loads(arguments)
+
+
+@pytest.mark.parametrize("known", [KNOWN, WITHOUT_FORM], ids=["form", "no form"])
+@pytest.mark.parametrize(
+    ("tool", "outputs", "good", "bad"),
+    [
+        (PATCH, {"grammar": LARK}, "add me", "del me"),
+        (custom("regex", "[0-9]{3}"), {"regex": "[0-9]{3}"}, "123", "12"),
+    ],
+)
+def test_the_grammar_of_a_named_custom_tool_is_kept(
+    known: Any, tool: Any, outputs: Any, good: str, bad: str
+) -> None:
+    exchange = open_chat(chat([F, tool], tool_choice=NAMED), known)
+    held = exchange.prompts[0].params.structured_outputs
+    assert {held[0]: json.loads(held[1])} == outputs
+    wanted = [{"type": "custom", "custom": {"name": "patch", "input": good}}]
+    assert without_ids(calls_of(exchange, good)) == wanted
+    fresh = open_chat(chat([F, tool], tool_choice=NAMED), known)
+    assert without_ids(streamed_calls(fresh, *good)) == wanted
+    assert admits(held, good) and not admits(held, bad)
+
+
+def test_a_named_custom_tool_without_a_grammar_is_called() -> None:
+    choice = {"type": "custom", "custom": {"name": "note"}}
+    exchange = open_chat(chat([PLAIN], tool_choice=choice), KNOWN)
+    assert "grammar" in exchange.prompts[0].params.structured_outputs
+    text = '<tool_call>\n{"name": "note", "arguments": {"input": "a"}}\n</tool_call>'
+    (call,) = calls_of(exchange, text)
+    assert call["custom"] == {"name": "note", "input": "a"}
+    # Where the model has no form of calls, the whole answer is the input.
+    exchange = open_chat(chat([PLAIN], tool_choice=choice), WITHOUT_FORM)
+    assert exchange.prompts[0].params.structured_outputs is None
+    (call,) = calls_of(exchange, "any text")
+    assert call["custom"] == {"name": "note", "input": "any text"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "param"),
+    [
+        (None, "[f: ]", None),
+        ("auto", "[f: ]", None),
+        ("required", "[f: ]", None),
+        ("none", "", None),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [SEARCH]}}, "", None),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [SEARCH]}}, "", "tool_choice"),
+        ({"type": "web_search"}, "", "tool_choice"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_tool_of_another_vendor_is_passed_over(
+    choice: Any, shown: str, param: str | None, is_strict: bool
+) -> None:
+    known = context(
+        tokenizer=with_template(TEMPLATE), tool_parser="hermes", strict_requests=is_strict
+    )
+    body = chat([SEARCH, F, {"type": "local_shell"}], tool_choice=choice)
+    if param is not None:
+        with pytest.raises(ApiError) as refused:
+            open_chat(body, known)
+        assert (refused.value.status, refused.value.param) == (400, param)
+        return
+    exchange = open_chat(body, known)
+    assert exchange.ignored_fields == ("tools[0]", "tools[2]")
+    assert str(exchange.prompts[0].prompt).startswith(f"{shown}<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_refused"), [(None, False), ("auto", False), ("none", False), ("required", True)]
+)
+def test_nothing_but_tools_of_other_vendors(choice: Any, is_refused: bool) -> None:
+    body = chat([SEARCH], tool_choice=choice)
+    if is_refused:
+        with pytest.raises(ApiError, match="no tool is a function: tools.0..type is 'web_search'"):
+            open_chat(body, KNOWN)
+        return
+    assert open_chat(body, KNOWN).ignored_fields == ("tools[0]",)
+    counted = tokenize({"messages": [USER], "tools": [SEARCH]}, KNOWN)
+    assert counted.ignored_fields == ("tools[0]",)
+
+
+@pytest.mark.parametrize(
+    ("tools", "fields", "param", "message"),
+    [
+        ([custom("bnf", "x")], {}, "tools[0].custom.format.grammar.syntax", "must be"),
+        ([{"type": "custom"}], {}, "tools[0].custom", "is required"),
+        ([{"name": "f"}], {}, "tools[0].type", "is required"),
+        ([{"type": 3}], {}, "tools[0].type", "must be"),
+        ([F, PLAIN, PLAIN], {}, "tools[2].custom.name", "twice"),
+        ([F, PATCH], {"tool_choice": "required"}, "tools[1].custom.format", "only where tool_choice names"),
+        ([F], {"tool_choice": NAMED}, "tool_choice", "not in tools"),
+        ([PATCH], {"tool_choice": {"type": "function", "function": {"name": "patch"}}}, "tool_choice", "not in tools"),
+        ([PATCH, F], {"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_cannot_be_honoured_is_refused(
+    tools: Any, fields: Any, param: str, message: str
+) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        open_chat(chat(tools, **fields), KNOWN)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+# Calls and results
+
+
+def called(*ids: str) -> dict[str, Any]:
+    calls = [{"id": each, "function": {"name": "f", "arguments": "{}"}} for each in ids]
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "content": "r", "tool_call_id": call_id}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "message"),
+    [
+        ([result("a")], "messages[1].tool_call_id", "'a' is the id of no earlier call"),
+        ([result("a"), called("a")], "messages[1].tool_call_id", "no earlier call"),
+        ([called("a", "b", "a")], "messages[1].tool_calls[2].id", "'a' is the id of an earlier call"),
+        ([called("a"), result("a"), USER, called("a")], "messages[4].tool_calls[0].id", "an earlier call"),
+        ([called("a", "b"), result("b"), result("b")], "messages[3].tool_call_id", "a call with a result"),
+        ([called("a", "b"), result("b"), result("a")], None, ""),
+        ([called("a", "b"), result("b"), USER, result("a")], None, ""),
+        ([called("a"), USER, called("b"), result("b")], None, ""),
+    ],
+)  # fmt: skip
+def test_results_belong_to_calls(messages: list[Any], param: str | None, message: str) -> None:
+    if param is None:
+        assert open_chat(chat(None, *messages), KNOWN).prompts
+        return
+    for body in (chat([F], *messages), {"messages": [USER, *messages]}):
+        with pytest.raises(ApiError, match=message) as refused:
+            (open_chat if "model" in body else tokenize)(body, KNOWN)
+        assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["call", "result"]), st.sampled_from("abc")), max_size=8
+    )
+)
+def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_first(
+    events: list[tuple[str, str]],
+) -> None:
+    messages = [called(each) if kind == "call" else result(each) for kind, each in events]
+    calls = [each for kind, each in events if kind == "call"]
+    results = [each for kind, each in events if kind == "result"]
+    is_good = (
+        len(set(calls)) == len(calls)
+        and len(set(results)) == len(results)
+        and all(
+            ("call", each) in events[:place]
+            for place, (kind, each) in enumerate(events)
+            if kind == "result"
+        )
+    )
+    try:
+        open_chat(chat(None, *messages), KNOWN)
+    except ApiError as error:
+        assert error.status == 400 and not is_good
+    else:
+        assert is_good
+
+
+def test_a_call_of_a_custom_tool_in_a_history() -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "note", "input": 'a"'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    exchange = open_chat(chat([PLAIN], said, result("c")), KNOWN)
+    written = '<tool_call>{"name": "note", "arguments": {"input": "a\\""}}</tool_call>'
+    assert written in str(exchange.prompts[0].prompt)
