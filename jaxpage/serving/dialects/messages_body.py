@@ -128,21 +128,21 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
     wanted = {} if effort is None else {"reasoning_effort": effort}
     if thinking is None:
         return Translation(wanted, efforts)
+    template = template_of(context, [])
     has_reasoning = context.chat_format.reasoning is not None
-    thinks = thinking.type != "disabled"
-    fields = fields_for_thinking(template_of(context, []), thinks=thinks)
-    if not thinks:
-        is_ignored = has_reasoning and not fields
+    off = fields_for_thinking(template, thinks=False)
+    if thinking.type == "disabled":
+        is_ignored = has_reasoning and not off
         ignored = ("thinking",) if is_ignored else ()
-        return Translation(fields, {"reasoning_effort": "thinking"}, ignored)
-    if not fields and not has_reasoning:
+        return Translation(off, {"reasoning_effort": "thinking"}, ignored)
+    if not off and not has_reasoning:
         return Translation(wanted, efforts, ("thinking",))
     names = {
         **efforts,
         "chat_template_kwargs": "thinking",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    body = {**fields, **wanted}
+    body = {**fields_for_thinking(template, thinks=True), **wanted}
     ignored = ()
     if isinstance(thinking, ThinkingWithBudget) and thinking.budget_tokens is not None:
         # Only the end of reasoning that has a form can be found.
