@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -487,26 +488,20 @@ def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: 
         claude.messages.count_tokens(**{**requested, "messages": [USER, begun]}).input_tokens
         == wanted
     )
-    with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
-        claude.messages.count_tokens(
-            **requested, tools=[{"name": "f", "input_schema": {"type": "object"}}]
-        )
+    with pytest.raises(anthropic.BadRequestError, match="tools.0..input_schema"):
+        claude.messages.count_tokens(**requested, tools=[{"name": "f", "input_schema": []}])  # type: ignore[list-item]
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.count_tokens(**{**requested, "model": "claude"})
 
 
 def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, server: Running) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
-        (
-            {"extra_body": {"output_format": {"type": "json_schema", "schema": SCHEMA}}},
-            "output_format is not supported",
-        ),
+        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema must be"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
         ({"max_tokens": 0}, "max_tokens must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content must be a string, or a list of blocks of type 'text', not 'image'",
+            "messages[0].content[0].type must be one of 'text', 'tool_result', got 'image'",
         ),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
     ]
@@ -535,6 +530,90 @@ def test_a_key_may_be_in_the_header_of_messages(server: Running, promises: Promi
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             answer = httpx.post(f"{server.address}{path}", json=body, headers=headers, timeout=60)
             assert answer.status_code == status
+
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"rain": {"type": "boolean"}},
+        "required": ["rain"],
+    },
+}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_conversation_with_a_tool(claude: anthropic.Anthropic, choice: Any) -> None:
+    """A grammar makes the small model call it; the client sends back what it got, and a result."""
+    requested: Any = {**MESSAGE, "max_tokens": 64, "tools": [WEATHER]}
+    requested["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+    messages = [*MESSAGE["messages"]]
+    for _ in range(2):
+        requested["messages"] = messages
+        answer: Any = claude.messages.create(**requested)
+        (block,) = answer.content
+        assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
+        assert block.id.startswith("toolu_") and block.input in ({"rain": True}, {"rain": False})
+        with claude.messages.stream(**requested) as stream:
+            again: Any = stream.get_final_message()
+        assert (again.content[0].input, again.stop_reason) == (block.input, "tool_use")
+        counted = {name: requested[name] for name in ("model", "system", "messages", "tools")}
+        usage = answer.usage
+        assert (
+            claude.messages.count_tokens(**counted).input_tokens
+            == usage.input_tokens + usage.cache_read_input_tokens
+        )
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "It rains."}
+        messages = [
+            *messages,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+        ]
+
+
+@pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
+def test_a_request_of_claude_code_comes_through_the_server(name: str, http: httpx.Client) -> None:
+    recorded = Path(__file__).parent / "support" / "agent_requests" / f"claude_code_{name}.json"
+    requested = json.loads(recorded.read_text())
+    if "max_tokens" in requested["body"]:
+        requested["body"]["max_tokens"] = 24
+    answer = http.post(requested["path"], json=requested["body"], headers=requested["headers"])
+    assert answer.status_code == 200, answer.text
+    if name == "count_tokens":
+        assert answer.json().keys() == {"input_tokens"}
+    else:
+        assert answer.text.startswith("event: message_start\n")
+        assert answer.text.rstrip().endswith('data: {"type":"message_stop"}')
+
+
+def test_every_error_below_messages_is_anthropics(http: httpx.Client) -> None:
+    body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
+    kinds = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        404: "not_found_error",
+        405: "invalid_request_error",
+        413: "request_too_large",
+    }
+    wrong: list[tuple[str, str, int, dict[str, Any]]] = [
+        ("GET", "/v1/messages", 405, {}),
+        ("DELETE", "/v1/messages/count_tokens", 405, {}),
+        ("POST", "/v1/messages/batches", 404, {"json": body}),
+        ("GET", "/v1/messages/batches/b/results", 404, {}),
+        ("POST", "/v1/messages?beta=true", 400, {"content": "{"}),
+        ("POST", "/v1/messages/count_tokens?beta=true", 400, {"content": ""}),
+        ("POST", "/v1/messages", 400, {"json": {**body, "tools": [{"name": "f"}]}}),
+        ("POST", "/v1/messages", 404, {"json": {**body, "model": "claude"}}),
+        ("POST", "/v1/messages", 413, {"content": b" " * (ServerConfig().max_body_bytes + 1)}),
+        ("POST", "/v1/messages", 401, {"json": body, "headers": {"Authorization": "Bearer x"}}),
+    ]
+    for method, path, status, fields in wrong:
+        headers = {"content-type": "application/json", **fields.pop("headers", {})}
+        answer = http.request(method, path, headers=headers, **fields)
+        assert answer.status_code == status, (path, answer.text)
+        told = answer.json()
+        assert told["type"] == "error" and told["error"]["type"] == kinds[status], path
 
 
 # Ollama

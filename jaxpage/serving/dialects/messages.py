@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic_core import from_json
+
 from jaxpage.serving.dialects.dialect import Dialect
+from jaxpage.serving.dialects.messages_body import NAMES, translate
 from jaxpage.serving.dialects.messages_fields import (
     DOCUMENT,
-    AssistantTurn,
     CountTokensRequest,
     MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    UserTurn,
 )
 from jaxpage.serving.dialects.translating import Block, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
@@ -24,10 +23,9 @@ from jaxpage.serving.wire.encoding import named_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.tokenizing import Transformed, tokenize
-from jaxpage.settings.field_table import names_in
 
-# The names of parameters in this API, by their names in chats.
-_NAMES = names_in("messages")
+# Clients refuse reasoning without a signature; a request may send any, and none is checked.
+_SIGNATURE = "bm90IHNpZ25lZA=="
 
 
 @quotes
@@ -38,7 +36,7 @@ def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
         ApiError: The request is refused.
     """
     request, ignored = read(body, MessagesRequest, context)
-    return MessageAnswer(open_chat, _chat_of(request), context, request.model, ignored)
+    return MessageAnswer(request, context, ignored)
 
 
 @quotes
@@ -49,49 +47,40 @@ def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
         ApiError: The request is refused.
     """
     request, ignored = read(body, CountTokensRequest, context)
-    counted = tokenize({"model": request.model, **_conversation_of(request)}, context)
-    return Transformed({"input_tokens": counted.body["count"]}, ignored)
-
-
-def _conversation_of(request: CountTokensRequest) -> dict[str, Any]:
-    system = (
-        [] if request.system is None else [{"role": "system", "content": _text_of(request.system)}]
-    )
-    continues = isinstance(request.messages[-1], AssistantTurn)
-    return {
-        "messages": [*system, *map(_message, request.messages)],
-        "continue_final_message": continues,
-    }
-
-
-def _chat_of(request: MessagesRequest) -> dict[str, Any]:
-    return {
-        **_conversation_of(request),
-        "max_tokens": request.max_tokens,
-        "stream": request.stream,
-        **{name: getattr(request, theirs) for name, theirs in _NAMES.items()},
-    }
-
-
-def _message(turn: UserTurn | AssistantTurn) -> dict[str, Any]:
-    message = {"role": turn.role, "content": _text_of(turn.content)}
-    thoughts = [block.thinking for block in turn.content if isinstance(block, ThinkingBlock)]
-    return {**message, "reasoning_content": "".join(thoughts)} if thoughts else message
-
-
-def _text_of(content: Any) -> Any:
-    if isinstance(content, str):
-        return content
-    return [
-        {"type": "text", "text": block.text} for block in content if isinstance(block, TextBlock)
-    ]
+    message = MessageAnswer(request, context, ignored)
+    prompt = {"model": request.model, "prompt": message.prompts[0].prompt}
+    try:
+        counted = tokenize({**prompt, "add_special_tokens": False}, context)
+    except ApiError as error:
+        raise error.rename_param({"prompt": "messages"}) from None
+    return Transformed({"input_tokens": counted.body["count"]}, message.ignored_fields)
 
 
 class MessageAnswer(InBlocks):
     """Answers with one message, whose blocks are content blocks."""
 
     _prefix = "msg"
-    _names = {"prompt": "messages"} | _NAMES
+
+    def __init__(
+        self, request: CountTokensRequest, context: ModelContext, ignored_fields: tuple[str, ...]
+    ) -> None:
+        """Opens the chat that the answer translates.
+
+        Args:
+            request: The request; one that counts tokens has no lengths and generates nothing.
+            context: The served model and the server's settings.
+            ignored_fields: The paths of ignored fields of the request.
+
+        Raises:
+            ApiError: The request is refused; the error uses the client's names.
+        """
+        body, self._names, ignored = translate(request, context)
+        if isinstance(request, MessagesRequest):
+            body |= {"max_tokens": request.max_tokens, "stream": request.stream}
+            body |= {name: getattr(request, theirs) for name, theirs in NAMES.items()}
+        # A client may ask for its reasoning to be left out of the answer.
+        self._shows_thinking = getattr(request.thinking, "display", None) != "omitted"
+        super().__init__(open_chat, body, context, request.model, ignored_fields + ignored)
 
     def _answer(self) -> dict[str, Any]:
         usage = self._usage
@@ -101,7 +90,7 @@ class MessageAnswer(InBlocks):
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": [_write_block(block) for block in self._blocks],
+            "content": [self._write_block(block) for block in self._blocks],
             **self._stop(),
             "usage": {
                 "input_tokens": usage["prompt_tokens"]
@@ -115,6 +104,8 @@ class MessageAnswer(InBlocks):
     def _stop(self) -> dict[str, str | None]:
         reason = self._ending.get("finish_reason")
         stop = self._ending.get("stop_reason")
+        if reason in ("stop", "tool_calls") and self._has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "stop" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {
@@ -126,14 +117,28 @@ class MessageAnswer(InBlocks):
         return [{"type": "message_start", "message": self._answer()}]
 
     def _open_block(self, block: Block) -> list[dict[str, Any]]:
-        return [self._of_block("start", content_block=_write_block(block))]
+        written = self._write_block(block)
+        if block.kind == "reasoning":
+            written["signature"] = ""
+        return [self._of_block("start", content_block=written)]
 
     def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
-        name = "thinking" if block.kind == "reasoning" else "text"
-        return [self._of_block("delta", delta={"type": f"{name}_delta", name: text})]
+        if block.is_call:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        elif block.kind == "reasoning":
+            if not self._shows_thinking:
+                return []
+            delta = {"type": "thinking_delta", "thinking": text}
+        else:
+            delta = {"type": "text_delta", "text": text}
+        return [self._of_block("delta", delta=delta)]
 
     def _close_block(self, block: Block) -> list[dict[str, Any]]:
-        return [self._of_block("stop")]
+        stop = self._of_block("stop")
+        if block.kind != "reasoning":
+            return [stop]
+        signature = {"type": "signature_delta", "signature": _SIGNATURE}
+        return [self._of_block("delta", delta=signature), stop]
 
     def _end(self) -> list[dict[str, Any]]:
         usage = self._answer()["usage"]
@@ -145,11 +150,30 @@ class MessageAnswer(InBlocks):
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
 
+    def _write_block(self, block: Block) -> dict[str, Any]:
+        if block.is_call:
+            return {
+                "type": "tool_use",
+                "id": f"toolu_{block.call_id.removeprefix('call_')}",
+                "name": block.name,
+                "input": _input_of(block.text),
+            }
+        if block.kind == "reasoning":
+            thinking = block.text if self._shows_thinking else ""
+            return {"type": "thinking", "thinking": thinking, "signature": _SIGNATURE}
+        return {"type": "text", "text": block.text}
 
-def _write_block(block: Block) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text}
+
+def _input_of(text: str) -> dict[str, Any]:
+    """Returns the input of a call, as Anthropic's client reads it.
+
+    If the answer was cut within the call, it is the part of the object that is complete.
+    """
+    try:
+        value = from_json(text or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 _ERROR_TYPES = {

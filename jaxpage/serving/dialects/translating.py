@@ -190,10 +190,11 @@ class InBlocks(Translated):
         response = self._inner.whole(outputs)
         self._usage = response["usage"]
         (self._ending,) = response["choices"]
-        self._blocks = [
-            Block(piece.kind, piece.place, piece.call_id, piece.name, [piece.text])
-            for piece in pieces(self._ending)
-        ]
+        # A message has all of its text in one field; chunks have the parts in order.
+        for chunk in self._inner.chunks(0, outputs[0]):
+            for choice in chunk["choices"]:
+                for piece in pieces(choice):
+                    self._add_piece(piece)
         if self._lacks_content():
             self._blocks.append(Block("content"))
         return self._answer()

@@ -124,14 +124,20 @@ class ChatAnswer(Answer):
             choices.append(
                 {"index": index, "delta": begun, "logprobs": None, "finish_reason": None}
             )
-        said = reader.read(completion.text, is_last=completion.finish_reason is not None)
+        parts = reader.read(completion.text, is_last=completion.finish_reason is not None)
         logprobs = self._logprobs(delta, position)
         has_tokens = completion.token_ids and (
             logprobs is not None or self._request.return_token_ids
         )
-        if said or has_tokens:
-            more = self._end(replace(completion, stop_reason=None), None)
-            choices.append({"index": index, "delta": said, "logprobs": logprobs, **more})
+        if not parts and has_tokens:
+            parts = [{}]
+        for place, said in enumerate(parts):
+            # Which part a token belongs to is not known; the first has them all.
+            tokens = [] if place else completion.token_ids
+            more = self._end(replace(completion, stop_reason=None, token_ids=tokens), None)
+            choices.append(
+                {"index": index, "delta": said, "logprobs": None if place else logprobs, **more}
+            )
         if completion.finish_reason is not None:
             # The end has a chunk of its own, as in OpenAI's streams: OpenAI's client takes a call
             # for finished when a chunk has nothing more of it.
@@ -145,7 +151,7 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         completion = output.outputs[position]
         reader = self._new_reader()
-        said = reader.read(completion.text, is_last=True)
+        said = _merge(reader.read(completion.text, is_last=True))
         message = {
             "role": "assistant",
             "refusal": None,
@@ -180,6 +186,20 @@ class ChatAnswer(Answer):
         )
 
 
+_FIELDS = {"content": "content", "reasoning": "reasoning_content"}  # of text, by its kind
+
+
+def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a message, for its parts in order."""
+    values: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).extend(value if name == "tool_calls" else [value])
+    return {
+        name: value if name == "tool_calls" else "".join(value) for name, value in values.items()
+    }
+
+
 class _Reader:
     """Turns the text of one answer into the fields of deltas.
 
@@ -200,23 +220,28 @@ class _Reader:
         self._custom = custom
         self._is_custom = False  # the last call
 
-    def read(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        self._add(delta, self._parser.push(text))
+    def read(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """Returns the parts that are certain with this text, in order, each with one field."""
+        parts: list[tuple[str, list[Any]]] = []
+        self._add(parts, self._parser.push(text))
         if is_last:
-            self._add(delta, self._parser.finish())
-        return {
-            name: "".join(value) if name != "tool_calls" else value for name, value in delta.items()
-        }
+            self._add(parts, self._parser.finish())
+        return [
+            {name: values if name == "tool_calls" else "".join(values)} for name, values in parts
+        ]
 
-    def _add(self, delta: dict[str, Any], pieces: Iterable[AnswerPiece]) -> None:
+    def _add(self, parts: list[tuple[str, list[Any]]], pieces: Iterable[AnswerPiece]) -> None:
         for piece in pieces:
-            if piece.kind in ("content", "reasoning"):
-                delta.setdefault(
-                    "content" if piece.kind == "content" else "reasoning_content", []
-                ).append(piece.text)
-            elif self._several or not self.num_calls or piece.kind == "arguments":
-                self._call(delta.setdefault("tool_calls", []), piece)
+            is_text = piece.kind in ("content", "reasoning")
+            if not (is_text or self._several or not self.num_calls or piece.kind == "arguments"):
+                continue
+            name = _FIELDS.get(piece.kind, "tool_calls")
+            if not parts or parts[-1][0] != name:
+                parts.append((name, []))
+            if is_text:
+                parts[-1][1].append(piece.text)
+            else:
+                self._call(parts[-1][1], piece)
 
     def _call(self, calls: list[dict[str, Any]], piece: AnswerPiece) -> None:
         if piece.kind == "call":

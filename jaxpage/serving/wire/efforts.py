@@ -65,6 +65,26 @@ def variables_for(template: str, effort: str | None, verbosity: str | None) -> V
     return Variables(values, tuple(ignored))
 
 
+def fields_for_thinking(template: str, *, thinks: bool) -> dict[str, Any]:
+    """Returns the fields of a chat that turn thinking on or off.
+
+    They are empty where the template has no variable that does it.
+
+    Args:
+        template: The source of the template.
+        thinks: True to turn thinking on.
+    """
+    known = variables_of(template)
+    switches = [name for name in SWITCHES if name in known]
+    if not thinks:
+        return {_EFFORT: "none"} if switches or _EFFORT in known else {}
+    if switches:
+        return {"chat_template_kwargs": dict.fromkeys(switches, True)}
+    # Such a template may take no effort for none.
+    takes_none = _EFFORT in known and "none" in _words_of(template)
+    return {_EFFORT: "high"} if takes_none else {}
+
+
 def _nearest(effort: str, words: tuple[str, ...]) -> str:
     """Returns the word that a template knows for an effort; only "none" means none."""
     if effort in words:

@@ -113,7 +113,7 @@ class ApiError(Exception):
         if self.param is None or (begin := _find_known_beginning(self.param, names)) is None:
             return self
         # The message begins with the parameter, or with the path of a part of it.
-        beginning = re.compile(rf"^{re.escape(begin)}\b")
+        beginning = re.compile(rf"^{re.escape(begin)}(?!\w)")
         self._unscrubbed = beginning.sub(lambda _: names[begin], self._unscrubbed)
         self.message = beginning.sub(lambda _: names[begin], self.message)
         self.param = names[begin] + self.param[len(begin) :]

@@ -1,0 +1,686 @@
+"""Anthropic's Messages as coding agents send them: tools, results, thinking, and the requests of Claude Code."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpage.serving.dialects.messages import DIALECT, count_tokens, open_message
+from jaxpage.serving.dialects.messages_body import translate
+from jaxpage.serving.dialects.messages_fields import CountTokensRequest
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.efforts import fields_for_thinking
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import open_chat
+from jaxpage.serving.wire.reading import read
+from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
+
+# As Qwen3's.
+TEMPLATE = """\
+{% if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+USER = {"role": "user", "content": "Hi"}
+SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+TOOL = {"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+REQUESTS = Path(__file__).parent / "support" / "agent_requests"
+
+
+@functools.cache
+def qwen(*, strict: bool = False) -> ModelContext:
+    return context(
+        tokenizer=with_template(TEMPLATE),
+        tool_parser="auto",
+        reasoning_parser="auto",
+        max_model_len=8192,
+        strict_requests=strict,
+    )
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "max_tokens": 64, "messages": [USER], **fields}
+
+
+def translated(**fields: Any) -> Any:
+    request, _ = read({"model": "demo", "messages": [USER], **fields}, CountTokensRequest, qwen())
+    return translate(request, qwen())
+
+
+def use(call_id: str = "toolu_1", **fields: Any) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": call_id, "name": "weather", "input": {"place": "Oslo"}}
+    return {**call, **fields}
+
+
+def result(call_id: str = "toolu_1", **fields: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call_id, **fields}
+
+
+def said(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def asked(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def text(words: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **fields}
+
+
+def system(words: str) -> dict[str, Any]:
+    return {"role": "system", "content": words}
+
+
+THOUGHT = {"type": "thinking", "thinking": "Hm", "signature": "abc"}
+
+
+def call(call_id: str, arguments: str = '{"place": "Oslo"}') -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def told(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+# Histories, and the messages of the chat that they are.
+HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "a call and its result": (
+        {"messages": [USER, said(THOUGHT, text("I look."), use()), asked(result(content="3 degrees"))]},
+        [
+            USER,
+            {"role": "assistant", "content": "I look.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
+            told("toolu_1", "3 degrees"),
+        ],
+    ),
+    "two calls, results of parts and of nothing, and text": (
+        {
+            "system": [text("Be brief.", cache_control={"type": "ephemeral", "ttl": "1h"}), text("Now.")],
+            "messages": [
+                USER,
+                said(use("a"), use("b", input={})),
+                asked(
+                    text("First this."),
+                    result("b"),
+                    result("a", content=[text("3"), text("degrees")], cache_control={"type": "ephemeral"}),
+                    text("Go on."),
+                ),
+            ],
+        },
+        [
+            {"role": "system", "content": "Be brief.\nNow."},
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b", "{}")]},
+            told("b", ""),
+            told("a", "3\ndegrees"),
+            {"role": "user", "content": "First this.\nGo on."},
+        ],
+    ),
+    "errors": (
+        {
+            "messages": [
+                USER,
+                said(use("a"), use("b"), use("c"), use("d")),
+                asked(
+                    result("a", content="no file", is_error=True),
+                    result("b", is_error=True),
+                    result("c", content=[text("Error 5")], is_error=True),
+                    result("d", content="fine", is_error=False),
+                ),
+            ]
+        },
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [call(name) for name in "abcd"]},
+            told("a", "Error: no file"),
+            told("b", "Error"),
+            told("c", "Error 5"),
+            told("d", "fine"),
+        ],
+    ),
+    "instructions that come later": (
+        {
+            "system": "Be brief.",
+            "messages": [
+                *(system("Always."), USER, system("Agents: x"), said(use())),
+                *(asked(result(content="3")), system("<system-reminder>y</system-reminder>")),
+            ],
+        },
+        [
+            {"role": "system", "content": "Be brief.\nAlways."},
+            {"role": "user", "content": "Hi\n<system-reminder>\nAgents: x\n</system-reminder>"},
+            {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]},
+            told("toolu_1", "3"),
+            {"role": "user", "content": "<system-reminder>y</system-reminder>"},
+        ],
+    ),
+    "turns of the user that follow each other": (
+        {"messages": [USER, asked(text("there")), said(text("Yes?")), USER]},
+        [{"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Yes?"}, USER],
+    ),
+    "a tool that was found": (
+        {"messages": [USER, said(use()), asked(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, told("toolu_1", "weather")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_history_is_that_of_the_chat(name: str) -> None:
+    fields, messages = HISTORIES[name]
+    answer = open_message(message(**fields, tools=[TOOL]), qwen(strict=True))
+    function = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
+    chat = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    wanted = open_chat({"model": "demo", "max_tokens": 64, **chat}, qwen())
+    assert answer.prompts == wanted.prompts and answer.ignored_fields == ()
+
+
+def test_what_another_server_ran_is_passed_over_and_named() -> None:
+    """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the last."""
+    server_blocks = [
+        {"type": "redacted_thinking", "data": "AAAA"},
+        {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
+    ]
+    fields = {
+        "system": [text("x-anthropic-billing-header: cch=1;"), text("Be brief.")],
+        "messages": [USER, said(*server_blocks), USER, said(text("Yes?"), server_blocks[0]), USER],
+        "tools": [SEARCH, TOOL],
+    }
+    answer = open_message(message(**fields), qwen())
+    plain = {"system": "Be brief.", "messages": [USER, USER, said(text("Yes?")), USER]}
+    assert answer.prompts == open_message(message(**plain, tools=[TOOL]), qwen()).prompts
+    passed_over = [
+        *(f"messages[1].content[{index}]" for index in range(3)),
+        "messages[3].content[1]",
+    ]
+    assert answer.ignored_fields == ("system[0]", *passed_over, "tools[0]")
+
+
+def test_an_answer_goes_on_from_text_only() -> None:
+    begun = open_message(message(messages=[USER, said(text("It was"))]), qwen())
+    assert str(begun.prompts[0].prompt).endswith("It was")
+    called = open_message(message(messages=[USER, said(use())], tools=[TOOL]), qwen())
+    assert str(called.prompts[0].prompt).endswith("<|im_start|>assistant\n")
+
+
+ROUND: list[dict[str, Any]] = [USER, said(use()), asked(result())]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": [*ROUND[:2], asked(text("x"), result("toolu_2"))]},
+     "messages[2].content[1].tool_use_id", "'toolu_2' is the id of no earlier call"),
+    ({"messages": [*ROUND, asked(result())]},
+     "messages[3].content[0].tool_use_id", "'toolu_1' is the id of a call with a result"),
+    ({"system": "s", "messages": [*ROUND, said(text("x"), use())]},
+     "messages[3].content[1].id", "'toolu_1' is the id of an earlier call"),
+    ({"messages": [USER, said(text("x"), use(input="Oslo"))]},
+     "messages[1].content[1].input", "must be an object, got 'Oslo'"),
+    ({"messages": [USER, said(use(input=None))]}, "messages[1].content[0].input", "must be an object"),
+    ({"messages": [USER, said(use(name="a b"))]}, "messages[1].content[0].name", "must match"),
+    ({"messages": [USER, said({"type": "tool_use", "name": "f", "input": {}})]},
+     "messages[1].content[0].id", "is required"),
+    ({"messages": [USER, said({"type": "image", "source": {}})]},
+     "messages[1].content[0].type", "must be one of 'text', 'thinking', 'tool_use'"),
+    ({"messages": [asked({"type": "image", "source": {}})]},
+     "messages[0].content[0].type", "must be one of 'text', 'tool_result', got 'image'"),
+    ({"messages": [*ROUND[:2], asked(result(content=[text("x"), {"type": "image"}]))]},
+     "messages[2].content[0].content[1].type", "got 'image'"),
+    ({"messages": [*ROUND[:2], asked(result(content=5))]}, "messages[2].content[0].content", "must be a"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of 'user'"),
+    ({"system": [{"type": "image"}]}, "system[0].type", "must be 'text'"),
+    ({"tools": [TOOL, {**TOOL, "input_schema": "x"}]}, "tools[1].input_schema", "must be"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "is required"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must match"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type", "must be 'custom'"),
+    ({"tools": [SEARCH, TOOL, TOOL]}, "tools[2].name", "tools has 'weather' twice"),
+    ({"tools": [SEARCH, {**TOOL, "input_schema": {"type": "banana"}}], "tool_choice": {"type": "any"}},
+     "tools[1].input_schema", "banana"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "names 'f', which is not in tools"),
+    ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+     "tool_choice", "tools[1] is passed over: this server has no tools of type 'web_search_20250305'"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "no tool is a function"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type", "must be one of"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "must be"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "must be"),
+    ({"thinking": {"type": "on"}}, "thinking.type", "must be one of"),
+    ({"output_config": {"effort": "huge"}}, "output_config.effort", "must be"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "banana"}}}},
+     "output_config.format.schema", "banana"),
+    ({"output_format": {"type": "json_schema", "schema": {"type": "banana"}}}, "output_format.schema", "banana"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "problem"), REFUSED)
+def test_an_error_has_the_clients_path(fields: dict[str, Any], param: str, problem: str) -> None:
+    """The count of tokens has the same."""
+    for opens, body in (
+        (open_message, message(**fields)),
+        (count_tokens, {"model": "demo", "messages": [USER], **fields}),
+    ):
+        with pytest.raises(ApiError) as caught:
+            opens(body, qwen())
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert problem in caught.value.message
+        assert caught.value.message.startswith((param, param.partition("[")[0]))
+        told = DIALECT.error(caught.value)
+        assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("choice", "body"),
+    [
+        (None, {}),
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "auto", "disable_parallel_tool_use": False}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        (
+            {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+            {
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+                "parallel_tool_calls": False,
+            },
+        ),
+    ],
+)
+def test_a_choice_is_that_of_the_chat(choice: Any, body: dict[str, Any]) -> None:
+    strict = {**TOOL, "type": "custom", "strict": True, "input_examples": [{"place": "Rome"}]}
+    chat = translated(tools=[SEARCH, strict], tool_choice=choice).body
+    assert {
+        name: chat[name] for name in ("tool_choice", "parallel_tool_calls") if name in chat
+    } == body
+    function = {**chat["tools"][1]["function"]}
+    assert function.pop("parameters") == {**SCHEMA, "examples": [{"place": "Rome"}]}
+    assert function == {"name": "weather", "description": "Tells the weather.", "strict": True}
+    assert chat["tools"][0] == {"type": "web_search_20250305"}
+    answer = open_message(message(tools=[SEARCH, strict], tool_choice=choice), qwen())
+    assert ("weather" in str(answer.prompts[0].prompt)) == (choice != {"type": "none"})
+    assert answer.ignored_fields == ("tools[0]",)
+
+
+@pytest.mark.parametrize("kind", [
+    "web_search_20250305", "web_fetch_20260318", "bash_20250124", "text_editor_20250728", "computer_20251124",
+    "computer_toolset_20260801", "memory_20250818", "code_execution_20260521", "mcp_toolset", "tool_search_tool_regex_20251119",
+])  # fmt: skip
+def test_a_tool_of_a_server_is_passed_over(kind: str) -> None:
+    answer = open_message(message(tools=[{"type": kind, "name": "x"}]), qwen(strict=True))
+    assert answer.ignored_fields == ("tools[0]",)
+
+
+def test_a_schema_that_nothing_enforces_refuses_no_request() -> None:
+    """In auto the template has it as it is."""
+    look_ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x).*$"}}}
+    open_message(message(tools=[{**TOOL, "input_schema": look_ahead}]), qwen(strict=True))
+
+
+def test_no_tools_ask_for_nothing() -> None:
+    """As agents send them for titles and summaries."""
+    for choice in (None, {"type": "auto"}, {"type": "none"}):
+        answer = open_message(message(tools=[], tool_choice=choice), qwen(strict=True))
+        assert answer.prompts == open_message(message(), qwen()).prompts
+
+
+# Thinking
+
+SWITCH = "<{{ enable_thinking | default('unset') }}>"
+WORDS = "<{{ reasoning_effort | default('unset') }}>"
+NONE_OR_HIGH = "<{{ reasoning_effort | default('none') }}>{% if reasoning_effort in ['none', 'high'] %}{% endif %}"
+PLAIN = "{{ messages[0].content }}<>"
+ON, OFF = {"type": "adaptive", "display": "summarized"}, {"type": "disabled"}
+LOW = {"effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "shown", "ignored"),
+    [
+        (SWITCH, {}, "unset", ()),
+        (SWITCH, {"thinking": ON}, "True", ()),
+        (SWITCH, {"thinking": {"type": "adaptive", "budget_tokens": 0}}, "True", ()),
+        (SWITCH, {"thinking": {"type": "enabled"}}, "True", ()),
+        (SWITCH, {"thinking": OFF}, "False", ()),
+        (SWITCH, {"thinking": OFF, "output_config": LOW}, "False", ()),
+        (SWITCH, {"output_config": LOW}, "True", ()),
+        (WORDS, {"thinking": ON}, "unset", ()),
+        (WORDS, {"thinking": ON, "output_config": LOW}, "low", ()),
+        (WORDS, {"thinking": OFF}, "low", ("thinking",)),
+        (NONE_OR_HIGH, {"thinking": ON}, "high", ()),
+        (NONE_OR_HIGH, {"thinking": OFF}, "none", ()),
+        (PLAIN, {"thinking": ON}, "", ("thinking",)),
+        (PLAIN, {"thinking": {"type": "enabled", "budget_tokens": 2048}}, "", ("thinking",)),
+        (PLAIN, {"thinking": OFF}, "", ()),
+        (PLAIN, {"output_config": LOW}, "", ("output_config.effort",)),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_thinking_is_what_the_template_knows(
+    template: str, fields: dict[str, Any], shown: str, ignored: tuple[str, ...], is_strict: bool
+) -> None:
+    known = context(tokenizer=with_template(template), strict_requests=is_strict)
+    answer = open_message(message(**fields), known)
+    assert str(answer.prompts[0].prompt).partition("<")[2].startswith(f"{shown}>")
+    assert answer.ignored_fields == ignored
+    counted = count_tokens({"model": "demo", "messages": [USER], **fields}, known)
+    assert counted.ignored_fields == ignored
+
+
+def test_a_budget_is_that_of_the_chat() -> None:
+    """Where the reasoning has a form, without which nothing finds its end."""
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    chat = translated(thinking=thinking)
+    assert chat.body["thinking_token_budget"] == 2048 and chat.ignored == ()
+    assert chat.names["thinking_token_budget"] == "thinking.budget_tokens"
+    assert "thinking_token_budget" not in translated(thinking=ON).body
+    known = context(tokenizer=with_template(SWITCH))
+    answer = open_message(message(thinking=thinking), known)
+    assert answer.ignored_fields == ("thinking.budget_tokens",)
+
+
+@pytest.mark.parametrize(
+    ("template", "on", "off"),
+    [
+        (SWITCH, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
+        (WORDS, {}, {"reasoning_effort": "none"}),
+        (NONE_OR_HIGH, {"reasoning_effort": "high"}, {"reasoning_effort": "none"}),
+        (PLAIN, {}, {}),
+    ],
+)
+def test_the_fields_that_turn_thinking_on_and_off(template: str, on: Any, off: Any) -> None:
+    assert fields_for_thinking(template, thinks=True) == on
+    assert fields_for_thinking(template, thinks=False) == off
+
+
+# Counts
+
+words = st.text(st.sampled_from('ab é<|\n"{'), min_size=1, max_size=6)
+inputs = st.dictionaries(st.sampled_from(["a", "b"]), st.none() | st.integers() | words)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
+    turns = [asked(text(draw(words)))]
+    for place in range(draw(st.integers(0, 3))):
+        ids = [f"toolu_{place}_{index}" for index in range(draw(st.integers(0, 2)))]
+        thoughts = [{"type": "thinking", "thinking": draw(words)}] if draw(st.booleans()) else []
+        texts = [text(draw(words))] if draw(st.booleans()) or not ids else []
+        turns.append(said(*thoughts, *texts, *(use(name, input=draw(inputs)) for name in ids)))
+        results = [result(name, content=draw(words)) for name in draw(st.permutations(ids))]
+        turns.append(
+            asked(*results, *([text(draw(words))] if draw(st.booleans()) or not ids else []))
+        )
+        if draw(st.booleans()):
+            turns.append(system(draw(words)))
+    return turns
+
+
+@given(
+    turns=histories(),
+    choice=st.sampled_from(
+        [None, {"type": "none"}, {"type": "any"}, {"type": "tool", "name": "weather"}]
+    ),
+    thinking=st.sampled_from([None, OFF, ON]),
+)
+def test_as_many_tokens_are_counted_as_the_prompt_has(
+    turns: Any, choice: Any, thinking: Any
+) -> None:
+    tools = [TOOL, SEARCH, {**TOOL, "name": "other"}]
+    fields = {"messages": turns, "tools": tools, "tool_choice": choice, "thinking": thinking}
+    fields["system"] = [text("Be brief.", cache_control={"type": "ephemeral"})]
+    answer = open_message(message(**fields), qwen())
+    counted = count_tokens({"model": "demo", **fields}, qwen())
+    prompt = answer.prompts[0].prompt
+    assert counted.body == {
+        "input_tokens": len(tokenizer()(prompt, add_special_tokens=False)["input_ids"])
+    }
+    assert counted.ignored_fields == answer.ignored_fields == ("tools[1]",)
+    assert "toolu_" not in str(prompt)  # this template shows no ids
+
+
+# Answers
+
+
+def streamed(body: dict[str, Any], script: Scripted, known: ModelContext) -> list[dict[str, Any]]:
+    exchange = open_message({**body, "stream": True}, known)
+    events = []
+    for delta in deltas(output(exchange, [script]), [script]):
+        events += exchange.chunks(0, delta)
+    return events + exchange.last_chunks()
+
+
+def whole(body: dict[str, Any], script: Scripted, known: ModelContext) -> dict[str, Any]:
+    exchange = open_message(body, known)
+    return exchange.whole([output(exchange, [script])])
+
+
+def reassembled(events: Sequence[Any]) -> dict[str, Any]:
+    """The message that Anthropic's client makes of a stream."""
+    buffers: dict[int, bytes] = {}
+    snapshot: Any = None
+    for event in events:
+        snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+    return plain(snapshot.to_dict())
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what differs between two answers."""
+    blocks = [{**block, "id": "toolu_" in block.get("id", "")} for block in message["content"]]
+    known = {name: message[name] for name in ("role", "stop_reason", "stop_sequence", "usage")}
+    return {**known, "content": blocks}
+
+
+def cut(text_of_answer: str, places: Sequence[int]) -> list[str]:
+    ends = sorted({place % (len(text_of_answer) + 1) for place in places})
+    return [
+        text_of_answer[begin:end]
+        for begin, end in zip([0, *ends], [*ends, len(text_of_answer)], strict=True)
+    ]
+
+
+written = st.builds(
+    lambda arguments: (
+        f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    ),
+    inputs,
+)
+prose = st.text(st.sampled_from("ab é\n"), min_size=1, max_size=8)
+
+
+@given(
+    thought=st.none() | prose,
+    parts=st.lists(prose | written, max_size=5),
+    places=st.lists(st.integers(0, 1000), max_size=12),
+    ends=st.sampled_from(["stop", "length"]),
+)
+def test_a_stream_is_the_whole_answer_to_anthropics_client(
+    thought: str | None, parts: list[str], places: list[int], ends: str
+) -> None:
+    said = "" if thought is None else f"<think>\n{thought}\n</think>\n\n"
+    said += "".join(parts)
+    body = message(tools=[TOOL])
+    answer = whole(body, Scripted([said], ends), qwen())
+    Message.model_validate(answer)
+    script = Scripted(cut(said, places), ends, token_ids=[])
+    events = streamed(body, script, qwen())
+    again = reassembled(events)
+    again["usage"]["output_tokens"] = answer["usage"]["output_tokens"]  # a token for each part
+    assert again == plain(answer)
+    num_calls = sum(block["type"] == "tool_use" for block in answer["content"])
+    assert num_calls == sum(part.startswith("<tool_call>") for part in parts)
+    assert answer["stop_reason"] == (
+        "max_tokens" if ends == "length" else "tool_use" if num_calls else "end_turn"
+    )
+
+
+def test_a_stream_with_a_call_has_anthropics_events() -> None:
+    said = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
+    events = streamed(message(tools=[TOOL]), Scripted(list(said)), qwen())
+    names = [
+        (event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events
+    ]
+    assert list(dict.fromkeys(names)) == [
+        ("message_start", None, None),
+        ("content_block_start", 0, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        ("content_block_stop", 0, None),
+        ("content_block_start", 1, None),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_stop", 1, None),
+        ("content_block_start", 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_stop", 2, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert starts[2]["id"].startswith("toolu_") and len(starts[2]["id"]) > 12
+    assert {**starts[2], "id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    (signed,) = [event["delta"] for event in events if "signature" in event.get("delta", {})]
+    assert signed["signature"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+@pytest.mark.parametrize(
+    ("said", "ends", "given_input", "reason"),
+    [
+        ('{"place": "Oslo"}', "stop", {"place": "Oslo"}, "tool_use"),
+        ('{"place": "Oslo", "days": [1, {"a": tr', "length", {"place": "Oslo", "days": [1, {}]}, "max_tokens"),
+        ('{"place": "Os', "length", {}, "max_tokens"),
+        ('{"pl', "length", {}, "max_tokens"),
+        ("{", "length", {}, "max_tokens"),
+        ('{"a": "\\ud83d', "length", {}, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_cut_has_what_is_complete(
+    choice: Any, said: str, ends: str, given_input: dict[str, Any], reason: str
+) -> None:
+    """A model without a form of calls writes the arguments alone, so that a cut call can be seen."""
+    known = context(tokenizer=with_template("{{ messages[0].content }}"))
+    body = message(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+    answer = whole(body, Scripted([said], ends), known)
+    (block,) = answer["content"]
+    assert (block["input"], answer["stop_reason"]) == (given_input, reason)
+    again = reassembled(streamed(body, Scripted(list(said), ends), known))
+    assert again["content"] == plain(answer)["content"] and again["stop_reason"] == reason
+
+
+def test_thinking_may_be_left_out_of_the_answer() -> None:
+    body = message(thinking={"type": "adaptive", "display": "omitted"})
+    said = "<think>\nHm\n</think>\n\nYes."
+    answer = whole(body, Scripted([said]), qwen())
+    thought, spoken = answer["content"]
+    assert thought["thinking"] == "" and thought["signature"] and spoken["text"] == "Yes."
+    events = streamed(body, Scripted(list(said)), qwen())
+    assert reassembled(events)["content"] == plain(answer)["content"]
+    assert "Hm" not in json.dumps(events)
+
+
+def test_an_answer_is_sent_back_as_it_came() -> None:
+    """By Anthropic's client, which adds fields of its own."""
+    said_before = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
+    answer = whole(message(tools=[TOOL]), Scripted([said_before]), qwen())
+    blocks = [block.to_dict() for block in Message.model_validate(answer).content]
+    call_id = blocks[-1]["id"]
+    turns = [USER, said(*blocks), asked(result(call_id, content="3 degrees"))]
+    again = open_message(message(messages=turns, tools=[TOOL]), qwen(strict=True))
+    assert "<think>\nHm\n</think>\n\nI look.<tool_call>" in str(again.prompts[0].prompt)
+    with_form = {"messages": turns, "tools": [TOOL]}
+    assert count_tokens({"model": "demo", **with_form}, qwen()).body["input_tokens"] > 20
+
+
+# Fields of agents
+
+
+@pytest.mark.parametrize("fields", [
+    {"metadata": {"user_id": "{\"device_id\": \"x\"}"}, "service_tier": "auto", "container": None, "speed": "standard"},
+    {"context_management": {"edits": []}, "mcp_servers": [], "output_config": {}, "fallbacks": []},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {"diagnostics": {"previous_message_id": None}, "system": [], "cache_control": {"type": "ephemeral"}},
+    {"thinking": None, "output_config": None, "tool_choice": None, "tools": None, "system": ""},
+])  # fmt: skip
+def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    answer = open_message(message(**fields), qwen(strict=True))
+    assert answer.prompts == open_message(message(), qwen()).prompts
+    assert answer.ignored_fields == ()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    ("container", {"skills": []}),
+    ("mcp_servers", [{"type": "url", "url": "https://mcp.example", "name": "x"}]),
+    ("service_tier", "priority"),
+    ("speed", "fast"),
+    ("inference_geo", "us"),
+    ("diagnostics", {"previous_message_id": "msg_1"}),
+    ("fallbacks", [{"model": "x"}]),
+])  # fmt: skip
+def test_what_only_anthropics_servers_do_is_named(name: str, value: Any) -> None:
+    answer = open_message(message(**{name: value}), qwen(strict=True))
+    assert answer.ignored_fields == (name,)
+
+
+def test_an_answer_keeps_to_a_format() -> None:
+    """As Claude Code asks for titles."""
+    schema = {"type": "object", "properties": {"title": {"type": "string"}}}
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    grammar = open_message(message(output_config=wanted), qwen()).prompts[0].params
+    older = open_message(message(output_format=wanted["format"]), qwen()).prompts[0].params
+    json_schema = {"name": "answer", "schema": schema}
+    chat = message(response_format={"type": "json_schema", "json_schema": json_schema})
+    assert grammar == older == open_chat(chat, qwen()).prompts[0].params
+    assert getattr(grammar, "structured_outputs", None) is not None
+
+
+@pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_request_of_claude_code_is_answered(name: str, is_strict: bool) -> None:
+    """Recorded ones, of which texts and names are replaced."""
+    requested = json.loads((REQUESTS / f"claude_code_{name}.json").read_text())
+    body = requested["body"]
+    known = qwen(strict=is_strict)
+    if name == "count_tokens":
+        assert count_tokens(body, known).body["input_tokens"] > 100
+        return
+    answer = open_message(body, known)
+    expected = ["max_tokens"]  # more than the model has room for
+    if "system" in body:
+        expected.insert(0, "system[0]")
+    if name == "compaction":
+        expected.insert(1, "messages[4].content[0]")
+    assert sorted(answer.ignored_fields) == sorted(expected)
+    prompt = str(answer.prompts[0].prompt)
+    assert "cch=" not in prompt and prompt.count("<|im_start|>system") == 1
+    said_now = "Yes."
+    if body["tools"]:
+        said_now += '<tool_call>\n{"name": "Read", "arguments": {"file_path": "/x"}}\n</tool_call>'
+    events = streamed(body, Scripted(list(said_now)), known)
+    assert reassembled(events)["content"][0]["text"] == "Yes."
+    assert events[-2]["delta"]["stop_reason"] == ("tool_use" if body["tools"] else "end_turn")
