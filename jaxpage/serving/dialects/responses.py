@@ -388,7 +388,7 @@ class ResponseAnswer(InBlocks):
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{name}", **fields}
 
     def _begin(self) -> list[dict[str, Any]]:
@@ -425,7 +425,7 @@ class ResponseAnswer(InBlocks):
         self._keep(answer)
         return [self._event(self._status, response=answer)]
 
-    def _text_event(self, kind: str, what: str, **fields: Any) -> dict[str, Any]:
+    def _text_event(self, kind: str, what: str, /, **fields: Any) -> dict[str, Any]:
         if kind == "reasoning":
             return self._event(f"reasoning_text.{what}", **self._place, **fields)
         if kind == "content":
