@@ -288,6 +288,24 @@ SERVER_FLAGS = (
         metavar="SIZE",
     ),
     Flag(
+        "response_store_bytes",
+        byte_size,
+        "most bytes of the responses that previous_response_id may name; 0: none are kept; default: 64MiB",
+        metavar="SIZE",
+    ),
+    Flag(
+        "response_store_seconds",
+        float,
+        "seconds for which a response is kept; default: 3600",
+        metavar="X",
+    ),
+    Flag(
+        "response_store_directory",
+        str,
+        "these responses are also in files here, for a server that starts again; default: none",
+        metavar="DIRECTORY",
+    ),
+    Flag(
         "max_queued_requests",
         int,
         "most requests that wait, in addition to running ones; more get 429; default: 256",

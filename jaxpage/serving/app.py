@@ -42,7 +42,7 @@ from jaxpage.serving.http.answers import (
     make_ignored_header,
     whole_answer,
 )
-from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
+from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys, owner_of
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
 from jaxpage.serving.http.plain_paths import PlainPaths
@@ -62,7 +62,9 @@ from jaxpage.serving.requests.generating import Generating, while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.requests.rerank_requests import Reranking
+from jaxpage.serving.requests.response_store import OwnerResponses, ResponseStore
 from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
+from jaxpage.serving.requests.stored_responses import StoredResponses, open_store
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings
@@ -80,6 +82,7 @@ from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
+OpenConversation = Callable[[dict[str, Any], ModelContext, OwnerResponses], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 # A step may take longer than this; then `/metrics` leaves out the facts of the engine.
 STATS_SECONDS = 5.0
@@ -97,6 +100,7 @@ class Server:
         metrics: The counters of the server.
         routes: The routes of all paths that a `Server` answers.
         batches: The runner of batches, or None; whoever runs the event loop starts and stops it.
+        responses: The responses that are kept; whoever runs the event loop closes it.
     """
 
     def __init__(
@@ -106,7 +110,9 @@ class Server:
         config: ServerConfig,
         metrics: ServerMetrics,
         capabilities: Mapping[str, Any],
+        responses: ResponseStore | None = None,
     ) -> None:
+        self.responses = responses or open_store(config)
         self.visitors = InFlightRequests()
         self.batches: Batches | None = None
         assert driver.num_places is not None, "a server has a number of places"
@@ -152,6 +158,9 @@ class Server:
         """Yields the routes of a dialect; `embed` answers requests for embeddings."""
         for path, opened in dialect.exchanges.items():
             yield post_route(path, partial(self._exchange, opened))
+        for path, conversation in dialect.conversations.items():
+            yield post_route(path, partial(self._converse, conversation))
+            yield from StoredResponses(path, self.responses).routes
         for path, transform in dialect.transforms.items():
             yield post_route(path, partial(self._transform, transform))
         for path, opened_vectors in dialect.vectors.items():
@@ -172,6 +181,14 @@ class Server:
             else:
                 open_exchange = partial(self.preparing.run, read, len(raw))
             await self._generating.answer(open_exchange, arrived, scope, receive, send)
+
+    async def _converse(
+        self, opened: OpenConversation, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        responses = self.responses.of_owner(owner_of(scope))
+        await self._exchange(
+            lambda body, context: opened(body, context, responses), scope, receive, send
+        )
 
     async def _compute(
         self, by: EmbeddingRequests, opened: OpenVectors, scope: Scope, receive: Receive, send: Send

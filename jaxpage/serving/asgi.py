@@ -25,6 +25,7 @@ from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import SpanWriter, open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules
+from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -35,6 +36,7 @@ class Application:
     def __init__(self, app: Starlette, driver: AsyncDriver) -> None:
         self._app = app
         self._batches: Batches | None = app.state.server.batches
+        self._responses: ResponseStore = app.state.server.responses
         self._driver = driver
         self._tracing: SpanWriter | None = app.state.tracing
 
@@ -50,6 +52,7 @@ class Application:
         if self._batches is not None:
             await self._batches.stop()
         await asyncio.to_thread(self._driver.stop)
+        await asyncio.to_thread(self._responses.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         await send({"type": "lifespan.shutdown.complete"})

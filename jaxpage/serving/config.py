@@ -126,6 +126,7 @@ class ServerConfig(Settings):
             "profile_directory",
             "models_file",
             "batch_directory",
+            "response_store_directory",
         }
         | {"coordinator", "hosts_secret_file"}
     )
@@ -198,6 +199,22 @@ class ServerConfig(Settings):
         2**30,
         "most bytes of these files together",
         shown="1GiB",
+    )
+    response_store_bytes: Annotated[ByteSize, Field(ge=0, le=2**40)] = setting(
+        64 * 2**20,
+        "most bytes of the responses that previous_response_id may name; 0: none are kept",
+        shown="64MiB",
+    )
+    response_store_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = setting(
+        3600.0,
+        "seconds for which a response is kept",
+        shown="3600",
+    )
+    response_store_directory: _Text | None = setting(
+        None,
+        "these responses are also in files here, for a server that starts again",
+        shown="none",
+        metavar="DIRECTORY",
     )
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = setting(
         256,

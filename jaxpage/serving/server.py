@@ -261,6 +261,7 @@ class Serving:
             if batches is not None:
                 await batches.stop()
             self._server.preparing.close()
+            await asyncio.to_thread(self._server.responses.close)
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 

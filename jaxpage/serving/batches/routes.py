@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,9 @@ from jaxpage.serving.batches.lines import URLS
 from jaxpage.serving.batches.store import Record
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.api_keys import owner_of
 from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.pages import page_of
 from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
@@ -27,8 +28,6 @@ from jaxpage.settings.argument_checks import show
 MAX_UPLOAD_BYTES = 1 << 26
 _FORM_BYTES = 1 << 16  # the most bytes of an upload around its file
 _MAX_LABELS = 16
-_LIMIT = re.compile("[1-9][0-9]{0,4}")
-_MAX_LIMIT = 10_000
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
 _Answer = Callable[[Request], Awaitable[Response]]
 
@@ -76,21 +75,17 @@ class BatchRoutes:
                 self._store.write_file,
                 uploaded.filename,
                 "batch",
-                _owner(request),
+                owner_of(request.scope),
                 file_id,
                 uploaded.content,
             )
         return json_answer(record)
 
     async def _files(self, request: Request) -> Response:
-        records = self._store.of_owner("file", _owner(request))
-        if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
-            raise ApiError(400, f"order must be asc or desc, got {show(order)}", param="order")
-        if order == "desc":
-            records = records[::-1]
+        records = self._store.of_owner("file", owner_of(request.scope))
         if purpose := request.query_params.get("purpose"):
             records = [record for record in records if record["purpose"] == purpose]
-        return _page(request, records, {"after", "limit", "order", "purpose"}, 1000)
+        return page_of(request, records, {"after", "limit", "order", "purpose"}, 1000)
 
     async def _file(self, request: Request) -> Response:
         return json_answer(self._find_file(request))
@@ -120,7 +115,7 @@ class BatchRoutes:
         check_is_json(request.headers)
         body = await asyncio.to_thread(parse_object, await request.body())
         check_fields(body, _FIELDS)
-        owner = _owner(request)
+        owner = owner_of(request.scope)
         file_id = text_field(body, "input_file_id")
         if self._store.find("file", file_id, owner)["purpose"] != "batch":
             raise ApiError(
@@ -156,8 +151,8 @@ class BatchRoutes:
         return answer
 
     async def _list(self, request: Request) -> Response:
-        records = self._store.of_owner("batch", _owner(request))[::-1]
-        return _page(request, records, {"after", "limit"}, 20)
+        records = self._store.of_owner("batch", owner_of(request.scope))
+        return page_of(request, records, {"after", "limit"}, 20)
 
     async def _batch(self, request: Request) -> Response:
         return json_answer(self._find_batch(request))
@@ -168,16 +163,10 @@ class BatchRoutes:
         return json_answer(await self._batches.cancel(record))
 
     def _find_file(self, request: Request) -> Record:
-        return self._store.find("file", request.path_params["file_id"], _owner(request))
+        return self._store.find("file", request.path_params["file_id"], owner_of(request.scope))
 
     def _find_batch(self, request: Request) -> Record:
-        return self._store.find("batch", request.path_params["batch_id"], _owner(request))
-
-
-def _owner(request: Request) -> str:
-    """Returns who asks: a digest of the API key, or "" where the server has no keys."""
-    owner: str = request.scope.get("state", {}).get("owner", "")
-    return owner
+        return self._store.find("batch", request.path_params["batch_id"], owner_of(request.scope))
 
 
 def _labels(metadata: Any) -> dict[str, str] | None:
@@ -195,38 +184,3 @@ def _labels(metadata: Any) -> dict[str, str] | None:
             param="metadata",
         )
     return metadata
-
-
-def _page(request: Request, records: list[Record], known: set[str], limit: int) -> Response:
-    """Returns a part of a list, as clients ask for it by `limit` and `after`."""
-    requested = request.query_params
-    if unknown := sorted(requested.keys() - known):
-        raise ApiError(400, f"Unknown parameter: {show(unknown[0])}", param="query")
-    for name in requested:
-        if len(requested.getlist(name)) > 1:
-            raise ApiError(400, f"{name} is in the query more than once", param=name)
-    text = requested.get("limit", str(limit))
-    # Python reads no integer with more digits than sys.get_int_max_str_digits().
-    if not _LIMIT.fullmatch(text) or int(text) > _MAX_LIMIT:
-        raise ApiError(
-            400,
-            f"limit must be 1 to {_MAX_LIMIT}, without leading zeros, got {show(text)}",
-            param="limit",
-        )
-    if (after := requested.get("after")) is not None:
-        ids = [record["id"] for record in records]
-        if after not in ids:
-            raise ApiError(
-                400, f"after must be an id of the list, got {show(after)}", param="after"
-            )
-        records = records[ids.index(after) + 1 :]
-    part = records[: int(text)]
-    return json_answer(
-        {
-            "object": "list",
-            "data": part,
-            "first_id": part[0]["id"] if part else None,
-            "last_id": part[-1]["id"] if part else None,
-            "has_more": len(records) > len(part),
-        }
-    )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxpage.serving.requests.response_store import OwnerResponses
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
 from jaxpage.serving.wire.encoding import COMMENT, Frame
@@ -95,6 +96,8 @@ class Dialect:
         media_type: The media type of a stream.
         comment: Bytes without meaning, which keep a silent stream open.
         exchanges: What opens a request that generates, by path.
+        conversations: What opens a request that may go on from a stored answer, by path; the
+            answers are below that path.
         transforms: What answers a request without the engine, by path.
         vectors: What opens a request for embeddings, by path.
         descriptions: Those of the transforms that describe a model, which need not be loaded.
@@ -114,7 +117,10 @@ class Dialect:
     end: bytes = b""
     media_type: str = "text/event-stream; charset=utf-8"
     comment: bytes = COMMENT
-    exchanges: Mapping[str, Callable[[Body, ModelContext], Exchange]]
+    exchanges: Mapping[str, Callable[[Body, ModelContext], Exchange]] = field(default_factory=dict)
+    conversations: Mapping[str, Callable[[Body, ModelContext, OwnerResponses], Exchange]] = field(
+        default_factory=dict
+    )
     transforms: Mapping[str, Callable[[Body, ModelContext], Transformed]] = field(
         default_factory=dict
     )

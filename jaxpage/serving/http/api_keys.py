@@ -60,5 +60,11 @@ class ApiKeys:
         return any([hmac.compare_digest(digest, known) for known in self._digests])
 
 
+def owner_of(scope: Scope) -> str:
+    """Returns a digest of the API key of a request, or "" where the server has no keys."""
+    owner: str = scope.get("state", {}).get("owner", "")
+    return owner
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -22,6 +22,7 @@ from jaxpage.serving.inspector.routes import state_routes
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules
+from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.several.models_file import ModelEntry, mib
 from jaxpage.serving.startup import model_context
 
@@ -41,7 +42,14 @@ class ServedModel:
         capabilities: The object of `/v1/capabilities`.
     """
 
-    def __init__(self, entry: ModelEntry, built: Built) -> None:
+    def __init__(self, entry: ModelEntry, built: Built, responses: ResponseStore) -> None:
+        """Opens the model.
+
+        Args:
+            entry: The model in the file.
+            built: Its engine.
+            responses: The responses that the server keeps, of all models.
+        """
         self.entry = entry
         self._built = built
         self.context = model_context(built, entry.engine, entry.server)
@@ -55,7 +63,7 @@ class ServedModel:
             built, entry.engine, entry.server, self.context.limits
         )
         self._server = Server(
-            self.driver, self.context, entry.server, self.metrics, self.capabilities
+            self.driver, self.context, entry.server, self.metrics, self.capabilities, responses
         )
         watched: list[BaseRoute] = []
         if entry.server.ui:
@@ -101,8 +109,14 @@ class Opener:
         is_busy: True while a model is opened.
     """
 
-    def __init__(self, entries: Mapping[str, ModelEntry], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, ModelEntry],
+        sizes: Mapping[str, int],
+        responses: ResponseStore,
+    ) -> None:
         self._entries = entries
+        self._responses = responses
         self._sizes = sizes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-models")
         self.is_busy = False
@@ -129,7 +143,8 @@ class Opener:
         entry = self._entries[name]
         self.is_busy = True
         try:
-            return ServedModel(entry, open_engine(entry.engine, _hooks(name, self._sizes[name])))
+            built = open_engine(entry.engine, _hooks(name, self._sizes[name]))
+            return ServedModel(entry, built, self._responses)
         finally:
             self.is_busy = False
 

@@ -13,6 +13,7 @@ from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.tracing import open_tracing
+from jaxpage.serving.requests.stored_responses import open_store
 from jaxpage.serving.server import run_app
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import ModelEntry, check_sizes, mib
@@ -102,7 +103,8 @@ def open_table(
         text = "the free memory"
     sizes = check_sizes(entries, memory_bytes, text)
     by_name = {entry.name: entry for entry in entries}
-    opener = Opener(by_name, sizes)
+    responses = open_store(server)
+    opener = Opener(by_name, sizes, responses)
     table = ModelTable(
         {
             entry.name: Slot(
@@ -118,5 +120,6 @@ def open_table(
         load=opener.open,
         max_waiting=server.max_queued_requests,
     )
-    board = Switchboard(table, by_name, server, has_own_memory=device.platform != "cpu")
+    has_own_memory = device.platform != "cpu"
+    board = Switchboard(table, by_name, server, responses, has_own_memory=has_own_memory)
     return board, table, opener

@@ -32,7 +32,9 @@ from jaxpage.serving.model.model_cards import card_of_settings
 from jaxpage.serving.requests.generating import while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Readers
+from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.requests.shared_answers import Shared
+from jaxpage.serving.requests.stored_responses import StoredResponses
 from jaxpage.serving.several.model_requests import ModelRequest, receive_again
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.page import routes_of_page
@@ -59,6 +61,7 @@ class Switchboard:
         metrics: The counters of requests that no model has answered.
         routes: The routes of all paths but those of batches.
         batches: The runner of batches, or None.
+        responses: The responses that are kept, of all models.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Switchboard:
         table: ModelTable[ServedModel],
         entries: Mapping[str, ModelEntry],
         config: ServerConfig,
+        responses: ResponseStore,
         *,
         has_own_memory: bool,
     ) -> None:
@@ -75,8 +79,10 @@ class Switchboard:
             table: The table of the models.
             entries: The models of the file.
             config: The settings of the server.
+            responses: The responses that are kept, of all models.
             has_own_memory: True if the device has memory of its own, as a GPU has.
         """
+        self.responses = responses
         self.visitors = InFlightRequests()
         self.preparing = Readers("naming", 1, 1024 + config.max_queued_requests)
         self.metrics = ServerMetrics("")
@@ -142,6 +148,8 @@ class Switchboard:
             yield post_route(path, partial(self._describe, shown))
         for path, model_list in dialect.lists.items():
             yield Route(path, partial(self._list_of, model_list))
+        for path in dialect.conversations:
+            yield from StoredResponses(path, self.responses).routes
         for path in dialect.version_paths:
             yield Route(path, self._version)
 

@@ -156,7 +156,7 @@ def _check_length(name: str, value: Any, context: ModelContext) -> None:
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
     """Returns the client's error for the first of pydantic's errors, with the path of its field."""
     first = error.errors(include_url=False)[0]
-    path = _path(first["loc"], body)
+    path = _path(first["loc"], body, is_missing=first["type"] == "missing")
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         # The field at fault is the one that selects a member of the union.
         field = first["ctx"]["discriminator"].strip("'")
@@ -172,15 +172,20 @@ def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{path} {message}, got {show(first['input'])}", param=path)
 
 
-def _path(location: tuple[int | str, ...], body: Any) -> str:
+def _path(location: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
     """Returns the path of a field as JavaScript writes it, such as `messages[0].content`.
 
     A location of pydantic also names members of unions; they are not in the body and are left out.
+
+    Args:
+        location: The location of the field.
+        body: The request.
+        is_missing: True if the last part is a field that the body lacks.
     """
     path = ""
     for depth, part in enumerate(location):
-        is_last = depth == len(location) - 1
-        if isinstance(body, dict) and isinstance(part, str) and (part in body or is_last):
+        is_lacking = is_missing and depth == len(location) - 1
+        if isinstance(body, dict) and isinstance(part, str) and (part in body or is_lacking):
             path += f".{part}" if path else part
             body = body.get(part)
         elif isinstance(body, list) and isinstance(part, int):

@@ -131,7 +131,8 @@ class OtherTool(RequestObject):
         yield from ()
 
 
-def _kind_of_tool(tool: Any) -> str:
+def kind_of_tool(tool: Any) -> str:
+    """Returns the tag of a tool, or of the name of one, in a union."""
     kind = type_of(tool)
     if kind == "custom":
         return "a custom tool"
@@ -142,7 +143,7 @@ AnyTool = Annotated[
     Annotated[FunctionTool, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom tool")]
     | Annotated[OtherTool, Tag("another tool")],
-    Discriminator(_kind_of_tool),
+    Discriminator(kind_of_tool),
 ]
 
 
@@ -198,7 +199,7 @@ class AllowedTools(RequestObject):
                 Annotated[NamedFunction, Tag("a function")]
                 | Annotated[NamedCustomTool, Tag("a custom tool")]
                 | Annotated[OtherTool, Tag("another tool")],
-                Discriminator(_kind_of_tool),
+                Discriminator(kind_of_tool),
             ]
         ],
         Field(min_length=1, max_length=MAX_TOOLS),
