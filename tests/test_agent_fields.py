@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpage.serving.dialects.ollama import open_ollama_chat, show_ollama
 from jaxpage.serving.wire.efforts import EFFORTS, variables_for
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.model_card import short_count
 from jaxpage.serving.wire.tokenizing import tokenize
@@ -115,6 +116,8 @@ def test_a_refusal_is_what_the_assistant_said(message: dict[str, Any], text: str
         (SWITCH, True, "True", ()),
         (SWITCH, False, "False", ()),
         (QWEN, False, "False", ()),
+        (ANY_WORD, False, "low", ("think",)),
+        (TWO_WORDS, False, "none", ()),
         (PLAIN, "high", "", ("think",)),
         (PLAIN, False, "", ()),
     ],
@@ -126,10 +129,19 @@ def test_ollama_thinks_as_much_as_it_is_told(
     exchange = open_ollama_chat(chat(think=think), known)
     assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
     assert exchange.ignored_fields == ignored
-    capabilities = show_ollama(
-        {"model": "demo"}, context(tokenizer=with_template(template), reasoning_parser="think")
-    ).body["capabilities"]
-    assert ("thinking" in capabilities) == (template is not PLAIN)
+
+
+def test_ollama_may_be_told_to_think_where_a_model_always_does() -> None:
+    thinks = context(tokenizer=with_template(PLAIN), reasoning_parser="think")
+    for think, ignored in ((True, ()), (False, ("think",)), (None, ())):
+        exchange = open_ollama_chat(chat(think=think), thinks)
+        assert str(exchange.prompts[0].prompt) == "x<>" and exchange.ignored_fields == ignored
+    assert "thinking" in show_ollama({"model": "demo"}, thinks).body["capabilities"]
+    mute = context(tokenizer=with_template(PLAIN))
+    assert "thinking" not in show_ollama({"model": "demo"}, mute).body["capabilities"]
+    with pytest.raises(ApiError, match="'demo' does not support thinking") as caught:
+        open_ollama_chat(chat(think=True), mute)
+    assert (caught.value.status, caught.value.param) == (400, "think")
 
 
 # https://github.com/ollama/ollama/blob/main/docs/modelfile.md and `DefaultOptions` in its api/types.go

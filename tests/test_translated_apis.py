@@ -18,11 +18,10 @@ import openai
 import pytest
 from safetensors import safe_open
 
-import jaxpage
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.messages import open_message
-from jaxpage.serving.dialects.ollama import open_ollama_chat
+from jaxpage.serving.dialects.ollama import OLLAMA_VERSION, open_ollama_chat
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
@@ -668,7 +667,7 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
     assert [(model.model, model.context_length) for model in llama.ps().models] == [
         ("demo", length)
     ]
-    assert http.get("/api/version").json() == {"version": jaxpage.__version__}
+    assert http.get("/api/version").json() == {"version": OLLAMA_VERSION}
     (listed,) = llama.list().models
     assert re.fullmatch("[0-9a-f]{64}", listed.digest or "") and listed.modified_at
     assert listed.details is not None and listed.details.family == "llama"
@@ -688,8 +687,14 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
     for name in ("demo", "demo:latest"):
         shown = llama.show(name)
         assert shown.details is not None and shown.details == listed.details
-        assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": length}
-        assert shown.capabilities == ["completion", "thinking"]
+        assert shown.modelinfo == {
+            "general.architecture": "llama",
+            "general.basename": "demo",
+            "general.parameter_count": num_parameters,
+            "llama.context_length": length,
+        }
+        assert shown.template and shown.modified_at == listed.modified_at
+        assert shown.capabilities == ["completion", "tools", "thinking"]
         assert llama.chat(
             messages=MESSAGES, **{**OLLAMA, "model": name}
         ).message.content == text_of(chat())
@@ -773,11 +778,7 @@ def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
         ({"options": {"num_ctx": 4096}}, 400, "options.num_ctx"),
         ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty"),
         ({"options": {"num_thread": "4"}}, 400, "options.num_thread"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            400,
-            "tools is not supported",
-        ),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0].function is required"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "max_model_len"),
         (
             {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]},

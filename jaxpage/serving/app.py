@@ -167,8 +167,8 @@ class Server:
             yield post_route(path, partial(embed, opened_vectors))
         for path, model_list in dialect.lists.items():
             yield Route(path, partial(self._list, model_list))
-        for path in dialect.version_paths:
-            yield Route(path, self._version)
+        for path, version in dialect.versions.items():
+            yield Route(path, partial(self._version, version=version))
 
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
@@ -253,7 +253,7 @@ class Server:
         """Answers a list of models in a dialect; all models of the server are loaded."""
         context = self._context
         models = [
-            ListedModel(name, context.card, self._created, context.max_model_len)
+            ListedModel(name, context.card, self._created, context.max_model_len, context=context)
             for name in self._names
         ]
         return json_answer(model_list.write(models))
@@ -288,8 +288,8 @@ class Server:
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
         return await asyncio.to_thread(self.metrics.exposition, stats)
 
-    async def _version(self, request: Request) -> Response:
-        return json_answer({"version": __version__})
+    async def _version(self, request: Request, version: str = __version__) -> Response:
+        return json_answer({"version": version})
 
     async def _openapi(self, request: Request) -> Response:
         return Response(await self._document.body(), media_type="application/json")

@@ -47,6 +47,7 @@ class ListedModel(NamedTuple):
         num_bytes: The bytes that it takes; None if the server has only one model, which stays.
         device_bytes: The part of them that is memory of a device of its own.
         until: The time at which it is unloaded, in seconds since 1970.
+        context: What else is known of it; None if it is not loaded.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ListedModel(NamedTuple):
     num_bytes: int | None = None
     device_bytes: int = 0
     until: float = 0.0
+    context: ModelContext | None = None
 
 
 class ModelList(NamedTuple):
@@ -102,7 +104,7 @@ class Dialect:
         vectors: What opens a request for embeddings, by path.
         descriptions: Those of the transforms that describe a model, which need not be loaded.
         lists: How models are listed, by path.
-        version_paths: The paths that tell the version of the server.
+        versions: The version that clients are told, by path.
         document: What the OpenAPI document says.
         key_header: A header that may have the API key in place of `Authorization`; empty for none.
         takes_any_media_type: True if JSON may be sent under any media type.
@@ -129,7 +131,7 @@ class Dialect:
     )
     descriptions: Mapping[str, Description] = field(default_factory=dict)
     lists: Mapping[str, ModelList] = field(default_factory=dict)
-    version_paths: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
     document: DialectDocument
     key_header: bytes = b""
     takes_any_media_type: bool = False

@@ -16,9 +16,6 @@ from jaxpage.serving.dialects.ollama_answers import (
     OllamaLoaded,
     OllamaVector,
     OllamaVectors,
-    details_of,
-    write_loaded,
-    write_tags,
     write_unloaded,
 )
 from jaxpage.serving.dialects.ollama_fields import (
@@ -32,6 +29,13 @@ from jaxpage.serving.dialects.ollama_fields import (
     OllamaShowRequest,
     OllamaVectorsRequest,
 )
+from jaxpage.serving.dialects.ollama_history import messages_of, tools_of
+from jaxpage.serving.dialects.ollama_models import (
+    about_ollama,
+    thinking_variables,
+    write_loaded,
+    write_tags,
+)
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
@@ -42,12 +46,12 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.field_types import is_neutral
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.template_source import variables_of
-from jaxpage.serving.wire.templates import template_of
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import names_in
 
+# The version of Ollama whose API this is. VS Code and Codex refuse a server of an older one.
+OLLAMA_VERSION = "0.14.2"
 # Ollama's names of options, by their names in chats and completions.
 _OPTIONS = names_in("ollama")
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
@@ -64,17 +68,32 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
     common = _common(request, context)
     if not request.messages:
         return OllamaLoaded(request, ignored)
-    messages = [
-        {"role": message.role, "content": message.content}
-        | (
-            {"reasoning_content": message.thinking}
-            if message.thinking and message.role == "assistant"
-            else {}
-        )
-        for message in request.messages
-    ]
-    requested = {"messages": messages, **common, **_thinking(request, context)}
+    requested = {
+        "messages": messages_of(request.messages),
+        **common,
+        **_tools(request, context),
+        **_thinking(request, context),
+    }
     return OllamaAnswer(open_chat, requested, context, request, ignored)
+
+
+def _tools(request: OllamaChatRequest, context: ModelContext) -> dict[str, Any]:
+    """Returns the field of a chat for `tools`.
+
+    Raises:
+        ApiError: The model's calls cannot be read. The message begins as that of Ollama, in which
+            clients look for these words.
+    """
+    if not request.tools:
+        return {}
+    tools = tools_of(request.tools)
+    if context.chat_format.tool_form is None and any(
+        tool["type"] in ("function", "custom") for tool in tools
+    ):
+        reason = context.no_form or "its chat template writes no calls, or --tool-parser is none"
+        message = f"{show(request.model)} does not support tools: {reason}"
+        raise ApiError(400, message, param="tools")
+    return {"tools": tools}
 
 
 @quotes
@@ -167,22 +186,11 @@ def show_ollama(
     Raises:
         ApiError: The request is refused.
     """
-    _, ignored = read(_with_served_name(body, context), OllamaShowRequest, context)
-    return Transformed(about_ollama(context) if about is None else dict(about), ignored)
-
-
-def about_ollama(context: ModelContext) -> dict[str, Any]:
-    """Returns what /api/show says about a model."""
-    thinks = context.chat_format.reasoning is not None and bool(_thinking_variables(context))
-    kind = context.card.family
-    return {
-        "details": details_of(context.card),
-        "model_info": {
-            "general.architecture": kind,
-            f"{kind}.context_length": context.max_model_len,
-        },
-        "capabilities": ["completion", *(["thinking"] if thinks else [])],
-    }
+    request, ignored = read(_with_served_name(body, context), OllamaShowRequest, context)
+    about = about_ollama(context) if about is None else about
+    # VS Code shows this name in its list of models.
+    named = {**about["model_info"], "general.basename": request.model}
+    return Transformed({**about, "model_info": named}, ignored)
 
 
 def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
@@ -226,22 +234,23 @@ def _check_options(options: OllamaOptions, context: ModelContext) -> None:
 def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
     """Returns the fields of a chat for `think`.
 
-    A template that does not read the variable is not told to stop thinking.
+    A model that always thinks does what true asks for, and false is named to the client.
+
+    Raises:
+        ApiError: The model does not think. The message begins as that of Ollama.
     """
+    if request.think is None:
+        return {}
     if isinstance(request.think, str):
         return {"reasoning_effort": request.think}
-    known = _thinking_variables(context)
-    switches = [name for name in SWITCHES if name in known]
-    if request.think is None or (not switches and (known or not request.think)):
-        return {}
-    return {"chat_template_kwargs": dict.fromkeys(switches or SWITCHES[:1], request.think)}
-
-
-def _thinking_variables(context: ModelContext) -> frozenset[str]:
-    """Returns the variables of the chat template that say how much is thought."""
-    if not getattr(context.tokenizer, "chat_template", None):
-        return frozenset()
-    return variables_of(template_of(context, [])) & {*SWITCHES, "reasoning_effort"}
+    known = thinking_variables(context)
+    if switches := [name for name in SWITCHES if name in known]:
+        return {"chat_template_kwargs": dict.fromkeys(switches, request.think)}
+    thinks = bool(known) or context.chat_format.reasoning is not None
+    if request.think and not thinks:
+        message = f"{show(request.model)} does not support thinking: its chat template has no variable for it"
+        raise ApiError(400, message, param="think")
+    return {"reasoning_effort": "none"} if thinks and not request.think else {}
 
 
 # A request to these paths that has no such field asks for its model to be loaded or unloaded.
@@ -285,7 +294,7 @@ DIALECT = Dialect(
         "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
         "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
     },
-    version_paths=("/api/version",),
+    versions={"/api/version": OLLAMA_VERSION},
     document=DOCUMENT,
     # Ollama takes JSON under any media type, and its clients and the curl lines of its
     # documentation rely on this.

@@ -12,19 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.dialects.dialect import ListedModel
 from jaxpage.serving.dialects.ollama_fields import OllamaChatRequest, OllamaOptions, OllamaRequest
-from jaxpage.serving.dialects.translating import Open, Translated, pieces
+from jaxpage.serving.dialects.translating import Block, InBlocks, Open
+from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
+from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import ApiError, as_api_error
-from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.settings.field_table import names_in
 
 
-class OllamaAnswer(Translated):
-    """Answers both paths; a stream has a line for each piece of text, and one for the end."""
+class OllamaAnswer(InBlocks):
+    """Answers both paths.
+
+    A stream has a line for each piece of text, one for each call when it is complete, and one for
+    the end. A call that was cut, so that its arguments are no object, is content.
+    """
 
     _prefix = "ollama"
 
@@ -48,53 +52,80 @@ class OllamaAnswer(Translated):
         }
         ignored += _without_effect(request.options or OllamaOptions())
         super().__init__(opens, requested, context, request.model, ignored)
-        self._usage: dict[str, Any] = {}
-        self._reason: str | None = None
         self._metrics: RequestMetrics | None = None
+        self._num_calls = 0
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._metrics = delta.metrics
-        lines = []
-        for chunk in self._inner.chunks(job_index, delta):
-            self._usage = chunk["usage"]
-            for choice in chunk["choices"]:
-                self._reason = choice["finish_reason"] or self._reason
-                lines += [
-                    {**self._make_line({piece.kind: piece.text}), "done": False}
-                    for piece in pieces(choice)
-                ]
-        return lines
-
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks that end a stream; see `Exchange`."""
-        self._inner.last_chunks()
-        return [{**self._make_line({}), **self._end()}]
+        return super().chunks(job_index, delta)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
         self._metrics = outputs[0].metrics
-        response = self._inner.whole(outputs)
-        self._usage = response["usage"]
-        (choice,) = response["choices"]
-        self._reason = choice["finish_reason"]
-        return {
-            **self._make_line({piece.kind: piece.text for piece in pieces(choice)}),
-            **self._end(),
-        }
+        return super().whole(outputs)
 
-    def _make_line(self, said: dict[str, str]) -> dict[str, Any]:
+    def _begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+        return []
+
+    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+        return [] if block.is_call else [self._part({block.kind: text})]
+
+    def _close_block(self, block: Block) -> list[dict[str, Any]]:
+        said = self._call_of(block) if block.is_call else {}
+        return [self._part(said)] if said else []
+
+    def _end(self) -> list[dict[str, Any]]:
+        return [{**self._line({}), **self._ending_fields()}]
+
+    def _answer(self) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        for block in self._blocks:
+            for name, value in self._said_in(block).items():
+                said[name] = said[name] + value if name in said else value
+        return {**self._line(said), **self._ending_fields()}
+
+    def _said_in(self, block: Block) -> dict[str, Any]:
+        return self._call_of(block) if block.is_call else {block.kind: block.text}
+
+    def _call_of(self, block: Block) -> dict[str, Any]:
+        """Returns the fields of a message for a call; the text of one that was cut is content."""
+        arguments = {"input": block.text} if block.kind == "custom" else _object_of(block.text)
+        if arguments is None:
+            return {"content": block.text}
+        called = {"index": self._num_calls, "name": block.name, "arguments": arguments}
+        self._num_calls += 1
+        return {"tool_calls": [{"id": block.call_id, "function": called}]}
+
+    def _part(self, said: dict[str, Any]) -> dict[str, Any]:
+        return {**self._line(said), "done": False}
+
+    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
         return _line(self.model, said, is_chat=self._is_chat)
 
-    def _end(self) -> dict[str, Any]:
+    def _ending_fields(self) -> dict[str, Any]:
         """Returns how the answer ended, its tokens, and times in nanoseconds."""
+        reason = self._ending["finish_reason"]
         return {
             "done": True,
-            "done_reason": self._reason,
+            "done_reason": "stop" if reason == "tool_calls" else reason,
             "prompt_eval_count": self._usage["prompt_tokens"],
             "eval_count": self._usage["completion_tokens"],
             **_durations(self._metrics, self.load_seconds),
         }
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    """Returns the object whose JSON a text is, or None if it is none that an answer can have."""
+    try:
+        value = JsonReader().read(text.strip() or "{}")
+        encode(value)
+    except (ApiError, UnicodeEncodeError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 class OllamaLoaded:
@@ -160,16 +191,16 @@ def ollama_time(seconds: float) -> str:
     )
 
 
-def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
+def _line(model: str, said: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     content = said.get("content", "")
-    reasoning = said.get("reasoning")
-    thinking = {} if reasoning is None else {"thinking": reasoning}
+    thinking = {"thinking": said["reasoning"]} if "reasoning" in said else {}
+    calls = {"tool_calls": said["tool_calls"]} if "tool_calls" in said else {}
     now = ollama_time(time.time())
     if is_chat:
         return {
             "model": model,
             "created_at": now,
-            "message": {"role": "assistant", "content": content, **thinking},
+            "message": {"role": "assistant", "content": content, **thinking, **calls},
         }
     return {"model": model, "created_at": now, "response": content, **thinking}
 
@@ -193,53 +224,6 @@ def _nanoseconds(**seconds: float) -> dict[str, int]:
 def write_unloaded(name: str, *, is_chat: bool) -> dict[str, Any]:
     """Returns the answer to a request that unloads a model."""
     return {**_line(name, {}, is_chat=is_chat), "done": True, "done_reason": "unload"}
-
-
-def write_tags(models: Sequence[ListedModel]) -> dict[str, Any]:
-    """Returns the list of models, without paths: clients see none of this machine."""
-    return {
-        "models": [{**_card(model), "modified_at": ollama_time(model.created)} for model in models]
-    }
-
-
-def write_loaded(models: Sequence[ListedModel]) -> dict[str, Any]:
-    """Returns the list of the models in memory, with the times at which they go."""
-    return {"models": [_loaded(model) for model in models]}
-
-
-def _loaded(model: ListedModel) -> dict[str, Any]:
-    entry = {**_card(model), "context_length": model.context_length}
-    if model.num_bytes is None:
-        return entry
-    return {
-        **entry,
-        "size": model.num_bytes,
-        "size_vram": model.device_bytes,
-        "expires_at": ollama_time(model.until),
-    }
-
-
-def _card(model: ListedModel) -> dict[str, Any]:
-    card = model.card
-    return {
-        "name": model.name,
-        "model": model.name,
-        "size": card.num_bytes,
-        "digest": card.digest,
-        "details": details_of(card),
-    }
-
-
-def details_of(card: ModelCard) -> dict[str, Any]:
-    """Returns the field `details` of an answer about a model."""
-    return {
-        "parent_model": "",
-        "format": card.format,
-        "family": card.family,
-        "families": [card.family] if card.family else [],
-        "parameter_size": card.parameter_size,
-        "quantization_level": card.quantization,
-    }
 
 
 def _without_effect(options: OllamaOptions) -> tuple[str, ...]:

@@ -8,10 +8,13 @@ from pydantic import Field
 
 from jaxpage.serving.wire.field_types import (
     MAX_MESSAGES,
+    MAX_TOOLS,
+    CallId,
     Count,
     Effort,
     Items,
     ModelName,
+    Name,
     RequestObject,
     by_name,
     one_of,
@@ -109,16 +112,36 @@ class OllamaShowRequest(RequestObject):
     verbose: bool | None = None  # has no effect: there are no more details
 
 
+class OllamaCalledFunction(RequestObject):
+    """Holds the name and the arguments of a call, in Ollama's API."""
+
+    added = frozenset({"index", "description"})
+
+    name: Name
+    # Some clients send the text of the object.
+    arguments: Annotated[dict[str, Any] | str, one_of("an object")] | None = None
+
+
+class OllamaCall(RequestObject):
+    """A call of a function, in a message of the assistant, in Ollama's API."""
+
+    added = frozenset({"index", "type"})
+
+    id: Literal[""] | CallId | None = None
+    function: OllamaCalledFunction
+
+
 class OllamaMessage(RequestObject):
     """A message of a conversation, in Ollama's API."""
 
-    added = frozenset({"tool_name"})
-
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None  # Ollama's clients leave out an empty one
     thinking: str | None = None  # the reasoning of an earlier answer
     images: Nothing | None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Items[OllamaCall] | None = None
+    # Which call a result is of; without either it is that of the first call without a result.
+    tool_name: str | None = None
+    tool_call_id: str | None = None
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -126,6 +149,8 @@ class OllamaChatRequest(OllamaRequest):
 
     # A request without messages asks that the model be loaded.
     messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    # They are read as those of a chat, which has the same paths.
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -234,7 +259,7 @@ DOCUMENT = DialectDocument(
             "OllamaVector",
             error="OllamaError",
         ),
-        "/api/version": get("The version of jaxpage.", "Version", error="OllamaError"),
+        "/api/version": get("The version of the API.", "Version", error="OllamaError"),
     },
     {
         "OllamaError": object_of(error=STRING),

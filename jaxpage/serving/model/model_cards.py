@@ -45,6 +45,9 @@ def card_of(files: ModelFiles, quantization: str | None) -> ModelCard:
         quantization=stored if plan.layout == "gguf" or scheme is None else scheme.upper(),
         num_bytes=plan.num_bytes(),
         digest=_digest(files.directory),
+        modified_at=max(
+            (file.stat().st_mtime for file in _first_files(files.directory)), default=0
+        ),
     )
 
 
@@ -62,7 +65,7 @@ def card_of_settings(config: EngineConfig) -> ModelCard:
 def _digest(path: Path) -> str:
     """Returns a digest of the names, the sizes and the ends of a model's files."""
     digest = hashlib.sha256()
-    for file in itertools.islice(_files(path), _MAX_FILES):
+    for file in _first_files(path):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path)}\0{size}\0".encode())
         with file.open("rb") as content:
@@ -70,6 +73,10 @@ def _digest(path: Path) -> str:
             content.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _first_files(path: Path) -> Iterator[Path]:
+    return itertools.islice(_files(path), _MAX_FILES)
 
 
 def _digest_of(content: bytes) -> str:

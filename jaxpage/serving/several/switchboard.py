@@ -150,8 +150,8 @@ class Switchboard:
             yield Route(path, partial(self._list_of, model_list))
         for path in dialect.conversations:
             yield from StoredResponses(path, self.responses).routes
-        for path in dialect.version_paths:
-            yield Route(path, self._version)
+        for path, version in dialect.versions.items():
+            yield Route(path, partial(self._version, version=version))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the model of a request, and has its server answer."""
@@ -311,8 +311,10 @@ class Switchboard:
         if model_list.is_of_loaded:
             return json_answer(model_list.write(list(self._list_loaded())))
         cards = {name: await self._file_card(name) for name in self._entries}
+        contexts = {slot.name: model.context for slot, model in self._in_memory()}
         models = [
-            ListedModel(name, cards[model], self._created) for name, model in self._models.items()
+            ListedModel(name, cards[model], self._created, context=contexts.get(model))
+            for name, model in self._models.items()
         ]
         return json_answer(model_list.write(models))
 
@@ -337,6 +339,7 @@ class Switchboard:
                 num_bytes=slot.size,
                 device_bytes=slot.size if self._has_own_memory else 0,
                 until=time.time() + last_used + slot.keep_alive - time.monotonic(),
+                context=model.context,
             )
 
     async def _capable(self, request: Request) -> Response:
@@ -371,8 +374,8 @@ class Switchboard:
             each.append((model.metrics, stats))
         return await asyncio.to_thread(join_expositions, each)
 
-    async def _version(self, request: Request) -> Response:
-        return json_answer({"version": __version__})
+    async def _version(self, request: Request, version: str = __version__) -> Response:
+        return json_answer({"version": version})
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")

@@ -17,6 +17,8 @@ class ModelCard:
             known.
         num_bytes: The bytes of the stored weights; 0 if it is not known.
         digest: 64 hexadecimal digits that differ between models and stay the same for one.
+        modified_at: The time at which a file of it was changed last, in seconds since 1970; 0 if
+            it is not known.
     """
 
     family: str = ""
@@ -25,6 +27,7 @@ class ModelCard:
     quantization: str = ""
     num_bytes: int = 0
     digest: str = "0" * 64
+    modified_at: float = 0.0
 
     @property
     def parameter_size(self) -> str:

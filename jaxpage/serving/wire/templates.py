@@ -6,6 +6,7 @@ A request cannot bring a template of its own.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import ChatFormat
@@ -101,7 +102,7 @@ def render(
     return Rendered(text, effort.ignored)
 
 
-def template_of(context: ModelContext, tools: list[FunctionTool]) -> str:
+def template_of(context: ModelContext, tools: Sequence[object]) -> str:
     """Returns the source of the model's chat template; some models have another one for tools.
 
     Raises:
