@@ -285,6 +285,12 @@ DIALECT = Dialect(
         "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
         "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
     },
+    operations={
+        "/api/chat": "chat",
+        "/api/generate": "text_completion",
+        "/api/embed": "embeddings",
+        "/api/embeddings": "embeddings",
+    },
     version_paths=("/api/version",),
     document=DOCUMENT,
     # Ollama takes JSON under any media type, and its clients and the curl lines of its

@@ -229,5 +229,6 @@ DIALECT = Dialect(
     stream_error=_write_stream_error,
     new_frame=numbered_events,
     exchanges={"/v1/responses": open_response},
+    operations={"/v1/responses": "chat"},
     document=DOCUMENT,
 )
