@@ -484,7 +484,7 @@ class LLM(DrivenModel):
         """Ends `sleep`: the weights come back to the device, and nothing is compiled.
 
         Raises:
-            RuntimeError: The model does not sleep.
+            RuntimeError: The model does not sleep, or sleeps again since another thread woke it.
             CheckpointError: The checkpoint cannot be read again.
         """
         self._driver.wait(self._driver.wake(self._weights_for_waking()))

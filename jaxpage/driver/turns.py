@@ -28,7 +28,7 @@ from jaxpage.driver.handle import (
     copy_error,
     send,
 )
-from jaxpage.engine import Engine
+from jaxpage.engine import Engine, WakingWeights
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -483,9 +483,9 @@ class Turns:
         is_read = any(handle.reads_weights for handle in self.live.values())
         return not self._has_work and not (is_read and change.frees_weights)
 
-    def wake(self, parameters: Any) -> None:
+    def wake(self, weights: WakingWeights) -> None:
         """Wakes the engine with its weights, and then runs the commands that waited for it."""
-        self.engine.wake(parameters)
+        self.engine.wake(weights)
         self._run_held()
 
     def _run_held(self) -> None:
