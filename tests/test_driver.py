@@ -38,6 +38,7 @@ from jaxpage.errors import (
     QueueFull,
     ShuttingDown,
     UnsupportedError,
+    WeightsReplaced,
 )
 from jaxpage.serving.requests.generating import updates_of
 from tests.support.engines import LLAMA
@@ -848,6 +849,23 @@ def test_sleep_waits_for_vectors_and_an_update_does_not(built):
                         driver.wait(refused)
                 driver.wait(driver.wake(kept_by(engine)))
                 np.testing.assert_array_equal(driver.wait(late), vectors[0].result())
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_update_that_aborts_ends_vectors_too(built, tells):
+    witness, engine = Witness(), built.engine
+    with (
+        by_hand(built) as driver,
+        driver.embedding(witness, [order(built)] * 20, ["last"] * 20) as vectors,
+    ):
+        driver.step()
+        driver.step()
+        with driver.replacing(same_weights(engine), abort=True, tells=tells) as version:
+            driver.step()
+        num_computed = len(witness.seen)
+        assert version.done() and 0 < num_computed < 20 and not driver.turns.live
+        ends = [type(vector.exception(0)) for vector in vectors]
+        assert ends == [type(None)] * num_computed + [WeightsReplaced] * (20 - num_computed)
 
 
 def _changes(driver, engine):

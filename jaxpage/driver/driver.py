@@ -316,7 +316,8 @@ class Driver:
             frees_weights: True if the change also waits for vectors that are computed; see
                 `Change`.
             abort: True ends the running and waiting requests, and does not wait for them.
-            tells: True ends them with WeightsReplaced, False with a last output.
+            tells: True ends them with WeightsReplaced, False with a last output. Vectors end with
+                WeightsReplaced in either case.
             queues: True waits if another change is under way; False then raises an error.
         """
         turns = self.turns

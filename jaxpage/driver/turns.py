@@ -443,7 +443,8 @@ class Turns:
         Args:
             change: The change.
             abort: True ends the running and waiting requests, and does not wait for them.
-            tells: True ends them with WeightsReplaced, False with a last output.
+            tells: True ends them with WeightsReplaced, False with a last output. Vectors end with
+                WeightsReplaced in either case.
         """
         self._change_weights()  # if the one before was withdrawn in this turn, it is gone now
         if self.change is not None:
@@ -452,8 +453,11 @@ class Turns:
         self._later.add(change.answer)
         if abort and not change.is_withdrawn:
             why = WeightsReplaced("The request was ended: the model gets other weights")
-            for handle in self._in_engine():
-                self.end_one(handle, copy_error(why) if tells else None)
+            for handle in list(self.live.values()):
+                if handle.reads_weights:  # vectors have no last output
+                    self.end_one(handle, copy_error(why))
+                elif handle.reporter is not None:
+                    self.end_one(handle, copy_error(why) if tells else None)
         self._change_weights()
         return LATER
 
