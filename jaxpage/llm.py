@@ -174,7 +174,8 @@ class LLM(DrivenModel):
             parameters: All weights; see `from_parameters`.
             check_finite: Refuse numbers that are NaN or infinite.
             mode: With "wait", requests of other threads finish first, with the old weights. With
-                "abort", they end with what they have and the finish reason "abort".
+                "abort", they end with what they have and the finish reason "abort"; scores and
+                vectors, of which a part is of no use, raise WeightsReplaced.
 
         Returns:
             The version of the weights, which each later output has, too
@@ -329,6 +330,7 @@ class LLM(DrivenModel):
             TypeError: An argument has another type.
             ValueError: A prompt or an argument is refused, before anything runs.
             CheckpointError: The files ask for something that is not supported.
+            WeightsReplaced: Another thread updated the weights with the mode "abort".
         """
         checked = check_dimensions(dimensions)
         requests, poolings = self._prepare_embedding(prompts, pooling)
@@ -484,7 +486,7 @@ class LLM(DrivenModel):
         """Ends `sleep`: the weights come back to the device, and nothing is compiled.
 
         Raises:
-            RuntimeError: The model does not sleep.
+            RuntimeError: The model does not sleep, or sleeps again since another thread woke it.
             CheckpointError: The checkpoint cannot be read again.
         """
         self._driver.wait(self._driver.wake(self._weights_for_waking()))

@@ -28,6 +28,6 @@ def make_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def open_private(path: Path, mode: Literal["wb", "a+b"]) -> BinaryIO:
+def open_private(path: Path, mode: Literal["wb", "xb", "a+b"]) -> BinaryIO:
     """Opens a file as `open` does; one that is new can be read by this user alone."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))

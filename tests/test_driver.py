@@ -27,6 +27,7 @@ from jaxpage.driver import Driver, Handle, async_driver, turns
 from jaxpage.driver import driver as driver_module
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.driver.front import prepare
+from jaxpage.engine import WakingWeights
 from jaxpage.engine.calls import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
@@ -37,6 +38,7 @@ from jaxpage.errors import (
     QueueFull,
     ShuttingDown,
     UnsupportedError,
+    WeightsReplaced,
 )
 from jaxpage.serving.requests.generating import updates_of
 from tests.support.engines import LLAMA
@@ -647,6 +649,11 @@ def same_weights(engine):
     }
 
 
+def kept_by(engine):
+    """The weights that a model that sleeps has kept."""
+    return WakingWeights(to_device(engine.runner.kept), engine.runner.num_sleeps)
+
+
 @contextmanager
 def by_hand(built, **settings):
     """A driver that takes a turn when a test says so, and leaves the engine to the next one."""
@@ -656,7 +663,7 @@ def by_hand(built, **settings):
         yield made
     finally:
         if built.engine.is_asleep:
-            made.wait(made.wake(to_device(built.engine.runner.kept)))
+            made.wait(made.wake(kept_by(built.engine)))
         made.stop()
         assert not made.turns.live and not made.turns._held and not made.turns._later
 
@@ -702,7 +709,7 @@ def finish(driver, reader, how):
     while not reader.updates:
         driver.step()
         if how == "sleep" and driver.engine.is_asleep:
-            driver.wait(driver.wake(to_device(driver.engine.runner.kept)))
+            driver.wait(driver.wake(kept_by(driver.engine)))
 
 
 WAYS = pytest.mark.parametrize("how", ["update", "sleep"])
@@ -840,8 +847,25 @@ def test_sleep_waits_for_vectors_and_an_update_does_not(built):
                 for refused in (driver.weights(), *_changes(driver, engine)):
                     with pytest.raises(RuntimeError, match="sleeps"):
                         driver.wait(refused)
-                driver.wait(driver.wake(to_device(engine.runner.kept)))
+                driver.wait(driver.wake(kept_by(engine)))
                 np.testing.assert_array_equal(driver.wait(late), vectors[0].result())
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_update_that_aborts_ends_vectors_too(built, tells):
+    witness, engine = Witness(), built.engine
+    with (
+        by_hand(built) as driver,
+        driver.embedding(witness, [order(built)] * 20, ["last"] * 20) as vectors,
+    ):
+        driver.step()
+        driver.step()
+        with driver.replacing(same_weights(engine), abort=True, tells=tells) as version:
+            driver.step()
+        num_computed = len(witness.seen)
+        assert version.done() and 0 < num_computed < 20 and not driver.turns.live
+        ends = [type(vector.exception(0)) for vector in vectors]
+        assert ends == [type(None)] * num_computed + [WeightsReplaced] * (20 - num_computed)
 
 
 def _changes(driver, engine):
@@ -870,7 +894,7 @@ def test_a_change_that_is_taken_back_is_in_nobodys_way(built):
         with pytest.raises(RuntimeError, match="taken back"):
             first.result(0)
         version = built.engine.weights_version
-        driver.wait(driver.wake(to_device(built.engine.runner.kept)))
+        driver.wait(driver.wake(kept_by(built.engine)))
         assert built.engine.weights_version == version and driver.turns.change is None
 
 
@@ -882,8 +906,7 @@ def test_lent_weights_are_left_to_those_that_hold_them(built):
             with driver.falling_asleep(1) as asleep:
                 driver.wait(asleep)
             assert not any(array.is_deleted() for array in lent)
-            own = engine.runner.kept
-            driver.wait(driver.wake(to_device(own)))
+            driver.wait(driver.wake(kept_by(engine)))
         unlent = jax.tree.leaves(engine.runner.parameters)
         with driver.falling_asleep(1) as asleep:
             driver.wait(asleep)
@@ -1099,8 +1122,11 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.is_asleep)
     @rule()
     def wake(self):
-        kept = self.engine.runner.kept
-        self.driver.wake(self.on_device() if kept is None else to_device(kept))
+        runner = self.engine.runner
+        if runner.kept is None:
+            self.driver.wake(WakingWeights(self.on_device(), runner.num_sleeps))
+        else:
+            self.driver.wake(kept_by(self.engine))
 
     @rule()
     def lend(self):

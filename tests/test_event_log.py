@@ -46,6 +46,7 @@ from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replaying import Replay, Report
 from jaxpage.scheduling import POLICIES
+from jaxpage.serving.inspector.recorded import write_snapshots
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
 from jaxpage.step.events import Both
@@ -1501,6 +1502,14 @@ def test_the_command_looks_into_logs(
     assert stat.S_IMODE(shown.stat().st_mode) == 0o600
     assert run("replay", str(crowd), "--snapshots", str(shown)) == 2
     assert "shown.jsonl exists" in capsys.readouterr().err
+
+
+def test_snapshots_never_overwrite_a_file(tmp_path):
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text("mine")
+    with pytest.raises(ConfigError, match="shown.jsonl exists"):
+        write_snapshots(shown, tmp_path / "run.jsonl")
+    assert shown.read_text() == "mine"
 
 
 def check_shown(llm: LLM, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,12 +226,18 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
 
 def test_an_abort_ends_all_samples_at_any_step(llm, prompts):
     engine = llm._engine
-    for num_steps in range(5):
-        engine.add("watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=4)))
+    for num_steps, params in itertools.product(range(5), [{"n": 4}, {"n": 4, "best_of": 5}]):
+        requested = dataclasses.replace(PARAMS, **params)
+        reporter = engine.add("watched", engine.prepare(None, prompts[3], requested))
         for _ in range(num_steps):
             engine.step()
         engine.abort("watched")
         invariants(llm)
+        whole = reporter.whole()
+        ends = [(output.index, output.finish_reason) for output in whole.outputs]
+        assert ends == [(index, "abort") for index in range(4)]
+        if "best_of" not in params:
+            assert reporter.delta().outputs == whole.outputs
 
 
 def test_a_failed_step_ends_every_sample(llm, prompts, monkeypatch):

@@ -966,9 +966,15 @@ MAKERS = {
 }
 
 
-def mixed_checkpoint(directory: Path) -> dict[str, np.ndarray]:
-    """Writes the tensors of a model with `MIXED_LAYERS`; returns the weights that they stand for."""
+def mixed_checkpoint(directory: Path, head: str | None = None) -> dict[str, np.ndarray]:
+    """Writes the tensors of a model with `MIXED_LAYERS`; returns the weights that they stand for.
+
+    `head` is the algorithm of lm_head, if it is quantised.
+    """
     tensors = random_tensors(CONFIG)
+    if head is not None:
+        stored, _ = stored_at(0, MAKERS[head], *tensors.pop("lm_head.weight").shape)
+        tensors |= {f"lm_head.{end}": array for end, array in stored.items()}
     exact = {key: array for key, array in tensors.items() if key.endswith("_proj.weight")}
     for place, key in enumerate(exact):
         module = key.split(".", 3)[3].removesuffix(".weight")
@@ -1065,6 +1071,19 @@ def test_modules_of_modelopt_may_have_different_algorithms(place: str, tmp_path:
         with TraceScope(make_layer_kernels(Backend("auto"))).open():
             found = np.asarray(module(jnp.asarray(x)))
         np.testing.assert_allclose(found, x @ weight.T, atol=1e-5 * np.abs(found).max())
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_a_quantised_head_of_modelopt_is_refused_by_name(algorithm: str, tmp_path: Path) -> None:
+    mixed_checkpoint(tmp_path, algorithm)
+    layers = MIXED_LAYERS | {"lm_head": {"quant_algo": algorithm}}
+    stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    write_stated(tmp_path, {**stated, "quantized_layers": layers}, None)
+    with pytest.raises(
+        CheckpointError, match="checkpoint where lm_head is not quantised"
+    ) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value)
 
 
 FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}

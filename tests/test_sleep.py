@@ -94,6 +94,31 @@ def test_a_model_wakes_without_a_compilation_and_with_the_same_texts(llm, level)
         llm.wake_up()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_up_that_was_overtaken_does_not_end_a_later_sleep(directory, level):
+    """Nor bring back the weights before an update that came between the two sleeps."""
+    with make_llm(directory) as llm:
+        before = texts(llm)
+        read = llm._weights_for_waking
+
+        def read_and_be_overtaken():
+            weights = read()
+            llm._weights_for_waking = read
+            llm.wake_up()
+            llm.update_parameters(random_tensors(LLAMA, seed=4))
+            llm.sleep(level)
+            return weights
+
+        llm._weights_for_waking = read_and_be_overtaken
+        llm.sleep()
+        with pytest.raises(RuntimeError, match="sleeps again: call wake_up again"):
+            llm.wake_up()
+        assert llm.is_sleeping
+        llm.wake_up()
+        assert (texts(llm) == before) == (level == 2)  # level 2 loses updates
+        invariants(llm)
+
+
 def test_sleep_waits_for_running_requests_and_not_for_pins(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     next(stream)

@@ -25,6 +25,7 @@ from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.metrics.tracing import OPERATIONS, RequestRecord, Traced, open_tracing
 from tests.support.executables import when_used
 from tests.support.running import Running, demo_engine, serving, wait_until
@@ -312,6 +313,12 @@ def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared: Kept) -> No
     [span] = shared.spans(1)
     assert span.name == "rerank demo"
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["total_tokens"]
+
+
+def test_a_dialect_says_what_each_of_its_paths_does() -> None:
+    for dialect in DIALECTS:
+        assert set(dialect.operations) == {*dialect.exchanges, *dialect.vectors}
+        assert dialect.operations.items() <= OPERATIONS.items()
 
 
 def test_every_path_of_a_model_has_an_operation(shared: Kept) -> None:

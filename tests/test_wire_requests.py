@@ -869,7 +869,7 @@ SSTI = [
     "{{ lipsum.__globals__['os'] }}",
     "{% for x in range(1000000000) %}x{% endfor %}",
     "{% include '/etc/passwd' %}",
-    "{{ raise_exception('see /root/secret/key and 0xdeadbeef') }}",
+    "{{ raise_exception('see /home/somebody/secret/key and 0xdeadbeef') }}",
     "{{ 1 / 0 }}",
     "{% if %}",
 ]
@@ -1030,8 +1030,12 @@ def test_any_error_has_a_status(error: Exception, status: int) -> None:
 
 
 def test_messages_show_nothing_of_the_machine() -> None:
-    raw = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
-    assert not re.search(r"0x|root|site-packages|object at|Traceback", ApiError(400, raw).message)
+    raw = (
+        "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
+    )
+    assert not re.search(
+        r"0x|somebody|site-packages|object at|Traceback", ApiError(400, raw).message
+    )
     assert ApiError(400, "use /v1/completions").message == "use /v1/completions"
 
 
@@ -1078,9 +1082,7 @@ def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
 
 def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
     said = "/a/b/("
-    machine = (
-        "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
-    )
+    machine = "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
     for opens, body in (
         (open_completion, completion(structured_outputs={"regex": said})),
         (open_chat, chat(structured_outputs={"regex": said})),
@@ -1093,7 +1095,7 @@ def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
             exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
         ):
             assert said in told
-            assert not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+            assert not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", told)
     template = with_template(
         "{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}"
     )
@@ -1101,7 +1103,7 @@ def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
         lambda body, _: open_chat(body, context(tokenizer=template)),
         chat(messages=[{**USER, "content": said}]),
     )
-    assert said in told and not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+    assert said in told and not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", told)
 
 
 def exchange_fails(exchange: Any, reason: str) -> str:

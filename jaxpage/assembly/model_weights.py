@@ -10,7 +10,7 @@ from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import LoadPlan, ModelFiles
 from jaxpage.checkpoints.in_memory import Parameters, check_all_finite, with_parameters
 from jaxpage.device import Packings, to_device, unpack_weights
-from jaxpage.engine import Runner
+from jaxpage.engine import Runner, WakingWeights
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.sharding import join_weights
 from jaxpage.settings.argument_checks import check_choice
@@ -87,18 +87,20 @@ def weights_on_device(
     return weights
 
 
-def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> dict[str, Any]:
+def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> WakingWeights:
     """Returns the weights for `Engine.wake`: those that the runner kept, or the checkpoint's.
 
     Raises:
         CheckpointError: The checkpoint cannot be read again.
     """
-    if runner.kept is not None:
-        parameters: dict[str, Any] = to_device(runner.kept)
-        return parameters
+    num_sleeps = runner.num_sleeps  # before `kept`, which may become that of a later sleep
+    kept = runner.kept
+    if kept is not None:
+        return WakingWeights(to_device(kept), num_sleeps)
     adapters = adapters_of(files, spec)
     drafting = spec.described.drafting
-    return load_parameters(files, spec, runner.packed, adapters, drafting=drafting)
+    parameters = load_parameters(files, spec, runner.packed, adapters, drafting=drafting)
+    return WakingWeights(parameters, num_sleeps)
 
 
 def load_given_weights(

@@ -310,7 +310,6 @@ def _replay_log(arguments: argparse.Namespace) -> Report | None:
     Returns:
         The report, or None for snapshots of an incident that cannot be run again.
     """
-    from jaxpage.replay import check_new
     from jaxpage.replay import replay as replay_log
 
     log = arguments.log
@@ -321,6 +320,5 @@ def _replay_log(arguments: argparse.Namespace) -> Report | None:
     from jaxpage.replay.reading import tokenizer_of_log
     from jaxpage.serving import TokenTexts, write_snapshots
 
-    check_new(path)
     tokenizer = tokenizer_of_log(log, arguments.model)
     return write_snapshots(Path(path), log, TokenTexts(tokenizer) if tokenizer else None, **run)

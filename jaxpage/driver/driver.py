@@ -29,7 +29,7 @@ from jaxpage.device import Embedder
 from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
-from jaxpage.engine import Engine, PreparedRequest
+from jaxpage.engine import Engine, PreparedRequest, WakingWeights
 from jaxpage.errors import ShuttingDown
 from jaxpage.outputs import RequestOutput, TokenPooling
 
@@ -316,7 +316,8 @@ class Driver:
             frees_weights: True if the change also waits for vectors that are computed; see
                 `Change`.
             abort: True ends the running and waiting requests, and does not wait for them.
-            tells: True ends them with WeightsReplaced, False with a last output.
+            tells: True ends them with WeightsReplaced, False with a last output. Vectors end with
+                WeightsReplaced in either case.
             queues: True waits if another change is under way; False then raises an error.
         """
         turns = self.turns
@@ -331,10 +332,10 @@ class Driver:
         finally:
             change.withdraw()
 
-    def wake(self, parameters: Any) -> PendingAnswer[None]:
+    def wake(self, weights: WakingWeights) -> PendingAnswer[None]:
         """Wakes the engine with its weights as they are on the device; see `Engine.wake`."""
         turns = self.turns
-        return self.call(lambda engine: turns.wake(parameters))
+        return self.call(lambda engine: turns.wake(weights))
 
     def weights(self) -> PendingAnswer[Any]:
         """Asks for the weights of the model and of its drafter; see `Engine.lend_weights`."""

@@ -11,7 +11,13 @@ from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_w
 from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
-from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest
+from jaxpage.engine import (
+    CheckedParams,
+    Engine,
+    NamedAdapter,
+    PreparedRequest,
+    WakingWeights,
+)
 from jaxpage.engine.calls import (
     ByVectors,
     Prompt,
@@ -175,7 +181,7 @@ class DrivenModel(BuiltModel):
             raise ValueError(f"level must be 1 or 2, not {level!r:.80}")
         return self._driver.falling_asleep(level)
 
-    def _weights_for_waking(self) -> Any:
+    def _weights_for_waking(self) -> WakingWeights:
         """Returns the weights with which a model that sleeps is woken, on its device."""
         self._driver.check_open()
         if not self._engine.is_asleep:

@@ -28,7 +28,7 @@ from jaxpage.driver.handle import (
     copy_error,
     send,
 )
-from jaxpage.engine import Engine
+from jaxpage.engine import Engine, WakingWeights
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -443,7 +443,8 @@ class Turns:
         Args:
             change: The change.
             abort: True ends the running and waiting requests, and does not wait for them.
-            tells: True ends them with WeightsReplaced, False with a last output.
+            tells: True ends them with WeightsReplaced, False with a last output. Vectors end with
+                WeightsReplaced in either case.
         """
         self._change_weights()  # if the one before was withdrawn in this turn, it is gone now
         if self.change is not None:
@@ -452,8 +453,11 @@ class Turns:
         self._later.add(change.answer)
         if abort and not change.is_withdrawn:
             why = WeightsReplaced("The request was ended: the model gets other weights")
-            for handle in self._in_engine():
-                self.end_one(handle, copy_error(why) if tells else None)
+            for handle in list(self.live.values()):
+                if handle.reads_weights:  # vectors have no last output
+                    self.end_one(handle, copy_error(why))
+                elif handle.reporter is not None:
+                    self.end_one(handle, copy_error(why) if tells else None)
         self._change_weights()
         return LATER
 
@@ -483,9 +487,9 @@ class Turns:
         is_read = any(handle.reads_weights for handle in self.live.values())
         return not self._has_work and not (is_read and change.frees_weights)
 
-    def wake(self, parameters: Any) -> None:
+    def wake(self, weights: WakingWeights) -> None:
         """Wakes the engine with its weights, and then runs the commands that waited for it."""
-        self.engine.wake(parameters)
+        self.engine.wake(weights)
         self._run_held()
 
     def _run_held(self) -> None:

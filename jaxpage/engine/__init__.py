@@ -25,6 +25,7 @@ from jaxpage.engine.reporting import (
 )
 from jaxpage.engine.runner import (
     Runner,  # runs batches by the table of executables
+    WakingWeights,  # holds the weights with which one sleep ends
 )
 from jaxpage.engine.text import (
     NoText,  # gives no text, for a model without a tokenizer

@@ -28,7 +28,7 @@ from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, Pre
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
-from jaxpage.engine.runner import Runner
+from jaxpage.engine.runner import Runner, WakingWeights
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
@@ -432,19 +432,24 @@ class Engine:
         self.scheduler.lose_pages()
         self.runner.sleep(keeps_weights=level == 1)
 
-    def wake(self, parameters: Any) -> None:
+    def wake(self, weights: WakingWeights) -> None:
         """Takes weights again after `sleep`, and makes the pages anew.
 
         Args:
-            parameters: The weights that the runner kept, or those of the checkpoint.
+            weights: Those that the runner kept, or those of the checkpoint.
 
         Raises:
-            RuntimeError: The engine does not sleep.
+            RuntimeError: The engine does not sleep, or the weights were read for an earlier sleep.
         """
         if not self.is_asleep:
             raise RuntimeError("the engine does not sleep")
+        if weights.num_sleeps != self.runner.num_sleeps:
+            raise RuntimeError(
+                "the weights were read for a sleep that another call has ended, and the engine "
+                "sleeps again: call wake_up again"
+            )
         were_dropped = self.runner.kept is None
-        self.runner.wake(parameters)
+        self.runner.wake(weights.parameters)
         self.events.pages_rebuilt()
         if were_dropped and self.adapters is not None:
             self.adapters.lose_slots()

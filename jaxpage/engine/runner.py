@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,19 @@ from jaxpage.models.sharding import ShardedWeight, entry_at
 from jaxpage.step.plan import StepResult
 
 
+class WakingWeights(NamedTuple):
+    """Holds the weights with which one sleep ends, on the device.
+
+    Attributes:
+        parameters: The weights.
+        num_sleeps: The number of the sleep for which they were read. A later one does not end with
+            them, since the weights may have been replaced in between.
+    """
+
+    parameters: Any
+    num_sleeps: int
+
+
 class Runner:
     """Runs steps from the table of executables.
 
@@ -29,6 +42,7 @@ class Runner:
     Attributes:
         executables: The table of executables.
         is_asleep: True while the device has neither weights nor pages.
+        num_sleeps: How many times it has fallen asleep.
         kept: The weights in the host's memory, while the runner sleeps with them; else None.
     """
 
@@ -53,6 +67,7 @@ class Runner:
         """
         self.executables = executables
         self.is_asleep = False
+        self.num_sleeps = 0
         self.kept: Any | None = None
         self._parameters = parameters
         # Arrays that were lent are never deleted: their memory is free when nobody refers to them.
@@ -187,6 +202,7 @@ class Runner:
         if keeps_weights:
             self.kept = to_host(self._parameters, deletes=not self._is_lent)
         self._drop_parameters()
+        self.num_sleeps += 1
         # The last, because a thread that finds the runner asleep reads what was kept.
         self.is_asleep = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from jaxpage.memory import BlockManager
@@ -151,6 +152,12 @@ class RunningSet:
         for sequence in group.unfinished:
             sequence.finish_reason = reason
         self.remove(group)
+        # The samples that the first draw would have forked end with it.
+        first = group.sequences[0]
+        group.sequences += [
+            replace(first, sequence_id=child_id, sample_index=index)
+            for index, child_id in enumerate(group.pending_forks, start=1)
+        ]
         return group
 
     def remove(self, group: SequenceGroup) -> None:

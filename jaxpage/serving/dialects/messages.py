@@ -200,6 +200,7 @@ DIALECT = Dialect(
     new_frame=named_events,
     exchanges={"/v1/messages": open_message},
     transforms={"/v1/messages/count_tokens": count_tokens},
+    operations={"/v1/messages": "chat"},
     document=DOCUMENT,
     key_header=b"x-api-key",
 )

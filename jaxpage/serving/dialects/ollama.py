@@ -294,6 +294,12 @@ DIALECT = Dialect(
         "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
         "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
     },
+    operations={
+        "/api/chat": "chat",
+        "/api/generate": "text_completion",
+        "/api/embed": "embeddings",
+        "/api/embeddings": "embeddings",
+    },
     versions={"/api/version": OLLAMA_VERSION},
     document=DOCUMENT,
     # Ollama takes JSON under any media type, and its clients and the curl lines of its

@@ -63,5 +63,6 @@ DIALECT = Dialect(
     new_frame=plain_events,
     end=event(b"[DONE]"),
     exchanges={"/v1/completions": open_completion, "/v1/chat/completions": open_chat},
+    operations={"/v1/completions": "text_completion", "/v1/chat/completions": "chat"},
     document=DOCUMENT,
 )

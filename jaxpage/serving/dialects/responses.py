@@ -477,5 +477,6 @@ DIALECT = Dialect(
     stream_error=_write_stream_error,
     new_frame=numbered_events,
     conversations={"/v1/responses": open_response},
+    operations={"/v1/responses": "chat"},
     document=DOCUMENT,
 )

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from jaxpage.engine import Engine
 from jaxpage.errors import JaxpageError
 from jaxpage.private_files import open_private
-from jaxpage.replay import Record, Report, encode_record, replay
+from jaxpage.replay import Record, Report, check_new, encode_record, replay
 from jaxpage.replay.reading import RecordedSteps, SequenceWalk, num_prompt_tokens
 from jaxpage.serving.inspector.state import Inspector, Snapshot, history_row
 from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline, kind_of_row
@@ -56,16 +56,18 @@ def write_snapshots(
         The report of the replay, or None for an incident that cannot be run again.
 
     Raises:
+        ConfigError: The file exists, or its directory cannot be written to.
         EventLogError: The log is damaged or incomplete, or the engine differs from that of the log.
         ModelNotFoundError: There is no such model.
         CheckpointError: The model's files cannot be used.
         CapacityError: The memory is too small.
     """
+    check_new(path)
     steps = RecordedSteps(log, text_of)
     incident = steps.header.get("incident") or {}
     about = {"incident": incident} if incident else {}
     try:
-        with open_private(path, "wb") as file:
+        with open_private(path, "xb") as file:
             lines = _Lines(file, steps)
             lines.write({"event": "snapshots", "format": FORMAT, "log": Path(log).name, **about})
             if not incident.get("why_not_replayable"):

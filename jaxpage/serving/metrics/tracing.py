@@ -24,6 +24,7 @@ from jaxpage.driver import Handle
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 
@@ -32,17 +33,10 @@ logger = logging.getLogger(__name__)
 # The operation of each path, as the semantic conventions for generative AI call it. For scores and
 # ranks they have no name.
 OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
-    "/api/chat": "chat",
-    "/api/generate": "text_completion",
-    "/api/embed": "embeddings",
-    "/api/embeddings": "embeddings",
     **dict.fromkeys(RERANK_PATHS, "rerank"),
+    **{path: name for dialect in DIALECTS for path, name in dialect.operations.items()},
 }
 _PARAMETERS = {
     "max_tokens": "gen_ai.request.max_tokens",
