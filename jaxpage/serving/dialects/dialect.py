@@ -102,6 +102,7 @@ class Dialect:
         version_paths: The paths that tell the version of the server.
         document: What the OpenAPI document says.
         key_header: A header that may have the API key in place of `Authorization`; empty for none.
+        id_header: A header of answers that has the id of the request as well; empty for none.
         takes_any_media_type: True if JSON may be sent under any media type.
         plain_name: Returns the name of a model without what the API's clients add to it.
         read_stay: Reads how long a request, of this path and body, wants its model to stay.
@@ -126,6 +127,7 @@ class Dialect:
     version_paths: tuple[str, ...] = ()
     document: DialectDocument
     key_header: bytes = b""
+    id_header: str = ""
     takes_any_media_type: bool = False
     plain_name: Callable[[str], str] = str
     read_stay: Callable[[str, Body], Stay] = lambda path, body: Stay()

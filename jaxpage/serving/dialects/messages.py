@@ -202,4 +202,5 @@ DIALECT = Dialect(
     transforms={"/v1/messages/count_tokens": count_tokens},
     document=DOCUMENT,
     key_header=b"x-api-key",
+    id_header="request-id",
 )
