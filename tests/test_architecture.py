@@ -21,7 +21,11 @@ from tools import mutate
 ROOT = Path(__file__).parents[1]
 
 # import name -> distribution, where they differ
-DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "orbax": "orbax-checkpoint",
+    "pydantic_core": "pydantic",  # which requires one version of it
+}
 OPTIONAL = {  # import name -> the one file that may import it
     "torch": "jaxpage/bench/baseline_transformers.py",
     "matplotlib": "jaxpage/bench/memory_plot.py",

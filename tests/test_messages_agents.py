@@ -250,8 +250,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "messages[0].content[0].type", "must be one of 'text', 'tool_result', got 'image'"),
     ({"messages": [*ROUND[:2], asked(result(content=[text("x"), {"type": "image"}]))]},
      "messages[2].content[0].content[1].type", "got 'image'"),
-    ({"messages": [*ROUND[:2], asked(result(content=5))]}, "messages[2].content[0].content", "must be a"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a"),
+    ({"messages": [*ROUND[:2], asked(result(content=5))]}, "messages[2].content[0].content", "must be a string, or a list"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string, or a list"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of 'user'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "must be 'text'"),
     ({"tools": [TOOL, {**TOOL, "input_schema": "x"}]}, "tools[1].input_schema", "must be"),
@@ -614,6 +614,22 @@ def test_an_answer_is_sent_back_as_it_came() -> None:
     assert "<think>\nHm\n</think>\n\nI look.<tool_call>" in str(again.prompts[0].prompt)
     with_form = {"messages": turns, "tools": [TOOL]}
     assert count_tokens({"model": "demo", **with_form}, qwen()).body["input_tokens"] > 20
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+        (429, "rate_limit_error"),
+    ],
+)
+def test_a_stream_that_fails_ends_with_anthropics_error(status: int, kind: str) -> None:
+    frame = DIALECT.new_frame()(DIALECT.stream_error(ApiError(status, "no")))
+    begin, data = frame.decode().split("\ndata: ")
+    assert begin == "event: error"
+    assert json.loads(data) == {"type": "error", "error": {"type": kind, "message": "no"}}
 
 
 # Fields of agents

@@ -488,7 +488,7 @@ def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: 
         == wanted
     )
     with pytest.raises(anthropic.BadRequestError, match="tools.0..input_schema"):
-        claude.messages.count_tokens(**requested, tools=[{"name": "f", "input_schema": []}])  # type: ignore[list-item]
+        claude.messages.count_tokens(**requested, tools=[{"name": "f", "input_schema": []}])  # type: ignore[typeddict-item]
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.count_tokens(**{**requested, "model": "claude"})
 
@@ -613,6 +613,7 @@ def test_every_error_below_messages_is_anthropics(http: httpx.Client) -> None:
         assert answer.status_code == status, (path, answer.text)
         told = answer.json()
         assert told["type"] == "error" and told["error"]["type"] == kinds[status], path
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 # Ollama

@@ -109,6 +109,7 @@ class Dialect:
         versions: The version that clients are told, by path.
         document: What the OpenAPI document says.
         key_header: A header that may have the API key in place of `Authorization`; empty for none.
+        id_header: A header of answers that has the id of the request as well; empty for none.
         takes_any_media_type: True if JSON may be sent under any media type.
         plain_name: Returns the name of a model without what the API's clients add to it.
         read_stay: Reads how long a request, of this path and body, wants its model to stay.
@@ -137,6 +138,7 @@ class Dialect:
     versions: Mapping[str, str] = field(default_factory=dict)
     document: DialectDocument
     key_header: bytes = b""
+    id_header: str = ""
     takes_any_media_type: bool = False
     plain_name: Callable[[str], str] = str
     read_stay: Callable[[str, Body], Stay] = lambda path, body: Stay()

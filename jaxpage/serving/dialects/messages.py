@@ -203,4 +203,5 @@ DIALECT = Dialect(
     operations={"/v1/messages": "chat"},
     document=DOCUMENT,
     key_header=b"x-api-key",
+    id_header="request-id",
 )

@@ -11,7 +11,7 @@ from jaxpage.serving.dialects.messages_fields import (
     OfferedTool,
     ThinkingWithBudget,
 )
-from jaxpage.serving.dialects.messages_turns import Conversation
+from jaxpage.serving.dialects.messages_turns import TurnsOfChat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.efforts import fields_for_thinking
 from jaxpage.serving.wire.errors import ApiError
@@ -45,7 +45,7 @@ def translate(request: CountTokensRequest, context: ModelContext) -> Translation
     Raises:
         ApiError: The request names a tool that is passed over, or there is no chat template.
     """
-    conversation = Conversation(request.system, request.messages)
+    conversation = TurnsOfChat(request.system, request.messages)
     parts = (
         Translation(
             {

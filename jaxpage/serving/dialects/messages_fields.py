@@ -39,7 +39,7 @@ def _is_list(value: Any) -> str:
 
 # The error for a wrong block names the block, and not only the list.
 _TEXT_OR_BLOCKS = Discriminator(_is_list)
-_Text = Annotated[str, Tag("a text")]
+_Text = Annotated[Annotated[str, one_of("a string, or a list of blocks")], Tag("a text")]
 
 
 class TextBlock(RequestObject):
@@ -80,7 +80,7 @@ class ToolUseBlock(RequestObject):
 
 
 class ServerBlock(RequestObject):
-    """What only its vendor's server can read or has run; it is passed over."""
+    """A block that only its vendor's server can read or has made; it is passed over."""
 
     type: Literal[
         "redacted_thinking",

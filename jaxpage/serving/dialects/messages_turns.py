@@ -36,7 +36,7 @@ _BILLING = "x-anthropic-billing-header:"
 _REMINDER = "system-reminder"
 
 
-class Conversation:
+class TurnsOfChat:
     """Holds the messages of a chat that a conversation is.
 
     Attributes:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http.answers import send_error, to_api_error
 from jaxpage.serving.http.connection import LINGER_SECONDS
 from jaxpage.serving.metrics.logs import log_refusal
@@ -64,6 +65,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
+                if id_header := dialect_of(scope["path"]).id_header:
+                    answer[id_header] = request_id
                 answer["x-content-type-options"] = "nosniff"
                 # The rest of the input is not read, so no request can follow.
                 if not body_is_read or scope["state"].get("is_last"):
