@@ -812,8 +812,7 @@ def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
 
 
 def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
-    monkeypatch.setattr(generating, "KEEP_ALIVE_SECONDS", 0.05)
-    with serving(built) as running:
+    with serving(built, sse_keep_alive_seconds=0.05) as running:
         gate = Gate(monkeypatch, built.engine)
         with running.connect() as client, client.makefile("rb") as lines:
             client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}))

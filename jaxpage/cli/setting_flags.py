@@ -338,6 +338,11 @@ SERVER_FLAGS = (
         "seconds that a client may leave a stream unread; default: 30",
     ),
     Flag(
+        "sse_keep_alive_seconds",
+        float,
+        "longest silence of a stream in seconds: then a comment is sent; 0: any; default: 5",
+    ),
+    Flag(
         "keep_alive_seconds",
         int,
         "seconds that a connection may be idle between two requests; default: 75",

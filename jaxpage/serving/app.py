@@ -36,6 +36,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.http.allowed_origins import for_pages_of
+from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
     error_answer,
     json_answer,
@@ -174,8 +175,7 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
-            read = partial(self._open, opened, raw, load_seconds)
+            read = partial(self._open, opened, raw, scope)
             if opened is open_score:  # encodes a prompt with each of its continuations
                 open_exchange = partial(self.preparing.aside, read)
             else:
@@ -201,10 +201,12 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
 
-    def _open(self, opened: Open, raw: bytes, load_seconds: float) -> Exchange:
+    def _open(self, opened: Open, raw: bytes, scope: Scope) -> Exchange:
         body = parse_object(raw)
+        stream = stream_of(scope)
+        stream.is_wanted = stream.dialect.is_for_stream(scope["path"], body)
         exchange = opened(body, self._context)
-        exchange.load_seconds = load_seconds
+        exchange.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
         if self._logs_requests:
             logger.info("request", extra={"id": exchange.id, "body": body})
         return exchange
@@ -376,7 +378,7 @@ def guard(
         Middleware(PlainPaths),
         *([Middleware(Traced, spans=tracing)] if tracing is not None else []),
         *for_pages_of(config.allowed_origins or ()),
-        Middleware(Envelope, metrics=server.metrics),
+        Middleware(Envelope, metrics=server.metrics, silent_seconds=config.sse_keep_alive_seconds),
         # No page of a browser reaches a Unix socket, and proxies name their hosts as they like.
         *([Middleware(HostGuard)] if config.is_local and not config.uds and not api_keys else []),
         Middleware(

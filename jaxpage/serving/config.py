@@ -241,6 +241,11 @@ class ServerConfig(Settings):
     slow_reader_seconds: _Seconds = setting(
         30.0, "seconds that a client may leave a stream unread", shown="30"
     )
+    sse_keep_alive_seconds: Annotated[float, Field(ge=0, le=86_400)] = setting(
+        5.0,
+        "longest silence of a stream in seconds: then a comment is sent; 0: any",
+        shown="5",
+    )
     keep_alive_seconds: Annotated[int, Field(ge=1, le=86_400)] = setting(
         75, "seconds that a connection may be idle between two requests"
     )

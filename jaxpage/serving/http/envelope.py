@@ -17,10 +17,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.http.answer_stream import AnswerStream
 from jaxpage.serving.http.answers import send_error, to_api_error
 from jaxpage.serving.http.connection import LINGER_SECONDS
 from jaxpage.serving.metrics.logs import log_refusal
 from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.metrics.tracing import record_of
+from jaxpage.serving.wire.errors import ApiError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {
@@ -34,11 +37,22 @@ _REASONS = {
 
 
 class Envelope:
-    """The outermost middleware, which answers every error that comes before the first byte."""
+    """The outermost middleware, which answers every error that comes before the first byte.
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    An error that comes after the headers of a stream ends the stream.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, silent_seconds: float = 0) -> None:
+        """Wraps an application.
+
+        Args:
+            app: The application.
+            metrics: The counters of the server.
+            silent_seconds: The longest silence of a stream in seconds; 0 for any.
+        """
         self._app = app
         self._metrics = metrics
+        self._silent_seconds = silent_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has a request answered, and adds the headers and errors of the envelope."""
@@ -82,17 +96,35 @@ class Envelope:
             # Set after sending: if the start could not be sent, an error can still be answered.
             has_begun = True
 
+        stream = AnswerStream(scope, send_with_headers, self._silent_seconds)
+        scope["state"]["stream"] = stream
         try:
             await self._app(scope, watch_receive, send_with_headers)
         except ClientDisconnect as error:
             _forget_frames(error)
             self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
         except Exception as error:
-            if has_begun:
+            await stream.stop_clock()
+            if has_begun and not stream.is_open:
                 raise
             refusal = to_api_error(error)
             _forget_frames(error)
-            await send_error(refusal, scope, receive, send_with_headers)
+            if stream.is_open:
+                self._note_refusal(refusal, scope)
+                await stream.fail(refusal)
+            else:
+                await send_error(refusal, scope, receive, send_with_headers)
+        finally:
+            await stream.stop_clock()
+
+    def _note_refusal(self, refusal: ApiError, scope: Scope) -> None:
+        """Counts and logs a refusal that no status tells of: the headers of the stream are out."""
+        scope["state"].update(refused_because=refusal.code, refused_param=refusal.param)
+        reason = _reason(refusal.status, scope["state"])
+        if reason is not None:
+            self._metrics.rejected(reason)
+            log_refusal(scope, refusal.status, reason)
+        record_of(scope).failed(reason or "error")
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json, check_is_plain
 
@@ -44,4 +45,6 @@ async def json_body(scope: Scope, receive: Receive) -> bytes:
         check_origin(request.headers)
     else:
         check_is_json(request.headers)
-    return await request.body()
+    body = await request.body()
+    stream_of(scope).start_clock()
+    return body

@@ -18,7 +18,7 @@ from jaxpage.driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
     make_ignored_header,
     make_refusal,
@@ -34,9 +34,6 @@ from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # the most in one answer, which has some hundred MB then
-# After so long a silence a comment is sent, so that proxies do not take the stream for dead.
-KEEP_ALIVE_SECONDS = 15.0
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
 
@@ -92,16 +89,12 @@ class Generating:
         headers = make_ignored_header(exchange.ignored_fields)
         try:
             if exchange.stream:
-                await self._stream(exchange, submitted, headers, scope, send)
+                await self._stream(exchange, submitted, headers, scope)
             else:
                 outputs = await asyncio.gather(*(handle.whole() for handle in submitted))
                 for index, output in enumerate(outputs):
                     record.add(index, output)
-                answer = await self._preparing.answer(
-                    lambda: whole_answer(exchange.whole(outputs), headers),
-                    sum(map(num_entries, outputs)),
-                )
-                await answer(scope, receive, send)
+                await self._send_whole(exchange, outputs, headers, scope, receive, send)
         except Exception as error:
             raise self._failure_of(error) from error
         finally:
@@ -120,51 +113,63 @@ class Generating:
         except Exception as error:
             raise await make_refusal(error, exchange.refusal) from error
 
+    async def _send_whole(
+        self,
+        exchange: Exchange,
+        outputs: list[RequestOutput],
+        headers: dict[str, str],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Sends an answer that is no stream."""
+        stream = stream_of(scope)
+        await stream.stop_clock()
+        if stream.is_open:
+            # A request of Ollama's that a model be loaded streams, and has one line.
+            await stream.end(stream.frame(exchange.whole(outputs)))
+            return
+        answer = await self._preparing.answer(
+            lambda: whole_answer(exchange.whole(outputs), headers), sum(map(num_entries, outputs))
+        )
+        await answer(scope, receive, send)
+
     async def _stream(
         self,
         exchange: Exchange,
         submitted: list[AwaitedHandle],
         headers: dict[str, str],
         scope: Scope,
-        send: Send,
     ) -> None:
         """Sends the outputs as events or lines, and an error after the headers likewise.
 
         The stream ends in the same way after an error.
         """
         record = record_of(scope)
-        dialect = dialect_of(scope["path"])
-        frame = dialect.new_frame()
-        headers = {"content-type": dialect.media_type, **_STREAM_HEADERS, **headers}
-        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-        # The connection sends this comment to find out whether the client is still there.
-        scope["state"]["comment"] = dialect.comment
+        stream = stream_of(scope)
+        stream.is_wanted = True
+        await stream.begin(headers)
         try:
             async with aclosing(updates_of(submitted)) as updates:
                 async for deltas in updates:
                     for index, delta in deltas:
                         record.add(index, delta)
-                    if not deltas:
-                        await _send_part(send, dialect.comment)
                     for number, group in portions(deltas):
+                        make_part = partial(_events, exchange, group, stream.frame)
                         # Prompt log probabilities come once and are long: the event loop must not
                         # wait.
                         if any(delta.prompt_logprobs for _, delta in group):
-                            part = await self._preparing.answer(
-                                partial(_events, exchange, group, frame), number
-                            )
+                            part = await self._preparing.answer(make_part, number)
                         else:
                             await self._loop_turns.take(number)
-                            part = _events(exchange, group, frame)
-                        await _send_part(send, part)
-            events = exchange.last_chunks()
+                            part = make_part()
+                        await stream.send(part)
+            last = b"".join(map(stream.frame, exchange.last_chunks()))
         except Exception as error:
             record.failed(_reason(error))
-            events = [dialect.stream_error(self._failure_of(error))]
-        await send(
-            {"type": "http.response.body", "body": b"".join(map(frame, events)) + dialect.end}
-        )
+            await stream.fail(self._failure_of(error))
+        else:
+            await stream.end(last)
 
     def _failure_of(self, error: Exception) -> ApiError:
         """Counts a request that did not finish, and returns the error for its client."""
@@ -204,25 +209,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def updates_of(
     submitted: list[AwaitedHandle],
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """Yields the new outputs of streamed requests, each with the index of its request.
-
-    After a long silence it yields an empty list.
-    """
+    """Yields the new outputs of streamed requests, each with the index of its request."""
     waited = {handle.next_delta(): index for index, handle in enumerate(submitted)}
     while waited:
-        done, _ = await asyncio.wait(
-            waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         updates = [(waited.pop(future), future.result()) for future in done]
         yield updates
         for index, delta in updates:
             if not delta.finished:
                 waited[submitted[index].next_delta()] = index
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:

@@ -16,11 +16,13 @@ class ModelRequest(NamedTuple):
         model: The model of the table.
         name: The name in the request, which may be that of an adapter.
         stay: How long the model is to stay loaded.
+        is_for_stream: True if it asks for a stream.
     """
 
     model: str
     name: str
     stay: Stay
+    is_for_stream: bool
 
 
 def receive_again(raw: bytes, receive: Receive) -> Receive:

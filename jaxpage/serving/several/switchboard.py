@@ -23,6 +23,7 @@ from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
+from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
@@ -164,6 +165,7 @@ class Switchboard:
                 self._table.expire(requested.model)
                 await json_answer(unload(requested.name))(scope, receive, send)
                 return
+            stream_of(scope).is_wanted = requested.is_for_stream
             async with contextlib.AsyncExitStack() as leases:
                 model: ServedModel | None = None
 
@@ -220,7 +222,8 @@ class Switchboard:
         if name not in self._models:
             name = dialect.plain_name(name)
         stay = dialect.read_stay(path, body)
-        return ModelRequest(self._find_model(name), name, stay)
+        is_for_stream = dialect.is_for_stream(path, body)
+        return ModelRequest(self._find_model(name), name, stay, is_for_stream)
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
         """Returns the name in a request, which may be missing if there is one model."""
