@@ -16,6 +16,7 @@ from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
 from jaxpage.chat_forms.deriving_text import _header
 from jaxpage.chat_forms.markers import PLACEHOLDER, before_placeholder
 from jaxpage.chat_forms.probes import Call, Prober
+from jaxpage.chat_forms.text_buffer import TextBuffer
 from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derive_form
@@ -1045,3 +1046,13 @@ def test_many_calls_in_reasoning_are_read_in_little_time(after: str) -> None:
     text = (call + after) * (120_000 // len(call)) + "x"
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "<think>\n")
     assert (message["reasoning_content"], message["tool_calls"]) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("marker", "left"), [("<end>", " \n\nx"), ("<end>\n", "x"), ("<end> ", "x"), ("<end> \n", "x")]
+)
+def test_white_space_after_a_marker_belongs_to_one_that_ends_with_some(
+    marker: str, left: str
+) -> None:
+    buffer = TextBuffer("<end> \n\nx", has_ended=True)
+    assert not list(buffer.literal(marker)) and buffer.text[buffer.position :] == left
