@@ -1,7 +1,9 @@
-"""A server whose model is a script that answers as an agent's model would: it calls tools, reads their results, and then speaks.
+"""A server whose model is a script that answers as an agent's model would: it calls tools, reads
+their results, and then speaks.
 
-Everything but the device is real: the HTTP server, the translation of each dialect, the chat template, tokenizing, scheduling, the grammars, the
-detokenizer and the readers of calls. Only the tokens that the device would draw are those of the script.
+Everything but the device is real: the HTTP server, the translation of each dialect, the chat
+template, tokenizing, scheduling, the grammars, the detokenizer and the readers of calls. Only the
+tokens that the device would draw are those of the script.
 
     python -m tests.support.agent_server --port 8123    # for trying a program by hand
 """
@@ -149,6 +151,8 @@ def _weather(places: str, results: list[str], tools: dict[str, Any]) -> Answer:
             calls = tuple((tool, {"city": name}) for name in names if tool)
             return Answer(f"{together} first.", "Let me look.", calls)
         num_known += len(names)
+    # Some clients send the results of one answer in an order of their own.
+    reports.sort(key=lambda report: places.index(report.partition(":")[0]))
     return _close(Answer("I have them all.", f"Voilà: {'; '.join(reports)} ✓"), tools)
 
 
