@@ -34,6 +34,11 @@ TEXTS = [
     *(f"Voilà: {'; '.join(map(report, cities))} ✓" for cities in _ASKED),
     "Voilà: 8 places ✓",
 ]
+REASONING = [
+    *("Paris first.", "I have them all.", "Rome and Oslo first.", "I have them all."),
+    *("Lima first.", "Cairo first.", "Quito first.", "Hanoi first.", "I have them all."),
+    *("Kyiv first.", "I have them all.", "I count them."),
+]
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "description": "The name of the city."}},

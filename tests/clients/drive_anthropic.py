@@ -26,7 +26,7 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
                 ],
                 "messages": messages,
                 "tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}],
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "thinking": {"type": "adaptive"},
             }
             if stream:
                 with client.messages.stream(**asked) as events:

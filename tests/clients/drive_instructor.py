@@ -11,7 +11,7 @@ from conversation import CALLS, SYSTEM, Weather, main
 from pydantic import BaseModel
 
 
-class get_weather(BaseModel):  # noqa: N801  # the class names the tool
+class get_weather(BaseModel):  # the class names the tool
     """Returns the weather of a city."""
 
     city: str

@@ -9,7 +9,7 @@ from typing import Any
 from conversation import FUNCTION, QUESTIONS, SYSTEM, Weather, main
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is fetched
-import litellm  # noqa: E402
+import litellm
 
 ROUTES = {
     "chat": ("openai/demo", "/v1"),

@@ -15,8 +15,8 @@ def model_of(address: str, route: str) -> Any:
     if route == "messages":
         from llama_index.llms.anthropic import Anthropic
 
-        # It asks for the size of a model by its name, so it gets one of Anthropic's.
-        return Anthropic(model="demo", base_url=address, api_key="none", max_retries=0)
+        # It knows the size of a model by its name: the server has one of these, too.
+        return Anthropic(model="claude-sonnet-4-5", base_url=address, api_key="none", max_retries=0)
     if route == "ollama":
         from llama_index.llms.ollama import Ollama
 

@@ -290,6 +290,10 @@ def build_scripted(directory: Path, max_model_len: int) -> Built:
         return build_engine(settings)
 
 
+# LlamaIndex takes the size of an Anthropic model from its name.
+NAMES = ("demo", "claude-sonnet-4-5")
+
+
 def _settings(model: str, max_model_len: int) -> EngineConfig:
     return EngineConfig(
         model=model,
@@ -318,7 +322,7 @@ def agent_server(
     built.engine._run = device.run  # type: ignore[method-assign]
     seen: list[Seen] = []
     engine = _settings(model, max_model_len)
-    with serving(built, engine=engine, **settings) as server:
+    with serving(built, engine=engine, served_model_name=NAMES, **settings) as server:
         server.app.add_middleware(Recording, seen=seen)
         try:
             yield AgentServer(server.address, device, seen, server.errors)
