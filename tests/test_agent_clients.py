@@ -1,8 +1,9 @@
 """Real clients, unchanged, in conversations with tools against a model that follows a script.
 
-Each is a program of `tests/clients/`: five questions, eight calls of a tool, twelve answers of the model, whole and streamed. OpenAI's,
-Anthropic's and Ollama's clients run here; the others have environments of their own, which `install_agent_clients` of `.ci/common.sh` makes in
-the directory that `AGENT_CLIENTS` names: `.ci/nightly` runs them all.
+Each is a program of `tests/clients/`: five questions, eight calls of a tool, twelve answers of the
+model, whole and streamed. OpenAI's, Anthropic's and Ollama's clients run here; the others have
+environments of their own, which `install_agent_clients` of `.ci/common.sh` makes in the directory
+that `AGENT_CLIENTS` names: `.ci/nightly` runs them all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ollama import Client
 def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str, Any]:
     """Runs the conversation."""
     client = Client(address)
-    (model,) = client.list().models
+    model = client.list().models[0]
     assert "tools" in (client.show(model.model).capabilities or [])
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     texts, reasoning = [], []
