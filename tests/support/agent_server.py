@@ -32,12 +32,16 @@ from jaxpage.step.plan import StepPlan, StepResult
 from tests.support.executables import SharedExecutables, when_used
 from tests.support.running import Running, demo_with_template, serving
 
-# As Qwen3's: calls are objects in tags, reasoning comes before them, and a variable turns it off.
+# As Qwen3.5's: calls are objects in tags, reasoning comes before them, a variable turns it off, and a
+# message of the system may only come first.
 TEMPLATE = """\
 {% if tools %}<|im_start|>tools
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}\
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}\
+{% if m.role not in ('system', 'user', 'assistant', 'tool') %}\
+{{ raise_exception('Unexpected message role.') }}{% endif %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>
 {{ m.reasoning_content }}
 </think>
@@ -178,7 +182,7 @@ class ScriptedDevice:
         self._answers: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Returns the tokens that a step draws; it stands for `Engine._run`."""
+        """Returns the tokens that a step draws; it stands for `Runner.run`."""
         num_draws = len(plan.samples)
         drawn = np.zeros(num_draws, np.int32)
         for index, sample in enumerate(plan.samples):
@@ -319,7 +323,8 @@ def agent_server(
     model = demo_with_template(directory, TEMPLATE)
     built = build_scripted(directory, max_model_len)
     device = ScriptedDevice(built.engine)
-    built.engine._run = device.run  # type: ignore[method-assign]
+    built.engine.builder.build = lambda plan, masks, slots: plan
+    built.engine.runner.run = device.run
     seen: list[Seen] = []
     engine = _settings(model, max_model_len)
     with serving(built, engine=engine, served_model_name=NAMES, **settings) as server:
