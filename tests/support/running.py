@@ -189,7 +189,7 @@ def serving(
     **settings: Any,
 ) -> Iterator[Running]:
     """A server around an engine that outlives it, whatever becomes of the server."""
-    address = {} if "uds" in settings else {"port": 0}
+    address = {} if {"uds", "port"} & set(settings) else {"port": 0}
     config = ServerConfig(**address, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
     with bind_socket(config) as listener, _logged_errors() as errors:
         if send_buffer is not None:

@@ -1,0 +1,170 @@
+"""Real clients, unchanged, in conversations with tools against a model that follows a script.
+
+Each is a program of `tests/clients/`: five questions, eight calls of a tool, twelve answers of the
+model, whole and streamed. OpenAI's, Anthropic's and Ollama's clients run here; the others have
+environments of their own, which `install_agent_clients` of `.ci/common.sh` makes in the directory
+that `AGENT_CLIENTS` names: `.ci/nightly` runs them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.conversation import CALLS, REASONING, TEXTS
+from tests.support.agent_server import AgentServer, agent_server
+
+DRIVERS = Path(__file__).parent / "clients"
+DIRECTORY = os.environ.get("AGENT_CLIENTS")
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "compatible": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "responses-stored": "/v1/responses",
+    "messages": "/v1/messages",
+    "ollama": "/api/chat",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """A driver, its environment below `DIRECTORY` ("" for the one of the tests), and its routes."""
+
+    driver: str
+    environment: str
+    routes: tuple[str, ...]
+
+    def command(self, directory: Path) -> list[str]:
+        """Returns the beginning of the command line; it skips the test if that cannot run.
+
+        Args:
+            directory: An empty directory for what the command needs.
+        """
+        if not self.environment:
+            return [sys.executable, str(DRIVERS / self.driver)]
+        if DIRECTORY is None:
+            pytest.skip("AGENT_CLIENTS names no directory with environments of agents' clients")
+        there = Path(DIRECTORY) / self.environment
+        if not there.is_dir():
+            pytest.skip(f"there is no {self.environment} in {DIRECTORY}")
+        if self.environment != "node":
+            return [str(there / "bin" / "python"), str(DRIVERS / self.driver)]
+        if shutil.which("node") is None:
+            pytest.skip("there is no node")
+        # A module finds packages from its own place upwards.
+        (directory / "node_modules").symlink_to(there / "node_modules")
+        for name in ("conversation.mjs", self.driver):
+            shutil.copy(DRIVERS / name, directory)
+        return ["node", str(directory / self.driver)]
+
+
+CLIENTS = [
+    Client("drive_openai.py", "", ("chat", "responses", "responses-stored")),
+    Client("drive_anthropic.py", "", ("messages",)),
+    Client("drive_ollama.py", "", ("ollama",)),
+    Client("drive_litellm.py", "litellm", ("chat", "messages", "ollama")),
+    Client("drive_openai_agents.py", "openai-agents", ("chat", "responses")),
+    Client("drive_pydantic_ai.py", "pydantic-ai-slim", ("chat", "responses", "messages")),
+    Client("drive_langchain.py", "langchain", ("chat", "responses", "messages", "ollama")),
+    Client("drive_instructor.py", "instructor", ("chat", "responses", "messages")),
+    Client("drive_smolagents.py", "smolagents", ("chat",)),
+    Client("drive_llama_index.py", "llama-index-core", ("chat", "messages", "ollama")),
+    Client("drive_ai_sdk.mjs", "node", ("chat", "compatible", "responses", "messages", "ollama")),
+    Client("drive_openai.mjs", "node", ("chat", "responses")),
+    Client("drive_anthropic.mjs", "node", ("messages",)),
+    Client("drive_ollama.mjs", "node", ("ollama",)),
+]
+CASES = [
+    pytest.param(client, route, stream, id=f"{client.driver} {route} {stream}")
+    for client in CLIENTS
+    for route in client.routes
+    for stream in ("whole", "streamed")
+]
+# litellm numbers the calls of a stream's line, and Ollama's streams have one call a line, so the
+# arguments of two calls become one text. It is so with Ollama itself.
+BROKEN = {("drive_litellm.py", "ollama", "streamed")}
+
+
+@dataclass
+class Outcome:
+    """What a client had in the end, and what came to the server meanwhile."""
+
+    printed: dict[str, Any]
+    prompts: list[str]
+    paths: list[tuple[str, bool]]
+
+
+class Runs:
+    """Runs each client once by each of its routes; both tests of a route look at the same run."""
+
+    def __init__(self, server: AgentServer, directory: Path) -> None:
+        self._server = server
+        self._directory = directory
+        self._runs: dict[tuple[Client, str], dict[str, Outcome]] = {}
+
+    def outcome(self, client: Client, route: str, stream: str) -> Outcome:
+        """Returns how it went, without or with streaming."""
+        if (client, route) not in self._runs:
+            directory = self._directory / f"{len(self._runs)}"
+            directory.mkdir(exist_ok=True)
+            self._runs[client, route] = self._run(client, route, client.command(directory))
+        return self._runs[client, route][stream]
+
+    def _run(self, client: Client, route: str, command: list[str]) -> dict[str, Outcome]:
+        num_prompts, num_seen = len(self._server.device.prompts), len(self._server.seen)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        finished = subprocess.run(
+            [*command, self._server.address, route],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=variables,
+        )
+        lines = [line for line in finished.stdout.splitlines() if line.startswith('{"stream"')]
+        assert len(lines) == 2, finished.stdout[-2000:] + finished.stderr[-2000:]
+        prompts = self._server.device.prompts[num_prompts:]
+        seen = [seen for seen in self._server.seen[num_seen:] if seen.path == PATHS[route]]
+        outcomes = {}
+        for name, line in zip(("whole", "streamed"), lines, strict=True):
+            streams = name == "streamed"
+            half = slice(len(prompts) // 2, None) if streams else slice(len(prompts) // 2)
+            paths = [(one.path, one.streams) for one in seen if one.streams == streams]
+            outcomes[name] = Outcome(json.loads(line), prompts[half], paths)
+        return outcomes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, compiled_when_used: None) -> Iterator[Runs]:
+    directory = tmp_path_factory.mktemp("clients")
+    with agent_server(tmp_path_factory.mktemp("models") / "demo") as server:
+        yield Runs(server, directory)
+        assert server.errors == []
+
+
+@pytest.mark.parametrize(("client", "route", "stream"), CASES)
+def test_a_conversation_with_tools(
+    runs: Runs, client: Client, route: str, stream: str, request: pytest.FixtureRequest
+) -> None:
+    """All calls run with their arguments, all texts come, and the model sees the same prompts in both ways."""
+    if (client.driver, route, stream) in BROKEN:
+        request.applymarker(pytest.mark.xfail(reason="a mistake of the client"))
+    outcome = runs.outcome(client, route, stream)
+    assert "error" not in outcome.printed, outcome.printed["error"]
+    assert outcome.printed["calls"] == CALLS
+    forces_calls = client.driver == "drive_instructor.py"  # each answer is a call
+    assert outcome.printed["texts"] == ([] if forces_calls else TEXTS)
+    if "reasoning" in outcome.printed:
+        assert outcome.printed["reasoning"] == REASONING
+    num_answers = len(CALLS) if forces_calls else len(REASONING)
+    assert outcome.paths == [(PATHS[route], stream == "streamed")] * num_answers
+    if not forces_calls:
+        assert outcome.prompts == runs.outcome(client, route, "whole").prompts
