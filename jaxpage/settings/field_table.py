@@ -262,6 +262,7 @@ PARAMETERS = (
         "thinking_token_budget",
         Int(0),
         beams=(),
+        engine=None,
         flag="most tokens of reasoning; then its closing marker is forced",
     ),
     _field("ignore_eos", Bool(), flag="continue after end-of-sequence tokens"),

@@ -90,7 +90,7 @@ def budget_values(
         return {}, ()
     form = context.chat_format
     if not can_reason or form.reasoning is None or not form.reasoning.close.strip():
-        return {_BUDGET: None}, (budget.path,)
+        return {}, (budget.path,)
     opened = form.reasoning.open.strip()
     # An answer of several messages may reason again, which the opening marker tells.
     again = form.headers is not None
