@@ -46,6 +46,29 @@ REFUSED: list[tuple[str, object]] = [
     *[("stop", value) for value in ("", [""], [1], 5, b"x", ["a", None], "\ud800", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], [2**31], [1.0], [True], "1", 7)],
     *[("ignore_eos", value) for value in (1, "yes", None)],
+    *[("thinking_token_budget", value) for value in (-1, 2**31, 1.0, True, "1")],
+    *[
+        ("thinking_markers", value)
+        for value in (
+            *(
+                "</think>",
+                ("a",),
+                ("a", "b", False, 1),
+                {"a": "b"},
+                ("a", ""),
+                ("a", 1),
+                (None, "b"),
+            ),
+            *(
+                (" a", "b"),
+                ("a", "b\n"),
+                ("a", "\ud800"),
+                ("a" * 257, "b"),
+                ("a", "b", 1),
+                ("", "b", True),
+            ),
+        )
+    ],
     *[("max_tokens", value) for value in (0, -1, 1.5, 2**63, "5", True)],
     *[("min_tokens", value) for value in (-1, 17, 1.0, None)],
     *[("logprobs", value) for value in (-1, 21, 10**6, True, 1.0)],
@@ -113,7 +136,7 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None, stop=None,
         stop_token_ids=None, ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
         include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None, priority=0, cache_salt=None,
-        user=None,
+        user=None, thinking_token_budget=None, thinking_markers=None,
     )  # fmt: skip
     beam = {
         name: parameter.default

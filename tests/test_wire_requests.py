@@ -230,7 +230,10 @@ COMPLETION_REFUSED = [
     ({"suffix": "x"}, "suffix", "is not supported"),
     *[
         ({name: value}, name, "is not supported by this endpoint")
-        for name, value in (("store", True), ("reasoning_effort", "low"), ("verbosity", "low"))
+        for name, value in (
+            *(("store", True), ("reasoning_effort", "low"), ("verbosity", "low")),
+            *(("reasoning", {"max_tokens": 5}), ("thinking", {"type": "enabled"})),
+        )
     ],
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
@@ -280,6 +283,19 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ],
     ({"top_logprobs": 1}, "top_logprobs", "only for logprobs"),
     *[({"reasoning_effort": value}, "reasoning_effort", "must be") for value in ("some", 1, True, "")],
+    *[({"reasoning": {name: value}}, f"reasoning.{name}", "must be")
+      for name, value in (("effort", "some"), ("max_tokens", -1), ("max_tokens", 1.5), ("enabled", 1), ("exclude", "yes"))],
+    *[({"thinking": {"type": "enabled", "budget_tokens": value}}, "thinking.budget_tokens", "must be") for value in (-1, "5")],
+    ({"thinking": {"budget_tokens": 5}}, "thinking.type", "is required"),
+    ({"thinking": {"type": "on"}}, "thinking.type", "must be"),
+    ({"thinking": True}, "thinking", "must be"),
+    ({"reasoning": "high"}, "reasoning", "must be"),
+    ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning.max_tokens", "differ"),
+    ({"reasoning": {"max_tokens": 6}, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens", "differ"),
+    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort", "differ"),
+    ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning.enabled", "differ"),
+    ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "thinking.type", "differ"),
+    ({"reasoning": {"max_tokens": 5}, "use_beam_search": True}, "reasoning.max_tokens", "is not supported with use_beam_search"),
     *[({"verbosity": value}, "verbosity", "must be") for value in ("loud", 1)],
     ({"store": "yes"}, "store", "must be"),
     ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}, "messages[0].content", "must be"),

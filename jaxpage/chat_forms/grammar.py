@@ -139,14 +139,17 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def until(self, close: str) -> str:
-        """Returns an expression for any text up to a marker, and the marker."""
-        head = self._special_text.split(close)[0]
-        if head.strip():
+        """Returns an expression for any text up to a marker, and the marker.
+
+        White space before the marker belongs to the text, and need not come.
+        """
+        close = close.lstrip()
+        if head := self._special_text.split(close)[0].rstrip():
             tail = close[len(head) :]
             name = self._rule(_ANY_TEXT, f"[suffix={json.dumps(head)}]")
         else:
             # A special token is no text, so no text runs into it.
-            tail = close.lstrip()
+            tail = close
             name = self._rule(_ANY_TEXT)
         return f"{name} {self.literal(tail)}" if tail else name
 

@@ -22,12 +22,13 @@ _NOTHING: Mask = np.zeros(1, np.uint32)  # admits no token; NumPy repeats its on
 def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Mask]:
     """Returns the token masks of a step, keyed by the index of the draw in `plan.samples`.
 
-    A request without a grammar is not asked. If a request's strategy raises an exception, its draw
-    gets a mask that admits no token, which ends the request; other requests are not affected.
+    Only requests with a grammar or a budget for reasoning are asked. If a request's strategy raises
+    an exception, its draw gets a mask that admits no token, which ends the request; other requests
+    are not affected.
     """
     masks = {}
     for index, sample in enumerate(plan.samples):
-        if sample.params.structured_outputs is not None:
+        if sample.params.has_masks:
             try:
                 mask = strategies[sample.sequence_id].mask(sample.sequence_id, sample.drafts)
             except Exception:

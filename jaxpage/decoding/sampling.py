@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.mask_budget import MaskBudget, Unlimited
 from jaxpage.decoding.stopping import Detokenizer, Stopping
+from jaxpage.decoding.thinking import Place, follow, may_force, start
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step.edits import Append, Edit, Finish
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw, refusal
-from jaxpage.step.token_masks import Mask
+from jaxpage.step.thinking import ThinkingBudget
+from jaxpage.step.token_masks import Mask, mask_of
 
 _TOO_SLOW = (
     "following the grammar takes too long for the number of sequences of the request; lower n, or "
@@ -23,8 +25,8 @@ _TOO_SLOW = (
 class SamplingStrategy:
     """Decodes one request by greedy decoding or sampling.
 
-    It keeps, for each sequence, how much of the text is out and, if the request has a grammar, the
-    place in the grammar.
+    It keeps, for each sequence, how much of the text is out and, if the request has a grammar or a
+    budget for reasoning, the place in each of them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SamplingStrategy:
         self._budget = budget or Unlimited()
         self._beginning: Constraint | None = None  # made once; each sequence starts with a copy
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
+        self._place_of: dict[int, Place] = {}  # in the reasoning, by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         """Returns the edits that the draws of the request's sequences lead to."""
@@ -69,6 +72,21 @@ class SamplingStrategy:
         return edits
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
+        """Returns the tokens that may come after these drafts, or None for no mask.
+
+        The grammar and the budget for reasoning hold together. Where the grammar does not admit the
+        end of the reasoning, it holds alone.
+        """
+        admitted = self._admitted(sequence_id, drafts)
+        forced = self._forced(sequence_id, drafts)
+        if forced is None or (self.grammar is not None and admitted is None):
+            return admitted
+        if admitted is None:
+            return forced
+        both = admitted & forced
+        return both if both.any() else admitted
+
+    def _admitted(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
         """Returns the tokens that the grammar admits after these drafts, or None for no mask."""
         if self.grammar is None:
             return None
@@ -77,6 +95,22 @@ class SamplingStrategy:
         with self._spending():
             constraint = self._constraint(sequence_id)
             return None if constraint is None else constraint.behind(drafts)
+
+    def _forced(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
+        """Returns the one token with which the reasoning must end after these drafts, or None."""
+        budget = self._request.thinking
+        if budget is None:
+            return None
+        place = self._place(budget, sequence_id)
+        if not may_force(budget, place, len(drafts)):
+            return None
+        for token_id in drafts:
+            place = follow(budget, place, token_id)
+        return mask_of(place.forced[:1], budget.vocab_size) if place.forced else None
+
+    def _place(self, budget: ThinkingBudget, sequence_id: int) -> Place:
+        place = self._place_of.get(sequence_id)
+        return start(budget) if place is None else place
 
     def _constraint(self, sequence_id: int) -> Constraint | None:
         """Returns the sequence's constraint, which starts at the beginning of the grammar.
@@ -98,8 +132,7 @@ class SamplingStrategy:
         return self._budget.is_spent(self._request.request_id, self._request.num_sequence_ids)
 
     def _too_slow(self, sequence_id: int) -> Finish:
-        self._stopping_of.pop(sequence_id, None)
-        self._constraint_of.pop(sequence_id, None)
+        self._forget(sequence_id)
         return Finish(sequence_id, "error", f"structured_outputs: {_TOO_SLOW}")
 
     def _advance(self, draw: Draw) -> list[Edit]:
@@ -114,12 +147,17 @@ class SamplingStrategy:
             with self._spending():
                 end = constraint.advance(token_id)
             verdict = stopping.push(token_id, end)
+        if (budget := self._request.thinking) is not None:
+            self._place_of[sequence_id] = follow(budget, self._place(budget, sequence_id), token_id)
         append = Append(sequence_id, token_id, verdict.text, draw.logprobs, draw.drafted)
         if verdict.reason is None:
             return [append]
-        del self._stopping_of[sequence_id]
-        self._constraint_of.pop(sequence_id, None)
+        self._forget(sequence_id)
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
+
+    def _forget(self, sequence_id: int) -> None:
+        for of_sequence in (self._stopping_of, self._constraint_of, self._place_of):
+            of_sequence.pop(sequence_id, None)
 
     def _last(self, draw: Draw) -> Finish:
         """Returns the end of a sequence that drew no token.

@@ -13,10 +13,17 @@ import numpy as np
 
 from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
+from jaxpage.engine.thinking import for_prompt
 from jaxpage.errors import UnsupportedError
-from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import (
+    THINK_MARKERS,
+    BeamSearchParams,
+    SamplingParams,
+    ThinkingMarkers,
+)
 from jaxpage.shapes import MAX_BIASES, NUM_CANDIDATES
 from jaxpage.step.request import LoRAAdapter, Request
+from jaxpage.step.thinking import ThinkingBudget
 
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 
@@ -31,11 +38,13 @@ class CheckedParams(NamedTuple):
         sampling: The same as sampling parameters. For a beam search they have only its lengths and
             its ends, and are neutral otherwise.
         bad_word_token_ids: The token ids of each bad word.
+        thinking: The budget for reasoning, or None.
     """
 
     requested: SamplingParams | BeamSearchParams
     sampling: SamplingParams
     bad_word_token_ids: Words
+    thinking: ThinkingBudget | None = None
 
     @property
     def beam(self) -> BeamSearchParams | None:
@@ -89,6 +98,7 @@ class Admission:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         spell: Callable[[tuple[str, ...]], Words] | None,
+        read_budget: Callable[[int, ThinkingMarkers], ThinkingBudget] | None,
         has_priorities: bool,
         seed: int,
     ):
@@ -99,6 +109,7 @@ class Admission:
             max_model_len: The most tokens of a sequence, prompt and output together.
             eos_token_ids: The end-of-sequence ids of the model.
             spell: Gives the tokens of words; None if the model has no tokenizer.
+            read_budget: Makes the budget for reasoning; None if the model has no tokenizer.
             has_priorities: True if the scheduling policy uses the priorities of requests.
             seed: The engine's seed, from which the seeds of requests are made.
         """
@@ -106,6 +117,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._spell = spell
+        self._read_budget = read_budget
         self._has_priorities = has_priorities
         self._seed = seed
         self._num_admitted = 0
@@ -137,7 +149,7 @@ class Admission:
         self._check_processor_inputs(params)
         words = self._words(params)
         self._check_choice(params, words)
-        return CheckedParams(requested, params, words)
+        return CheckedParams(requested, params, words, self._thinking(params, words))
 
     def prepare(
         self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams
@@ -211,6 +223,7 @@ class Admission:
             eos_token_ids=self._eos(params),
             max_total_tokens=max_length,
             bad_word_token_ids=checked.bad_word_token_ids,
+            thinking=checked.thinking and for_prompt(checked.thinking, prepared.token_ids),
             beam=checked.beam,
             is_prefix=prepared.is_prefix,
             lora=prepared.lora and LoRAAdapter(prepared.lora.name, prepared.lora.adapter.digest),
@@ -252,6 +265,31 @@ class Admission:
             if not word:
                 raise ValueError("bad_words has a word that has no tokens")
         return words
+
+    def _thinking(self, params: SamplingParams, words: Words) -> ThinkingBudget | None:
+        """Returns the budget for reasoning.
+
+        Raises:
+            ValueError: The other parameters do not admit the tokens of the closing marker.
+        """
+        if params.thinking_token_budget is None:
+            return None
+        name = f"thinking_token_budget={params.thinking_token_budget}"
+        if self._read_budget is None:
+            raise ValueError(f"{name} needs text, but the model has no tokenizer")
+        markers = params.thinking_markers or THINK_MARKERS
+        budget = self._read_budget(params.thinking_token_budget, markers)
+        token_ids = budget.endings[0]
+        self._check_token_ids("thinking_markers", token_ids)
+        forbidden = {word[0] for word in words if len(word) == 1}
+        if params.allowed_token_ids is not None:
+            forbidden |= set(token_ids) - params.allowed_token_ids.as_set
+        if masked := sorted(forbidden.intersection(token_ids)):
+            raise ValueError(
+                f"{name} forces {markers[1]!r}, but allowed_token_ids or bad_words forbid its "
+                f"token ids {masked}"
+            )
+        return budget
 
     def _check_choice(self, params: SamplingParams, words: Words) -> None:
         """Checks that a first token can be drawn, whatever the logits are.

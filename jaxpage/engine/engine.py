@@ -30,6 +30,7 @@ from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
+from jaxpage.engine.thinking import budget_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
@@ -113,6 +114,9 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
+            read_budget=None
+            if tokenizer is None
+            else functools.partial(budget_of, tokenizer, builder.vocab_size),
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )

@@ -34,6 +34,7 @@ _OF_TEXT = frozenset(
         "logit_bias",
         "allowed_token_ids",
         "structured_outputs",
+        "thinking_markers",
         "cache_salt",
         "user",
     ]

@@ -40,6 +40,9 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
 
+# The parameters that a replay needs the tokenizer for.
+_NEED_TEXT = ("structured_outputs", "thinking_token_budget")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -489,10 +492,10 @@ def _num_tokens(result: Record) -> int:
 
 
 def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
-    """Returns the number of plans in a log, and whether any request has a grammar.
+    """Returns the number of plans in a log, and whether any request has a mask.
 
-    Grammars need the tokenizer. It reads the whole log, so that a damaged line is found before
-    anything is loaded.
+    Grammars and markers of reasoning need the tokenizer. It reads the whole log, so that a damaged
+    line is found before anything is loaded.
     """
     num_plans = 0
     is_constrained = False
@@ -500,6 +503,7 @@ def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
         log.take()
         while log.next is not None:
             num_plans += log.next["event"] == "plan"
-            is_constrained |= "structured_outputs" in (log.next.get("params") or ())
+            params = log.next.get("params") or ()
+            is_constrained |= any(name in params for name in _NEED_TEXT)
             log.take()
     return num_plans, is_constrained

@@ -258,6 +258,13 @@ PARAMETERS = (
         engine=None,
         flag='what the output must match: {"regex": ...}, {"json": ...}, {"choice": ...}',
     ),
+    _field(
+        "thinking_token_budget",
+        Int(0),
+        beams=(),
+        engine=None,
+        flag="most tokens of reasoning; then its closing marker is forced",
+    ),
     _field("ignore_eos", Bool(), flag="continue after end-of-sequence tokens"),
     _field(
         "include_stop_str_in_output",

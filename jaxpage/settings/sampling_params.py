@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxpage.settings.argument_checks import (
+    check_bool,
     check_float,
     check_int,
     check_items,
@@ -27,6 +28,10 @@ from jaxpage.settings.token_ids import TokenIds
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the most likely token
+MAX_MARKER_CHARACTERS = 256
+# The markers before and after the reasoning, and whether it may begin again later in the answer.
+ThinkingMarkers = tuple[str, str, bool]
+THINK_MARKERS: ThinkingMarkers = ("<think>", "</think>", False)
 MAX_BAD_WORDS_CHARACTERS = 65536  # of all words together, because each is tokenized twice
 
 
@@ -79,6 +84,11 @@ class SamplingParams:
     skip_special_tokens: bool  # leave special tokens out of the text
     # one of "json", "json_object", "regex", "choice" and "grammar"; kept as (kind, value as JSON)
     structured_outputs: tuple[str, str] | None
+    # at least 0: the most tokens of reasoning, after which its closing marker is forced; None: any
+    thinking_token_budget: int | None
+    # the texts before and after the reasoning, without white space around them, and whether
+    # reasoning may begin again later in the answer; None: ("<think>", "</think>", False)
+    thinking_markers: ThinkingMarkers | None
     priority: int  # with scheduling_policy="priority": lower is admitted first and preempted last
     # only requests with the same salt share cached prefixes; at most 256 characters
     cache_salt: str | None
@@ -111,6 +121,8 @@ class SamplingParams:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         structured_outputs: Mapping[str, Any] | tuple[str, str] | None = None,
+        thinking_token_budget: int | None = None,
+        thinking_markers: tuple[str, str] | ThinkingMarkers | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         user: str | None = None,
@@ -143,6 +155,8 @@ class SamplingParams:
             ),
             skip_special_tokens=check("skip_special_tokens", skip_special_tokens),
             structured_outputs=check_structured_outputs(structured_outputs),
+            thinking_token_budget=_check_optional("thinking_token_budget", thinking_token_budget),
+            thinking_markers=_markers(thinking_markers),
             priority=check("priority", priority),
             cache_salt=_cache_salt(cache_salt),
             user=_check_optional("user", user),
@@ -178,9 +192,13 @@ class SamplingParams:
             self.allowed_token_ids,
             self.bad_words,
             self.min_tokens,
-            self.structured_outputs,
         )
-        return self.penalises or any(processors)
+        return self.penalises or self.has_masks or any(processors)
+
+    @functools.cached_property  # every step reads it
+    def has_masks(self) -> bool:
+        """Returns whether the text so far may decide which tokens may come next."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def penalises(self) -> bool:
@@ -309,6 +327,27 @@ def _bad_words(value: Any) -> tuple[str, ...]:
 
 def _bad_word(name: str, value: Any) -> str:
     return check_text(name, value, MAX_BAD_WORD_CHARACTERS)
+
+
+def _markers(value: Any) -> ThinkingMarkers | None:
+    if value is None:
+        return None
+    name = "thinking_markers"
+    if not isinstance(value, list | tuple) or len(value) not in (2, 3):
+        refuse(name, value, "the texts before and after the reasoning, and optionally True")
+    opened, closed, *again = value
+    if opened:  # an empty one says that every prompt ends within the reasoning
+        check_text(f"{name}[0]", opened, MAX_MARKER_CHARACTERS)
+    elif opened != "":
+        refuse(f"{name}[0]", opened, "a string")
+    check_text(f"{name}[1]", closed, MAX_MARKER_CHARACTERS)
+    for index, text in enumerate((opened, closed)):
+        if text != text.strip():
+            refuse(f"{name}[{index}]", text, "without white space around it")
+    may_repeat = check_bool(f"{name}[2]", *again) if again else False
+    if may_repeat and not opened:
+        refuse(name, value, "with a text before the reasoning, because it may begin again")
+    return opened, closed, may_repeat
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

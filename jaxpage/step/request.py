@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.thinking import ThinkingBudget
 
 
 class LoRAAdapter(NamedTuple):
@@ -41,6 +42,7 @@ class Request:
         max_total_tokens: The most tokens of prompt and output together, clipped to the model.
         beam: The parameters of a beam search; None for sampling.
         bad_word_token_ids: The bad words as tokens. None of them may be output as a whole.
+        thinking: The budget for reasoning, or None.
         is_prefix: True if the request is computed for a pin and ends when its prompt is computed.
             Nothing is drafted for it.
         lora: The adapter that it is computed with, or None.
@@ -55,6 +57,7 @@ class Request:
     max_total_tokens: int
     beam: BeamSearchParams | None = None
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    thinking: ThinkingBudget | None = None
     is_prefix: bool = False
     lora: LoRAAdapter | None = None
 

@@ -45,9 +45,9 @@ class Strategy(Protocol):
         ...
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
-        """Returns the tokens that a sequence may draw next, or None if no grammar says so.
+        """Returns the tokens that a sequence may draw next, or None for all.
 
-        The engine asks only if the request has structured outputs.
+        The engine asks only if the request has a grammar or a budget for reasoning.
 
         Args:
             sequence_id: The sequence that is about to draw.

@@ -334,10 +334,16 @@ def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -
             "stop": lambda: chance.choice((["e"], [" a", "."])),
             "structured_outputs": lambda: {"regex": "[a-z ]{2,30}"},
             "include_stop_str_in_output": lambda: True,
+            "thinking_token_budget": lambda: chance.randint(0, 9),
         }
     for name, value in choices.items():
         if chance.random() < 0.12:
             params[name] = value()
+    if "thinking_token_budget" in params:
+        params["thinking_markers"] = chance.choice(
+            (("", "so"), ("", "</think>"), ("a", ".", True), ("e", "o"))
+        )
+        params.pop("allowed_token_ids", None)
     if chance.random() < 0.05:
         params |= {"n": 1, "best_of": 3}
     if "allowed_token_ids" in params or "structured_outputs" in params:

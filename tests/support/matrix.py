@@ -260,6 +260,15 @@ def _prompt_scored(situation: Situation) -> bool:
     )
 
 
+def _closes(llm: LLM, num_tokens: int, marker: str, situation: Situation) -> bool:
+    forced = llm.tokenizer(marker)["input_ids"]
+    pairs = zip(situation.outputs, situation.plain.outputs, strict=True)
+    return all(
+        output.token_ids[: num_tokens + len(forced)] == [*plain.token_ids[:num_tokens], *forced]
+        for output, plain in pairs
+    )
+
+
 def sampling_cases(llm: LLM) -> dict[str, Case]:
     """One for every field of `SamplingParams`."""
     eos = llm.tokenizer.eos_token_id
@@ -313,6 +322,18 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
         ),
         "structured_outputs": Case(
             _all(lambda o: o.text in ("yes", "no")), {"choice": ["yes", "no"]}
+        ),
+        "thinking_token_budget": Case(
+            functools.partial(_closes, llm, 6, "</think>"),
+            6,
+            {"thinking_markers": ("", "</think>")},
+            under_grammar=_nothing,  # which does not admit the marker
+        ),
+        "thinking_markers": Case(
+            functools.partial(_closes, llm, 4, "(so)"),
+            ("", "(so)"),
+            {"thinking_token_budget": 4},
+            under_grammar=_nothing,
         ),
         "priority": Case(_nothing, 3),
         "cache_salt": Case(_nothing, "a salt"),

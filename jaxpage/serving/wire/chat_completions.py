@@ -11,7 +11,7 @@ from jaxpage.chat_forms import AnswerPiece, PieceParser
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import quotes
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
@@ -21,6 +21,7 @@ from jaxpage.serving.wire.sampling_request import (
     sampling_params,
 )
 from jaxpage.serving.wire.templates import render
+from jaxpage.serving.wire.thinking import budget_of, budget_values, has_format
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -39,10 +40,16 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     rendered = render(request, context, tools.shown)
     prompt = context.check_prompt(rendered.text, "messages")
     params: SamplingParams | BeamSearchParams
+    budget = budget_of(request)
+    can_reason = tools.leaves_reasoning(context) and not has_format(request)
+    values, idle = budget_values(budget, context, can_reason=can_reason, prompt=str(prompt))
     if request.use_beam_search:
+        if budget.value is not None:
+            message = f"{budget.path} is not supported with use_beam_search"
+            raise ApiError(400, message, param=budget.path)
         params = beam_params(request, width=request.n or 1, max_tokens=request.max_new_tokens)
     else:
-        changes = tools.changes(context, str(prompt))
+        changes = {**tools.changes(context, str(prompt)), **values}
         params = sampling_params(request, context, max_tokens=request.max_new_tokens, **changes)
     prompt_request = PromptRequest(
         prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
@@ -50,10 +57,10 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     ignored += beyond_context(
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
     )
-    ignored += tools.ignored + rendered.ignored_fields
+    ignored += tools.ignored + rendered.ignored_fields + idle
     if request.store:
         ignored += ("store",)
-    return ChatAnswer(request, context, prompt_request, ignored, tools)
+    return ChatAnswer(request, context, prompt_request, ignored, tools, budget.path)
 
 
 class ChatAnswer(Answer):
@@ -71,11 +78,13 @@ class ChatAnswer(Answer):
         prompt_request: PromptRequest,
         ignored_fields: tuple[str, ...],
         tools: ToolUse,
+        budget_path: str = "",
     ) -> None:
         super().__init__(request, context, [prompt_request], ignored_fields)
         self._parameter_names = {
             **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
             "beam_width": "n",
+            **dict.fromkeys(("thinking_token_budget", "thinking_markers"), budget_path),
             "structured_outputs": tools.parameter or request.format_parameter,
         }
         self._is_named = tools.name is not None
@@ -109,8 +118,12 @@ class ChatAnswer(Answer):
         has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
         is_held = has_grammar and not tools.must_call
         prompt = str(prompt_request.prompt)
+        reasoning = self._request.reasoning
         return lambda: _Reader(
-            tools.parser(context, prompt, is_held=is_held), several=several, custom=tools.custom
+            tools.parser(context, prompt, is_held=is_held),
+            several=several,
+            custom=tools.custom,
+            excludes=reasoning is not None and bool(reasoning.exclude),
         )
 
     def _stream_choices(
@@ -206,18 +219,22 @@ class _Reader:
     The fields are content, reasoning_content and tool_calls.
     """
 
-    def __init__(self, parser: PieceParser, *, several: bool, custom: Collection[str]) -> None:
+    def __init__(
+        self, parser: PieceParser, *, several: bool, custom: Collection[str], excludes: bool
+    ) -> None:
         """Makes a reader for one answer.
 
         Args:
             parser: The parser of the answer's text.
             several: True if more than one call may be returned.
             custom: The names of the tools whose calls have an input in place of arguments.
+            excludes: True if reasoning is left out.
         """
         self.num_calls = 0
         self._parser = parser
         self._several = several
         self._custom = custom
+        self._excludes = excludes
         self._is_custom = False  # the last call
 
     def read(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
@@ -232,6 +249,8 @@ class _Reader:
 
     def _add(self, parts: list[tuple[str, list[Any]]], pieces: Iterable[AnswerPiece]) -> None:
         for piece in pieces:
+            if piece.kind == "reasoning" and self._excludes:
+                continue
             is_text = piece.kind in ("content", "reasoning")
             if not (is_text or self._several or not self.num_calls or piece.kind == "arguments"):
                 continue

@@ -17,6 +17,7 @@ from jaxpage.serving.wire.sampling_request import (
     beam_params,
     sampling_params,
 )
+from jaxpage.serving.wire.thinking import Wish, budget_values, has_format
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -32,10 +33,12 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     request, ignored = read(body, CompletionRequest, context)
     prompts = _prompts(request, context)
     _check_tokens(request, context)
-    params = _params(request, context, len(prompts))
+    budget = Wish(request.thinking_token_budget, "thinking_token_budget")
+    values, idle = budget_values(budget, context, can_reason=not has_format(request))
+    params = _params(request, context, len(prompts), **values)
     add_special_tokens = request.add_special_tokens is not False
     lora = context.adapter(request.model)
-    ignored += beyond_context(context, max_tokens=request.max_tokens)
+    ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
     prompt_requests = [
         PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts
     ]
@@ -77,12 +80,12 @@ def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
 
 
 def _params(
-    request: CompletionRequest, context: ModelContext, num_prompts: int
+    request: CompletionRequest, context: ModelContext, num_prompts: int, **values: Any
 ) -> SamplingParams | BeamSearchParams:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     if request.use_beam_search:
         return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
-    fields: dict[str, Any] = {"max_tokens": max_tokens}
+    fields: dict[str, Any] = {"max_tokens": max_tokens, **values}
     if request.echo and request.logprobs is not None:
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return sampling_params(request, context, num_prompts=num_prompts, **fields)

@@ -36,13 +36,16 @@ class Variables(NamedTuple):
     ignored: tuple[str, ...] = ()
 
 
-def variables_for(template: str, effort: str | None, verbosity: str | None) -> Variables:
-    """Returns the template's variables for two fields of a request.
+def variables_for(
+    template: str, effort: str | None, verbosity: str | None, *, is_on: bool = False
+) -> Variables:
+    """Returns the template's variables for fields of a request.
 
     Args:
         template: The source of the template.
         effort: The field `reasoning_effort`, one of `EFFORTS`, or None.
         verbosity: The field `verbosity`, or None.
+        is_on: True if the request asks for reasoning without an effort.
     """
     known = variables_of(template)
     values: dict[str, Any] = {}
@@ -57,6 +60,10 @@ def variables_for(template: str, effort: str | None, verbosity: str | None) -> V
             is_off = is_off or values.get(_EFFORT) == "none"
         if not values or (effort == "none" and not is_off):
             ignored.append(_EFFORT)
+    elif is_on:
+        values = dict.fromkeys((name for name in SWITCHES if name in known), True)
+        if not values and _EFFORT in known and "none" in (words := _words_of(template)):
+            values[_EFFORT] = _nearest("medium", words)
     if verbosity is not None:
         if _VERBOSITY in known:
             values[_VERBOSITY] = verbosity

@@ -31,6 +31,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Number = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 def one_of(expected: str, kinds: tuple[str, ...] = ()) -> WrapValidator:

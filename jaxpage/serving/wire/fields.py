@@ -24,7 +24,13 @@ OF_GENERATION = (
     Field("tools", elsewhere=([],), beams=([],)),
 )
 # All requests refuse these where they do not honour them.
-OF_CHATS = (Field("reasoning_effort"), Field("store", neutral=(False,)), Field("verbosity"))
+OF_CHATS = (
+    Field("reasoning", neutral=({},)),
+    Field("reasoning_effort"),
+    Field("store", neutral=(False,)),
+    Field("thinking", elsewhere=({"type": "disabled"},)),
+    Field("verbosity"),
+)
 # No request honours these.
 REFUSED = (
     Field("audio"),
@@ -72,7 +78,6 @@ REFUSED = (
     Field("spaces_between_special_tokens", neutral=(True,)),
     Field("stream_reasoning", neutral=(True,)),
     Field("suffix", neutral=("",)),
-    Field("thinking_token_budget"),
     Field("truncate_prompt_tokens"),
     Field("truncation_side"),
     Field("vllm_xargs", neutral=({},)),

@@ -16,6 +16,7 @@ from jaxpage.serving.wire.field_types import (
     Items,
     ModelName,
     Name,
+    Number,
     RequestObject,
     TokenId,
     by_name,
@@ -211,6 +212,22 @@ Message = Annotated[
 ]
 
 
+class ReasoningOptions(RequestObject):
+    """Says how much is reasoned, as OpenRouter's clients write it."""
+
+    effort: Effort | None = None
+    max_tokens: Number | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # the answer leaves out the reasoning
+
+
+class ThinkingOptions(RequestObject):
+    """Says how much is reasoned, as Anthropic's clients write it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Number | None = None
+
+
 class ConversationFields(RequestObject):
     """Holds the fields from which a chat template renders a prompt."""
 
@@ -222,6 +239,9 @@ class ConversationFields(RequestObject):
     # Both become variables of the chat template, where it has them; see efforts.py.
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    # Other forms of `reasoning_effort` and `thinking_token_budget`; see thinking.py.
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
 
 
 class ChatCompletionRequest(with_parameters("chats", GenerationRequest), ConversationFields):  # type: ignore[misc]

@@ -26,6 +26,7 @@ from jaxpage.serving.wire.request_fields import (
     ToolMessage,
 )
 from jaxpage.serving.wire.template_source import variables_of
+from jaxpage.serving.wire.thinking import effort_of, switch_of
 from jaxpage.serving.wire.tool_fields import CustomCall, FunctionTool, ToolCall
 from jaxpage.settings.argument_checks import show
 
@@ -80,7 +81,11 @@ def render(
         _message(message, f"messages[{index}]", context.chat_format, reader)
         for index, message in enumerate(request.messages)
     ]
-    effort = variables_for(template, request.reasoning_effort, request.verbosity)
+    effort = effort_of(request)
+    switch = switch_of(request)
+    wished = variables_for(
+        template, effort.value, request.verbosity, is_on=switch.value is not None
+    )
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     requested = {
         "template": template,
@@ -91,7 +96,7 @@ def render(
         if request.add_generation_prompt is None
         else request.add_generation_prompt,
         "continue_final_message": continues,
-        "variables": {**effort.values, **variables},
+        "variables": {**wished.values, **variables},
     }
     try:
         text = RENDERERS.render(requested, RENDER_SECONDS, RENDER_BYTES)
@@ -99,7 +104,10 @@ def render(
         raise ApiError(
             400, f"The model's chat template refuses these messages: {error}", param="messages"
         ) from None
-    return Rendered(text, effort.ignored)
+    ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
+    if switch.value and effort.value is None and context.chat_format.reasoning is None:
+        ignored += (switch.path,)
+    return Rendered(text, ignored)
 
 
 def template_of(context: ModelContext, tools: Sequence[object]) -> str:

@@ -93,6 +93,10 @@ class ToolUse(NamedTuple):
             raise ApiError(400, f"{self.parameter}: {error}", param=self.parameter) from None
         return {"grammar": grammar}
 
+    def leaves_reasoning(self, context: ModelContext) -> bool:
+        """Returns whether reasoning may come before the calls or the text of an answer."""
+        return not self.is_input and not (self.must_call and context.chat_format.tools is None)
+
     def changes(self, context: ModelContext, prompt: str) -> dict[str, Any]:
         """Returns the parameters of the engine that the tools demand of an answer.
 
@@ -122,7 +126,7 @@ class ToolUse(NamedTuple):
         if is_held:
             # Such a grammar leaves no room for reasoning and calls.
             return Plain()
-        if self.is_input or (self.must_call and context.chat_format.tools is None):
+        if not self.leaves_reasoning(context):
             return NamedCall(self.callable[0].function.name)
         schemas = {tool.function.name: parameters_of(tool) for tool in self.callable}
         parser = context.chat_format.parser(Tools(schemas) if schemas else None, prompt)
