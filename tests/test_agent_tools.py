@@ -178,7 +178,9 @@ def test_nothing_but_tools_of_other_vendors(choice: Any, is_refused: bool) -> No
         ([F, PATCH], {"tool_choice": "required"}, "tools[1].custom.format", "only where tool_choice names"),
         ([F], {"tool_choice": NAMED}, "tool_choice", "not in tools"),
         ([PATCH], {"tool_choice": {"type": "function", "function": {"name": "patch"}}}, "tool_choice", "not in tools"),
-        ([PATCH, F], {"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+([F], {"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported with tools"),
+        ([F], {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {"const": 1}}}}}}},
+         "response_format.json_schema.schema.properties.a.not", "no grammar can"),
     ],
 )  # fmt: skip
 def test_a_tool_that_cannot_be_honoured_is_refused(
@@ -187,6 +189,67 @@ def test_a_tool_that_cannot_be_honoured_is_refused(
     with pytest.raises(ApiError, match=message) as refused:
         open_chat(chat(tools, **fields), KNOWN)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+# A format of the text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMATS = [
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+]
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("response_format", FORMATS, ids=["object", "schema"])
+@pytest.mark.parametrize("prompt_ends_with", ["", "<think>\n"])
+def test_a_format_holds_the_text_of_an_answer_that_calls_no_tool(
+    response_format: Any, prompt_ends_with: str
+) -> None:
+    known = context(
+        tokenizer=with_template(TEMPLATE + prompt_ends_with),
+        tool_parser="hermes",
+        reasoning_parser="think",
+    )
+    body = chat([F], response_format=response_format)
+    before = "I think.</think>\n\n" if prompt_ends_with else ""
+    held = open_chat(body, known).prompts[0].params.structured_outputs
+    for text, is_good in (
+        ('{"a": 1}', True),
+        (CALL, True),
+        (f"{CALL}\n{CALL}", True),
+        ('{"b": 1}', response_format["type"] == "json_object"),
+        ("Hello", False),
+        ("[1]", False),
+    ):
+        assert admits(held, before + text) == is_good, text
+    exchange = open_chat(body, known)
+    (choice,) = exchange.whole([output(exchange, [Scripted([before + '{"a": 1}'])])])["choices"]
+    assert choice["message"]["content"].strip() == '{"a": 1}'
+    assert choice["message"].get("reasoning_content") == ("I think." if before else None)
+    exchange = open_chat(body, known)
+    (choice,) = exchange.whole([output(exchange, [Scripted([before + CALL])])])["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_format_has_no_effect_where_a_call_is_required(choice: Any) -> None:
+    exchange = open_chat(chat([F], tool_choice=choice, response_format=FORMATS[1]), KNOWN)
+    assert exchange.ignored_fields == ("response_format",)
+    held = exchange.prompts[0].params.structured_outputs
+    assert admits(held, CALL) and not admits(held, '{"a": 1}')
+
+
+def test_a_format_beside_calls_needs_a_marker_before_them() -> None:
+    known = context(tokenizer=with_template(TEMPLATE), tool_parser="llama3_json")
+    with pytest.raises(ApiError, match="no marker of the model's form tells") as refused:
+        open_chat(chat([F], response_format=FORMATS[0]), known)
+    assert refused.value.param == "response_format"
 
 
 # Calls and results

@@ -133,7 +133,11 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of: Any) -> None:
             {
                 "type": "allowed_tools",
                 "mode": "required",
-                "tools": [{"type": "function", **look}, {"type": "custom", **patch}, {"type": "mcp"}],
+                "tools": [
+                    {"type": "function", **look},
+                    {"type": "custom", **patch},
+                    {"type": "mcp"},
+                ],
             },
             {
                 "type": "allowed_tools",
@@ -150,7 +154,9 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of: Any) -> None:
     ):
         assert chat_of(tools=tools, tool_choice=choice)["tool_choice"] == wanted
     for nothing in ({}, {"tools": []}, {"tools": None}):
-        assert "tools" not in (chat := chat_of(tool_choice="auto", parallel_tool_calls=True, **nothing))
+        assert "tools" not in (
+            chat := chat_of(tool_choice="auto", parallel_tool_calls=True, **nothing)
+        )
         assert "tool_choice" not in chat and "parallel_tool_calls" not in chat
 
 
@@ -302,9 +308,7 @@ def items_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A chat as the items that OpenAI's client would send."""
     items: list[dict[str, Any]] = []
     kinds = {
-        call["id"]: call["type"]
-        for message in messages
-        for call in message.get("tool_calls", ())
+        call["id"]: call["type"] for message in messages for call in message.get("tool_calls", ())
     }
     for message in messages:
         content = message["content"]
@@ -324,7 +328,9 @@ def items_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls", ()):
             called = call[call["type"]]
             kind_of_item = {"function": "function_call", "custom": "custom_tool_call"}[call["type"]]
-            items.append({"type": kind_of_item, "call_id": call["id"], "status": "completed", **called})
+            items.append(
+                {"type": kind_of_item, "call_id": call["id"], "status": "completed", **called}
+            )
     return items
 
 
@@ -510,7 +516,11 @@ def test_events_are_the_whole_response_whatever_the_cut(
 
 
 def test_a_response_says_what_was_requested() -> None:
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "look"}],
+    }
     body = request(
         tools=[LOOK, {"type": "web_search"}],
         tool_choice=choice,
@@ -556,7 +566,9 @@ def test_a_request_of_an_agent_is_answered(path: Path, is_strict: bool) -> None:
     prompt = str(exchange.prompts[0].prompt)
     ignored = set(exchange.ignored_fields)
     if body.get("stream"):
-        text = '<tool_call>\n{"name": "shell_command", "arguments": {"command": "ls"}}\n</tool_call>'
+        text = (
+            '<tool_call>\n{"name": "shell_command", "arguments": {"command": "ls"}}\n</tool_call>'
+        )
         events = events_of(exchange, [text] if body["tools"] else ["A summary"], "stop")
         answer = events[-1]["response"]
     else:
@@ -574,9 +586,16 @@ def test_a_request_of_an_agent_is_answered(path: Path, is_strict: bool) -> None:
         passed_over = {"input[8]", "input[9]", "input[10]", "input[11].encrypted_content"}
         assert passed_over <= ignored
         assert "I look first." in prompt and "README.md" in prompt and "/repo\n" not in prompt
-        assert prompt.index("I list the files.") < prompt.index('"shell_command", "arguments": {"command": "ls"')
+        assert prompt.index("I list the files.") < prompt.index(
+            '"shell_command", "arguments": {"command": "ls"'
+        )
         assert r"*** Begin Patch\n*** Add File: note.txt" in prompt and "Success." in prompt
     if path.stem == "openai_agents_tool_turn":
-        assert prompt.index('"Basel"}') < prompt.index('"Bern"}') < prompt.index("sunny") < prompt.index("cloudy")
+        assert (
+            prompt.index('"Basel"}')
+            < prompt.index('"Bern"}')
+            < prompt.index("sunny")
+            < prompt.index("cloudy")
+        )
         assert ignored == {"tools[1]", "store"}
         assert answer["metadata"] == {"run": "7"}

@@ -310,8 +310,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool()] * 129}, "tools", "at most 128"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "must match"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not in tools"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "response_format": {"type": "json_object"}},
-     "response_format", "not supported with tools"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},
+     "structured_outputs", "not supported with tools"),
     *[
         ({"tools": [tool(), tool("g", parameters=schema)], "tool_choice": {"type": "function", "function": {"name": "g"}}},
          f"tools[1].function.parameters{path}", message)

@@ -14,7 +14,8 @@ Enter by these names:
 - `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name; `CONTENT_FORMS`: the markers
   around the content that come with one of reasoning.
 - `Tools`: the tools that an answer may call.
-- `grammar_of`: the grammar of an answer that must call tools, in the model's own form.
+- `grammar_of`: the grammar of an answer that must call tools, in the model's own form;
+  `grammar_of_text`: that of an answer whose text keeps to a rule, unless it calls a tool.
 - `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
 """
 
@@ -22,7 +23,7 @@ from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
 from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
-from jaxpage.chat_forms.grammar import grammar_of
+from jaxpage.chat_forms.grammar import grammar_of, grammar_of_text
 from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
 from jaxpage.chat_forms.probes import Render
 
@@ -40,4 +41,5 @@ __all__ = [
     "Tools",
     "derive",
     "grammar_of",
+    "grammar_of_text",
 ]

@@ -31,6 +31,7 @@ from jaxpage.chat_forms.markers import (
 from jaxpage.chat_forms.values import property_of, types_of
 
 _PATTERNS = {CALL_INDEX: "/[0-9]+/", CALL_ID: "/[a-zA-Z0-9]{9}/"}
+_SPACE = r"/[ \n]{0,4}/"  # what may stand between reasoning and text
 _ANY_TEXT = r"/(.|\n)*/"
 _CONSTRAINT = "<|constrain|>"
 _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
@@ -71,6 +72,33 @@ def grammar_of(
             reasoning += f"({opened} {writer.until(form.reasoning.close)})* "
         return writer.write_headed(form.headers, schemas, before=reasoning)
     return writer.grammar(schemas, several=several, before=reasoning)
+
+
+def grammar_of_text(
+    form: ChatFormat, text_rule: str, *, is_open: bool, special_tokens: Mapping[str, int]
+) -> str:
+    """Returns the grammar of an answer whose text keeps to a rule, unless it calls a tool.
+
+    After the marker that begins a call anything may follow.
+
+    Args:
+        form: The form of answers, which has one of calls.
+        text_rule: The right side of a rule for the text.
+        is_open: True if the prompt opens the reasoning, which comes first then.
+        special_tokens: The ids of the tokens that are no text to the grammar, by their texts.
+
+    Raises:
+        ValueError: No marker of the form tells a call from text.
+    """
+    assert form.tools is not None
+    marker = first_chunk(form.tools.first_opening)
+    if not marker or form.headers is not None:
+        raise ValueError("no marker of the model's form tells a call from text")
+    writer = _Writer(form.tools, lambda schema: text_rule, special_tokens)
+    before = ""
+    if is_open and form.reasoning is not None:
+        before = writer.until(form.reasoning.close) + " "
+    return writer.write_text_or_call(marker, before=before)
 
 
 class _Writer:
@@ -123,6 +151,12 @@ class _Writer:
             close = f"({self.literal(tools.close)})?"
             calls.append(self._rule(f"({header}) {self._json(schema)} {close}"))
         return "\n".join([f"start: {before}({' | '.join(calls)})", *self._rules]) + "\n"
+
+    def write_text_or_call(self, marker: str, *, before: str) -> str:
+        """Returns the whole grammar of a text, or of a call of which only the marker is held."""
+        text, space = self._json({}), self._rule(_SPACE)
+        start = f"start: {before}{space} ({text} | {self.literal(marker)} <[*]>*)"
+        return "\n".join([start, *self._rules]) + "\n"
 
     def literal(self, marker: str, name: str = "", key: str = "") -> str:
         """Returns an expression for a marker."""

@@ -156,4 +156,5 @@ class Dialect:
         """Returns whether a request of this path and body asks for a stream."""
         value = body.get("stream")
         is_wanted = self.streams_unless_told if value is None else value is True
-        return path in self.exchanges and is_wanted
+        generates = path in self.exchanges or path in self.conversations
+        return generates and is_wanted

@@ -41,7 +41,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     prompt = context.check_prompt(rendered.text, "messages")
     params: SamplingParams | BeamSearchParams
     budget = budget_of(request)
-    can_reason = tools.leaves_reasoning(context) and not has_format(request)
+    can_reason = tools.leaves_reasoning(context) and (tools.holds_answer or not has_format(request))
     values, idle = budget_values(budget, context, can_reason=can_reason, prompt=str(prompt))
     if request.use_beam_search:
         if budget.value is not None:
@@ -116,7 +116,7 @@ class ChatAnswer(Answer):
     ) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
         has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
-        is_held = has_grammar and not tools.must_call
+        is_held = has_grammar and not tools.holds_answer
         prompt = str(prompt_request.prompt)
         reasoning = self._request.reasoning
         return lambda: _Reader(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of
+from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of, grammar_of_text
 from jaxpage.decoding import json_rule
 from jaxpage.serving.wire.closed_objects import close_schema
 from jaxpage.serving.wire.context import ModelContext
@@ -17,6 +17,7 @@ from jaxpage.serving.wire.custom_tools import CustomCalls, as_function, grammar_
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest
+from jaxpage.serving.wire.sampling_request import read_structured_outputs
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
 from jaxpage.serving.wire.tool_fields import (
@@ -49,6 +50,8 @@ class ToolUse(NamedTuple):
         custom: The names of the tools whose calls have an input in place of arguments.
         is_input: True if the answer is nothing but the input of one custom tool.
         input_grammar: The `structured_outputs` that this input keeps to, or None for any text.
+        text_format: The `structured_outputs` that the text of an answer without calls keeps to, or
+            None for any text.
     """
 
     shown: list[FunctionTool] = []  # noqa: RUF012
@@ -62,6 +65,12 @@ class ToolUse(NamedTuple):
     custom: frozenset[str] = frozenset()
     is_input: bool = False
     input_grammar: dict[str, Any] | None = None
+    text_format: dict[str, Any] | None = None
+
+    @property
+    def holds_answer(self) -> bool:
+        """Returns whether the grammar of the answer, if it has one, is that of the tools."""
+        return self.must_call or self.text_format is not None
 
     def make_structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
         """Returns the grammar that the answer keeps to, or None if the tools demand none.
@@ -73,22 +82,27 @@ class ToolUse(NamedTuple):
         Raises:
             ApiError: A grammar cannot hold the model's form of calls to the tool's schema.
         """
-        if not self.must_call:
+        if not self.holds_answer:
             return None
         if self.is_input:
             return self.input_grammar
         form = context.chat_format
         if form.tools is None:
             return {"json": next(iter(self.schemas.values()))}
+        is_open, special = form.is_open(prompt), context.special_tokens
         try:
-            grammar = grammar_of(
-                form,
-                self.schemas,
-                lambda schema: json_rule(json.dumps(schema)),
-                several=self.several,
-                is_open=form.is_open(prompt),
-                special_tokens=context.special_tokens,
-            )
+            if self.text_format is not None:
+                rule = json_rule(json.dumps(self.text_format.get("json", {"type": "object"})))
+                grammar = grammar_of_text(form, rule, is_open=is_open, special_tokens=special)
+            else:
+                grammar = grammar_of(
+                    form,
+                    self.schemas,
+                    lambda schema: json_rule(json.dumps(schema)),
+                    several=self.several,
+                    is_open=is_open,
+                    special_tokens=special,
+                )
         except ValueError as error:
             raise ApiError(400, f"{self.parameter}: {error}", param=self.parameter) from None
         return {"grammar": grammar}
@@ -160,19 +174,16 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             return use
         message = f"tool_choice demands a call, and no tool is a function: tools[0].type is {show(tools[0].type)}"
         raise ApiError(400, message, param="tool_choice")
-    if request.structured_outputs is not None or not isinstance(
-        request.response_format, TextFormat | None
-    ):
-        message = (
-            "response_format and structured_outputs are not supported with tools that may be called"
-        )
-        raise ApiError(400, message, param="response_format")
+    if request.structured_outputs is not None:
+        message = "structured_outputs is not supported with tools that may be called"
+        raise ApiError(400, message, param="structured_outputs")
     use = use._replace(
         shown=list(functions.values()),
         several=request.parallel_tool_calls is not False,
         custom=frozenset(tool.custom.name for tool in tools if isinstance(tool, CustomTool)),
     )
     if isinstance(choice, NamedFunction | NamedCustomTool):
+        use = _pass_over_format(use, request)
         return _name(use, choice, tools, functions, context)
     if isinstance(choice, AllowedToolsChoice):
         allowed = [
@@ -195,11 +206,26 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             if grammar_of_input(tools[index]) is not None:
                 message = f"tools[{index}].custom.format: a grammar is enforced only where tool_choice names the tool"
                 raise ApiError(400, message, param=f"tools[{index}].custom.format")
+        use = _pass_over_format(use, request)
         return _enforce(use._replace(must_call=True), functions, context)
     if "tools" not in template_of(context, use.callable):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
     # Nothing keeps the model from calling what the prompt shows.
-    return use._replace(shown=use.callable)
+    use = use._replace(shown=use.callable)
+    text_format = read_structured_outputs(request.response_format, None)
+    if text_format is None or not functions:
+        return use
+    if context.chat_format.tools is None:
+        message = "response_format is not supported with tools that may be called: the model has no form of calls that a grammar holds"
+        raise ApiError(400, message, param="response_format")
+    return use._replace(text_format=text_format, parameter=request.format_parameter)
+
+
+def _pass_over_format(use: ToolUse, request: ChatCompletionRequest) -> ToolUse:
+    """Returns the use for an answer that is nothing but calls, which have no format of text."""
+    if isinstance(request.response_format, TextFormat | None):
+        return use
+    return use._replace(ignored=(*use.ignored, "response_format"))
 
 
 def functions_of(tools: list[AnyTool]) -> dict[int, FunctionTool]:
