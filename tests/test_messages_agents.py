@@ -203,7 +203,7 @@ def test_a_history_is_that_of_the_chat(name: str) -> None:
 
 def test_what_another_server_ran_is_passed_over_and_named() -> None:
     """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the last."""
-    server_blocks = [
+    server_blocks: list[dict[str, Any]] = [
         {"type": "redacted_thinking", "data": "AAAA"},
         {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}},
         {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
@@ -288,7 +288,8 @@ def test_an_error_has_the_clients_path(fields: dict[str, Any], param: str, probl
             opens(body, qwen())
         assert (caught.value.status, caught.value.param) == (400, param)
         assert problem in caught.value.message
-        assert caught.value.message.startswith((param, param.partition("[")[0]))
+        is_of_list = " has " in caught.value.message  # two tools have a name
+        assert is_of_list or caught.value.message.startswith(param)
         told = DIALECT.error(caught.value)
         assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
 
@@ -607,7 +608,7 @@ def test_an_answer_is_sent_back_as_it_came() -> None:
     """By Anthropic's client, which adds fields of its own."""
     said_before = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
     answer = whole(message(tools=[TOOL]), Scripted([said_before]), qwen())
-    blocks = [block.to_dict() for block in Message.model_validate(answer).content]
+    blocks: list[Any] = [block.to_dict() for block in Message.model_validate(answer).content]
     call_id = blocks[-1]["id"]
     turns = [USER, said(*blocks), asked(result(call_id, content="3 degrees"))]
     again = open_message(message(messages=turns, tools=[TOOL]), qwen(strict=True))
