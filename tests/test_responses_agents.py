@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ from jaxpage.serving.dialects import responses as dialect
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.dialects.responses_items import (
     ChatMessage,
+    ChatMessages,
     decode_reasoning,
     encode_reasoning,
+    source_stored,
 )
 from jaxpage.serving.dialects.responses_truncation import fit_messages
 from jaxpage.serving.requests.response_store import (
@@ -153,7 +156,8 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of: Any) -> None:
         ),
     ):
         assert chat_of(tools=tools, tool_choice=choice)["tool_choice"] == wanted
-    for nothing in ({}, {"tools": []}, {"tools": None}):
+    nothings: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": None}]
+    for nothing in nothings:
         assert "tools" not in (
             chat := chat_of(tool_choice="auto", parallel_tool_calls=True, **nothing)
         )
@@ -349,9 +353,9 @@ def as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(messages=conversations())
 def test_items_are_the_messages_of_the_chat(messages: list[dict[str, Any]]) -> None:
-    made = dialect.ChatMessages()
+    made = ChatMessages()
     items = items_of(messages)
-    made.add(dialect.source_stored(items, "previous_response_id"))
+    made.add(source_stored(items, "previous_response_id"))
     assert as_texts([message.body for message in made.messages]) == as_texts(messages)
     assert [source.body for source in made.items] == items and made.ignored == []
     opened(request(input=items))
@@ -374,7 +378,12 @@ def test_reasoning_comes_from_the_encoded_content_where_there_is_no_other() -> N
     other = {**thought, "encrypted_content": "gAAAA"}
     exchange = opened(request(input=[SAY, other, said, SAY]))
     assert exchange.ignored_fields == ("input[1].encrypted_content",)
-    empty = {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None}
+    empty: dict[str, Any] = {
+        "type": "reasoning",
+        "summary": [],
+        "content": None,
+        "encrypted_content": None,
+    }
     assert opened(request(input=[SAY, empty, said, SAY])).ignored_fields == ()
 
 
@@ -475,7 +484,7 @@ def test_events_are_the_whole_response_whatever_the_cut(
     """Also as OpenAI's own client reads them."""
     text = thought + said + "".join("\n" + call for call in calls)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    texts = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)] or [""]
+    texts = [text[start:stop] for start, stop in itertools.pairwise(places)] or [""]
     reason = "length" if is_cut else "stop"
     body = request(
         tools=[LOOK, PATCH], include=["reasoning.encrypted_content"], metadata={"a": "b"}
@@ -499,7 +508,8 @@ def test_events_are_the_whole_response_whatever_the_cut(
             assert decode_reasoning(item["encrypted_content"]) == item["content"][0]["text"]
     assert {item["status"] for item in final["output"][:-1]} <= {"completed"}
     assert final["output"][-1]["status"] == final["status"]
-    state: Any = ResponseStreamState(input_tools=[LOOK, PATCH], text_format=openai.omit)
+    tools: Any = [LOOK, PATCH]
+    state: Any = ResponseStreamState(input_tools=tools, text_format=openai.omit)
     for event in events:
         state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
     if not is_cut:
@@ -599,3 +609,407 @@ def test_a_request_of_an_agent_is_answered(path: Path, is_strict: bool) -> None:
         )
         assert ignored == {"tools[1]", "store"}
         assert answer["metadata"] == {"run": "7"}
+
+
+# Truncation
+
+
+def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
+    """Every set of messages that may stay, by trying all: written down from the rule, not from the code."""
+    number = len(bodies)
+    roles = [body["role"] for body in bodies]
+    head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), number)
+    users = [i for i, role in enumerate(roles) if role == "user"]
+    last = users[-1] if users else -1
+    asked = {
+        i for i in range(head, last + 1) if all(role == "user" for role in roles[i : last + 1])
+    }
+    leavings = []
+    for cut in range(head, max(number, head + 1)):
+        stays = [i for i in range(number) if i < head or i >= cut or i in asked]
+        if cut > head:
+            turn = (
+                cut <= min(asked, default=head)
+                and roles[cut] == "user"
+                and roles[cut - 1] != "user"
+            )
+            step = cut > last and roles[cut] != "tool"
+            if not turn and not step:
+                continue
+        made = {call["id"] for i in stays for call in bodies[i].get("tool_calls", ())}
+        if all(bodies[i]["tool_call_id"] in made for i in stays if roles[i] == "tool"):
+            leavings.append(stays)
+    return leavings
+
+
+@given(messages=conversations(), room=st.integers(0, 30), moved=st.booleans())
+def test_the_oldest_messages_go_until_there_is_room(
+    messages: list[dict[str, Any]], room: int, moved: bool
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *messages]
+    results = [index for index, message in enumerate(messages) if message["role"] == "tool"]
+    if moved and results:  # a result after the next message of the user
+        messages.append({"role": "user", "content": "And?"})
+        messages.append(messages.pop(results[-1]))
+    entries = [ChatMessage(message) for message in messages]
+    stay, dropped = fit_messages(entries, lambda some: len(some) <= room)
+    places = [index for index, entry in enumerate(entries) if any(entry is one for one in stay)]
+    assert len(stay) + len(dropped) == len(entries) and places[0] == 0
+    valid = valid_leavings(messages)
+    with_room = [leaving for leaving in valid if len(leaving) <= room]
+    wanted = max(with_room, key=len) if with_room else min(valid, key=len)
+    assert places == wanted
+
+
+def test_a_long_conversation_is_cut_on_request_only() -> None:
+    turns: list[dict[str, Any]] = []
+    for number in range(40):
+        call = {**CALL, "call_id": f"c{number}", "arguments": json.dumps({"at": f"door {number}"})}
+        result = {**RESULT, "call_id": f"c{number}", "output": f"It is shut. {number} " * 3}
+        said = {"role": "assistant", "content": f"Shut {number}."}
+        turns += [{"role": "user", "content": f"Look at door {number}"}, call, result, said]
+    known = agents(512)
+    body = request(instructions="Be brief.", input=turns, tools=[LOOK])
+    exchange = open_response({**body, "truncation": "auto"}, known)
+    prompt = str(exchange.prompts[0].prompt)
+    assert "Be brief." in prompt and "Look at door 39" in prompt and "Look at door 0" not in prompt
+    count = len(known.tokenizer(prompt)["input_ids"])
+    assert 512 // 2 < count <= 512 - 512 // 8
+    assert exchange.ignored_fields[:2] == ("input[0]", "input[1]")
+    whole = open_response(body, agents(4096 * 2))
+    assert exchange.prompts[0].prompt != whole.prompts[0].prompt
+    uncut = open_response({**body, "truncation": "auto"}, agents(4096 * 2))
+    assert (uncut.prompts, uncut.ignored_fields) == (whole.prompts, ())
+    # What cannot become shorter is refused as it would be without.
+    with pytest.raises(ApiError) as caught:
+        open_response(request(input="x" * 100_000, truncation="auto"), known)
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+
+
+# The store
+
+OWNERS = st.sampled_from(["", "one", "two"])
+NUMBERS = st.integers(0, 5)
+SECONDS = 10.0
+ROOM = 100
+
+
+def id_of(number: int) -> str:
+    return f"resp_{number:032x}"
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store against a list of what it must have, the least recently used first."""
+
+    directory: Path | None = None
+
+    @initialize()
+    def open(self) -> None:
+        self.now = 1000.0
+        self.expected: list[tuple[str, str, float, StoredResponse]] = []
+        self.number = 100
+        self.store = self.new()
+
+    def new(self) -> ResponseStore:
+        return ResponseStore(ROOM, SECONDS, self.directory, clock=lambda: self.now)
+
+    def forget_old(self) -> None:
+        self.expected = [entry for entry in self.expected if self.now - entry[2] < SECONDS]
+
+    @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), rest=st.integers(0, 60))
+    def put(self, owner: str, number: int, size: int, rest: int) -> None:
+        """A response of its own id, as each answer has one."""
+        self.number += 1
+        stored = StoredResponse(json.dumps("x" * size).encode(), json.dumps("y" * rest).encode())
+        self.store.put(id_of(self.number), owner, stored)
+        self.forget_old()
+        if stored.num_bytes <= ROOM:
+            while sum(entry[3].num_bytes for entry in self.expected) + stored.num_bytes > ROOM:
+                del self.expected[0]
+            self.expected.append((id_of(self.number), owner, self.now, stored))
+
+    @rule(owner=OWNERS, place=NUMBERS, is_deleted=st.booleans())
+    def use(self, owner: str, place: int, is_deleted: bool) -> None:
+        self.forget_old()
+        response_id = self.expected[place % len(self.expected)][0] if self.expected else id_of(1)
+        found = [entry for entry in self.expected if entry[:2] == (response_id, owner)]
+        view = self.store.of_owner(owner)
+        if is_deleted:
+            assert view.delete(response_id) == bool(found)
+            assert view.find(response_id) is None
+            self.expected = [entry for entry in self.expected if entry not in found]
+            return
+        assert view.find(response_id) == (found[0][3] if found else None)
+        self.expected = [entry for entry in self.expected if entry not in found] + found
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 10.0, -1.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def start_again(self) -> None:
+        if self.directory is None:
+            return
+        self.store.close()
+        self.store = self.new()
+        self.forget_old()
+        self.expected.sort(key=lambda entry: entry[2])
+
+    @invariant()
+    def has_what_it_must(self) -> None:
+        self.forget_old()
+        assert self.store.num_bytes <= ROOM
+        for response_id, owner, _, stored in self.expected:
+            assert self.store.find(response_id, owner) == stored
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            if self.directory is not None:
+                for path in self.directory.iterdir():
+                    path.unlink()
+
+
+def test_a_store_has_what_it_must() -> None:
+    run_machine(StoreMachine, 60)
+
+
+def test_a_store_with_files_has_what_it_must(tmp_path: Path) -> None:
+    run_machine(type("WithFiles", (StoreMachine,), {"directory": tmp_path}), 20)
+
+
+def run_machine(machine: Any, number: int) -> None:
+    case = machine.TestCase
+    case.settings = settings(max_examples=number, stateful_step_count=25)
+    case("runTest").runTest()
+
+
+def test_files_are_private_whole_and_in_use_once(tmp_path: Path) -> None:
+    directory = tmp_path / "responses"
+    store = ResponseStore(1000, 60, directory)
+    stored = StoredResponse(b'[{"role":"user","content":"\xc3\xa4"}]', b'{"output":[]}')
+    store.put(id_of(1), "one", stored)
+    with pytest.raises(ConfigError, match="another server uses"):
+        ResponseStore(1000, 60, directory)
+    store.close()
+    path = directory / f"{id_of(1)}.json"
+    assert directory.stat().st_mode & 0o77 == 0 and path.stat().st_mode & 0o77 == 0
+    assert json.loads(path.read_bytes())["owner"] == "one"
+    (directory / f"{id_of(2)}.json").write_text('{"owner": "o')
+    (directory / f"{id_of(3)}.new").write_text("{")
+    (directory / "resp_of_somebody.json").write_text("{")
+    again = ResponseStore(1000, 60, directory)
+    assert again.find(id_of(1), "one") == stored and again.find(id_of(2), "one") is None
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "lock",
+        f"{id_of(1)}.json",
+        "resp_of_somebody.json",
+    ]
+    assert again.of_owner("one").delete(id_of(1))
+    again.close()
+    assert not path.exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="response_store_directory"):
+        ResponseStore(1000, 60, tmp_path / "file")
+
+
+def test_a_disk_without_room_stops_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResponseStore(1000, 60, tmp_path)
+    tmp_path.chmod(0o700)
+    for number in (1, 2):
+        (tmp_path / f"{id_of(number)}.new").mkdir()
+        store.put(id_of(number), "", StoredResponse(b"[]", b"{}"))
+    store.close()
+    assert store.find(id_of(2), "") is not None
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
+def finish(exchange: Any, text: str = "It is shut.") -> dict[str, Any]:
+    answer: dict[str, Any] = exchange.whole([output(exchange, [Scripted([text])])])
+    return answer
+
+
+def test_a_conversation_goes_on_from_a_response_without_its_instructions() -> None:
+    store = ResponseStore(1 << 20, 60)
+    mine = store.of_owner("one")
+    first = finish(
+        opened(request(instructions="Be brief.", input="Look", tools=[LOOK]), mine),
+        '<think>\nHm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>',
+    )
+    assert first["store"] is True
+    call = first["output"][-1]
+    result = {**RESULT, "call_id": call["call_id"]}
+    body = request(
+        input=[result], tools=[LOOK], instructions="Be kind.", previous_response_id=first["id"]
+    )
+    for _ in range(2):  # also a second time: a conversation may have branches
+        exchange = opened(body, mine)
+        prompt = str(exchange.prompts[0].prompt)
+        whole = opened(
+            request(
+                input=[{"role": "user", "content": "Look"}, *first["output"], result],
+                tools=[LOOK],
+                instructions="Be kind.",
+            )
+        )
+        assert prompt == whole.prompts[0].prompt and "Be brief." not in prompt
+        assert exchange.ignored_fields == ()
+    second = finish(exchange)
+    assert second["previous_response_id"] == first["id"]
+    assert mine.delete(first["id"])
+    third = opened(request(input="And?", previous_response_id=second["id"]), mine)
+    assert "I look." in str(third.prompts[0].prompt)
+    for wrong, whose in ((first["id"], mine), (second["id"], store.of_owner("two")), ("x", mine)):
+        error = refused(request(previous_response_id=wrong), whose)
+        assert (error.status, error.param) == (404, "previous_response_id")
+        assert error.code == "previous_response_not_found"
+
+
+def test_a_reference_is_the_item_of_a_response_that_is_kept() -> None:
+    """As the AI SDK sends a conversation."""
+    store = ResponseStore(1 << 20, 60)
+    mine = store.of_owner("one")
+    first = finish(
+        opened(request(input="Look", tools=[LOOK]), mine),
+        'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>',
+    )
+    result = {**RESULT, "call_id": first["output"][1]["call_id"]}
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    del references[1]["type"]
+    requested = [{"role": "user", "content": "Look"}, *references, result]
+    plain = [{"role": "user", "content": "Look"}, *first["output"], result]
+    referring = opened(request(input=requested, tools=[LOOK]), mine)
+    assert referring.prompts == opened(request(input=plain, tools=[LOOK])).prompts
+    second = finish(referring)
+    assert mine.delete(first["id"])
+    assert opened(request(previous_response_id=second["id"]), mine).prompts
+    error = refused(request(input=requested), mine)
+    assert (error.status, error.param, error.code) == (404, "input[1].id", "item_not_found")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_stored", "ignored"),
+    [
+        ({}, True, ()),
+        ({"store": None}, True, ()),
+        ({"store": True}, True, ()),
+        ({"store": False}, False, ()),
+        ({"store": True, "input": "x" * 900}, False, ("store",)),
+    ],
+)
+def test_what_is_kept(fields: dict[str, Any], is_stored: bool, ignored: tuple[str, ...]) -> None:
+    store = ResponseStore(900 + 900 * is_stored, 60)
+    exchange = opened(request(**fields), store.of_owner(""))
+    assert exchange.ignored_fields == ignored and store.num_bytes == 0
+    answer = finish(exchange)
+    assert answer["store"] is is_stored
+    assert (store.find(answer["id"], "") is not None) is is_stored
+    stream = opened(request(**fields, stream=True), store.of_owner(""))
+    scripts = [Scripted(["It ", "is"])]
+    for delta in deltas(output(stream, scripts), scripts):
+        stream.chunks(0, delta)
+    assert store.find(stream.id, "") is None, "a client may have left"
+    last = stream.last_chunks()[-1]["response"]
+    kept = store.find(stream.id, "")
+    assert (None if kept is None else json.loads(kept.response)) == (last if is_stored else None)
+
+
+# A server
+
+KEYS = ("one", "two")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("models")
+    model = demo_with_template(directory / "demo", TEMPLATE)
+    config = ServerConfig(response_store_directory=str(directory / "kept"))
+    with running(config, model=model, api_keys=KEYS) as found:
+        yield found
+        assert found.errors == []
+
+
+@pytest.fixture(params=KEYS[:1])
+def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.address}/v1", api_key=request.param, max_retries=0, timeout=60
+    ) as found:
+        yield found
+
+
+ASK: dict[str, Any] = {
+    "model": "demo",
+    "tools": [LOOK],
+    "tool_choice": "required",
+    "temperature": 0,
+    "max_output_tokens": 64,
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_openais_client_talks_for_some_turns(client: openai.OpenAI, streams: bool) -> None:
+    """By previous_response_id, and by sending everything: both have the same answers."""
+
+    def ask(**fields: Any) -> Any:
+        if not streams:
+            return client.responses.create(**ASK, **fields)
+        with client.responses.stream(**ASK, **fields) as stream:
+            return stream.get_final_response()
+
+    said: list[Any] = [{"role": "user", "content": "Look at the door"}]
+    previous: Any = openai.omit
+    sent: Any = said[0]["content"]
+    for number in range(3):
+        kept = ask(input=sent, previous_response_id=previous, instructions=f"Turn {number}")
+        assert kept.status == "completed", kept
+        (call,) = [item for item in kept.output if item.type == "function_call"]
+        assert call.name == "look" and len(json.loads(call.arguments)["at"]) <= 8
+        plain = ask(input=said, store=False, instructions=f"Turn {number}")
+        (other,) = [item for item in plain.output if item.type == "function_call"]
+        assert other.arguments == call.arguments
+        assert kept.usage.input_tokens == plain.usage.input_tokens
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "shut"}
+        said += [*(item.to_dict() for item in kept.output), result]
+        sent, previous = [result], kept.id
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(plain.id)
+    found = client.responses.retrieve(kept.id)
+    assert found.output == kept.output or streams
+    assert [item.id for item in found.output] == [item.id for item in kept.output]
+    items = [item.to_dict() for item in client.responses.input_items.list(kept.id, order="asc")]
+    assert [item["type"] for item in items] == [
+        *("message", "function_call", "function_call_output"),
+        *("function_call", "function_call_output"),
+    ]
+    assert len({item["id"] for item in items}) == 5
+    page = client.responses.input_items.list(kept.id, limit=2)
+    assert [item.id for item in page.data] == [items[4]["id"], items[3]["id"]] and page.has_more
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.retrieve(kept.id)
+    assert (caught.value.code, caught.value.param) == ("response_not_found", "response_id")
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(input="x", previous_response_id=kept.id)
+    assert caught.value.code == "previous_response_not_found"
+
+
+def test_a_response_belongs_to_its_key(server: Running, client: openai.OpenAI) -> None:
+    mine = client.responses.create(**{**ASK, "max_output_tokens": 4}, input="Hello")
+    url = f"{server.address}/v1/responses/{mine.id}"
+    gone = f"{server.address}/v1/responses/resp_{'0' * 32}"
+    other = {"Authorization": "Bearer two"}
+    for method in ("GET", "DELETE"):
+        answers = [httpx.request(method, each, headers=other) for each in (url, gone)]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        texts = [answer.text.replace(mine.id, "") for answer in answers]
+        assert texts[0] == texts[1].replace(gone.rpartition("/")[2], "")
+    assert httpx.get(f"{url}/input_items", headers=other).status_code == 404
+    own = {"Authorization": "Bearer one"}
+    assert httpx.get(url, headers=own).json()["id"] == mine.id
+    assert httpx.get(f"{url}?stream=true", headers=own).json()["error"]["param"] == "stream"
+    assert httpx.get(url).status_code == 401
+    assert httpx.post(url, headers=own, json={}).status_code == 405
+    deleted = httpx.delete(url, headers=own)
+    assert deleted.json() == {"id": mine.id, "object": "response", "deleted": True}

@@ -554,3 +554,17 @@ def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_p
     path.write_text("models: [{name: a, model: demo, settings: {attention_backend: fa3}}]")
     with pytest.raises(UnsupportedError, match="attention_backend 'fa3' needs a GPU"):
         open_table(*read_models_file(path, ServerConfig()), ServerConfig())
+
+
+def test_a_response_goes_on_with_another_model(client: httpx.Client) -> None:
+    """The server keeps it, whatever becomes of the model."""
+    about = {"max_output_tokens": 2, "temperature": 0}
+    first = client.post("/v1/responses", json={"model": "demo", "input": "x", **about}).json()
+    body = {"model": "other", "input": "y", "previous_response_id": first["id"], **about}
+    second = client.post("/v1/responses", json=body)
+    assert second.status_code == 200, second.text
+    url = f"/v1/responses/{second.json()['id']}"
+    items = client.get(f"{url}/input_items?order=asc").json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant", "user"]
+    assert client.get(url).json() == second.json() and client.delete(url).json()["deleted"]
+    assert client.get(url).status_code == 404

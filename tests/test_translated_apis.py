@@ -397,9 +397,12 @@ def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
 
 def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
+            "input[0].call_id",
+        ),
         ({"input": "x" * 100_000}, "input"),
         (
             {
@@ -417,9 +420,11 @@ def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
         assert caught.value.param == param
     with pytest.raises(openai.NotFoundError):
         open_ai.responses.retrieve("resp_1")
-    for store in (False, True):  # routers say true of their own accord
+    with pytest.raises(openai.NotFoundError):
+        open_ai.responses.create(**RESPONSE, previous_response_id="resp_1")
+    for store in (False, True):
         answer = open_ai.responses.create(**RESPONSE, store=store, tools=[], truncation="disabled")
-        assert answer.output_text and answer.model_extra is not None and answer.store is False
+        assert answer.output_text and answer.model_extra is not None and answer.store is store
 
 
 # Messages

@@ -290,14 +290,14 @@ SERVER_FLAGS = (
     Flag(
         "response_store_bytes",
         byte_size,
-        "most bytes of the responses that previous_response_id may name; 0: none are kept; default: 64MiB",
+        "most bytes of the responses that previous_response_id may name; 0: none are kept; "
+        "default: 64MiB",
         metavar="SIZE",
     ),
     Flag(
         "response_store_seconds",
         float,
         "seconds for which a response is kept; default: 3600",
-        metavar="X",
     ),
     Flag(
         "response_store_directory",

@@ -55,16 +55,16 @@ def _choices(messages: Sequence[dict[str, Any]]) -> list[list[int]]:
     )
     users = [index for index, role in enumerate(roles) if role == "user"]
     # The last messages of the user, which may be several in a row.
-    asked = stop = users[-1] if users else head
-    while asked > head and roles[asked - 1] == "user":
-        asked -= 1
+    first_user = stop = users[-1] if users else head
+    while first_user > head and roles[first_user - 1] == "user":
+        first_user -= 1
     stop += bool(users)
-    held = set(range(head)) | set(range(asked, stop))
+    held = set(range(head)) | set(range(first_user, stop))
     choices = []
     for cut in range(head + 1, num_messages):
         begins_turn = roles[cut] == "user" and roles[cut - 1] != "user"
         begins_step = cut >= stop and roles[cut] != "tool"
-        is_whole = begins_turn if cut <= asked else begins_step
+        is_whole = begins_turn if cut <= first_user else begins_step
         if is_whole and not _parts_a_call(messages, cut):
             choices.append(
                 [index for index in range(num_messages) if index in held or index >= cut]

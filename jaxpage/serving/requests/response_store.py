@@ -94,7 +94,7 @@ class _NoResponses:
 KEEPS_NOTHING: OwnerResponses = _NoResponses()
 
 
-class _Kept(NamedTuple):
+class _Entry(NamedTuple):
     """Holds a response with its owner, and when it was stored in seconds since 1970."""
 
     owner: str
@@ -133,15 +133,15 @@ class ResponseStore:
         self._clock = clock
         self._changing = threading.Lock()
         # In the order in which they were stored, and in which they were last used.
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _Entry] = OrderedDict()
         self._used: OrderedDict[str, None] = OrderedDict()
         self._num_bytes = 0
         self._files = (
             _Files(directory, self._look_up) if directory is not None and max_bytes else None
         )
         if self._files is not None:
-            for response_id, kept in self._files.load():
-                self._add(response_id, kept)
+            for response_id, entry in self._files.load():
+                self._add(response_id, entry)
             self._expire()
 
     @property
@@ -157,17 +157,17 @@ class ResponseStore:
         """Returns a response, which counts as used now; None if the owner has none with the id."""
         with self._changing:
             self._expire()
-            kept = self._kept.get(response_id)
-            if kept is None or kept.owner != owner or self._is_over(kept):
+            entry = self._kept.get(response_id)
+            if entry is None or entry.owner != owner or self._is_over(entry):
                 return None
             self._used.move_to_end(response_id)
-            return kept.stored
+            return entry.stored
 
     def put(self, response_id: str, owner: str, stored: StoredResponse) -> None:
         """Keeps a response, unless it has more bytes than all may have."""
         with self._changing:
             self._expire()
-            self._add(response_id, _Kept(owner, self._clock(), stored))
+            self._add(response_id, _Entry(owner, self._clock(), stored))
             if self._files is not None and response_id in self._kept:
                 self._files.update(response_id)
 
@@ -175,8 +175,8 @@ class ResponseStore:
         """Deletes a response; returns False if the owner has none with the id."""
         with self._changing:
             self._expire()
-            kept = self._kept.get(response_id)
-            if kept is None or kept.owner != owner or self._is_over(kept):
+            entry = self._kept.get(response_id)
+            if entry is None or entry.owner != owner or self._is_over(entry):
                 return False
             self._remove(response_id)
             return True
@@ -186,20 +186,20 @@ class ResponseStore:
         if self._files is not None:
             self._files.close()
 
-    def _add(self, response_id: str, kept: _Kept) -> None:
-        num_bytes = kept.stored.num_bytes
+    def _add(self, response_id: str, entry: _Entry) -> None:
+        num_bytes = entry.stored.num_bytes
         if num_bytes > self.max_bytes:
             return
         while self._num_bytes + num_bytes > self.max_bytes:
             self._remove(next(iter(self._used)))
-        self._kept[response_id] = kept
+        self._kept[response_id] = entry
         self._used[response_id] = None
         self._num_bytes += num_bytes
 
     def _remove(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
+        entry = self._kept.pop(response_id)
         del self._used[response_id]
-        self._num_bytes -= kept.stored.num_bytes
+        self._num_bytes -= entry.stored.num_bytes
         if self._files is not None:
             self._files.update(response_id)
 
@@ -207,10 +207,10 @@ class ResponseStore:
         while self._kept and self._is_over(next(iter(self._kept.values()))):
             self._remove(next(iter(self._kept)))
 
-    def _is_over(self, kept: _Kept) -> bool:
-        return self._clock() - kept.stored_at >= self._seconds
+    def _is_over(self, entry: _Entry) -> bool:
+        return self._clock() - entry.stored_at >= self._seconds
 
-    def _look_up(self, response_id: str) -> _Kept | None:
+    def _look_up(self, response_id: str) -> _Entry | None:
         return self._kept.get(response_id)
 
 
@@ -243,7 +243,7 @@ class _Files:
     nothing. What happens to a response before its file is written is written at once.
     """
 
-    def __init__(self, directory: Path, look_up: Callable[[str], _Kept | None]) -> None:
+    def __init__(self, directory: Path, look_up: Callable[[str], _Entry | None]) -> None:
         self._directory = directory
         self._look_up = look_up
         self._num_faults = 0
@@ -262,7 +262,7 @@ class _Files:
                 f"response_store_directory: cannot use {directory}: {error.strerror}"
             ) from None
 
-    def load(self) -> Iterator[tuple[str, _Kept]]:
+    def load(self) -> Iterator[tuple[str, _Entry]]:
         """Yields the responses of the directory, the oldest first.
 
         A file that was cut, as by a full disk, is removed. Files under other names stay.
@@ -276,15 +276,15 @@ class _Files:
                 if path.suffix == ".new":
                     path.unlink()
             read = [(path, _read(path)) for path in paths if path.suffix == ".json"]
-            for path, kept in read:
-                if kept is None:
+            for path, entry in read:
+                if entry is None:
                     logger.warning("%s is no response that a server has kept, and is removed", path)
                     path.unlink()
         except OSError as error:
             raise ConfigError(
                 f"response_store_directory: cannot read {self._directory}: {error.strerror}"
             ) from None
-        whole = [(path.stem, kept) for path, kept in read if kept is not None]
+        whole = [(path.stem, entry) for path, entry in read if entry is not None]
         yield from sorted(whole, key=lambda pair: pair[1].stored_at)
 
     def update(self, response_id: str) -> None:
@@ -298,14 +298,14 @@ class _Files:
 
     def _update(self, response_id: str) -> None:
         path = self._directory / f"{response_id}.json"
-        kept = self._look_up(response_id)
+        entry = self._look_up(response_id)
         try:
-            if kept is None:
+            if entry is None:
                 path.unlink(missing_ok=True)
                 return
             other = path.with_suffix(".new")
             with open_private(other, "wb") as file:
-                file.writelines(_write(kept))
+                file.writelines(_write(entry))
             other.replace(path)
         except OSError as error:
             self._num_faults += 1
@@ -313,17 +313,17 @@ class _Files:
                 logger.error("a response cannot be written to %s: %s", path, error.strerror)
 
 
-def _write(kept: _Kept) -> Iterator[bytes]:
-    begin = json.dumps({"owner": kept.owner, "stored_at": kept.stored_at}).encode()
+def _write(entry: _Entry) -> Iterator[bytes]:
+    begin = json.dumps({"owner": entry.owner, "stored_at": entry.stored_at}).encode()
     yield begin.removesuffix(b"}")
     yield b', "conversation": '
-    yield kept.stored.conversation
+    yield entry.stored.conversation
     yield b', "response": '
-    yield kept.stored.response
+    yield entry.stored.response
     yield b"}"
 
 
-def _read(path: Path) -> _Kept | None:
+def _read(path: Path) -> _Entry | None:
     """Returns what a file has, or None if it is not such a file."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         record = json.loads(path.read_bytes())
@@ -332,5 +332,5 @@ def _read(path: Path) -> _Kept | None:
             json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() for part in parts
         )
         stored = StoredResponse(conversation, response)
-        return _Kept(str(record["owner"]), float(record["stored_at"]), stored)
+        return _Entry(str(record["owner"]), float(record["stored_at"]), stored)
     return None

@@ -81,13 +81,19 @@ class StoredResponses:
 
 
 def _items_of(stored: StoredResponse, response_id: str) -> list[dict[str, Any]]:
-    """Returns the items that a response answers, each with an id, the oldest first."""
+    """Returns the items that a response answers, the oldest first.
+
+    Each has an id, and the content of a message is a list of parts.
+    """
     items: list[dict[str, Any]] = json.loads(stored.conversation)
     end = response_id.removeprefix("resp_")
-    return [
-        {"type": "message", **item, "id": item.get("id") or f"in_{end}_{index}"}
-        for index, item in enumerate(items)
-    ]
+    for index, item in enumerate(items):
+        item.setdefault("type", "message")
+        item["id"] = item.get("id") or f"in_{end}_{index}"
+        if isinstance(text := item.get("content"), str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": text}]
+    return items
 
 
 def _not_found(response_id: str) -> ApiError:
