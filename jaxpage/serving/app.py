@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -148,7 +149,7 @@ class Server:
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._exposition),
-            Route("/version", self._version),
+            version_route("/version", __version__),
             Route("/openapi.json", self._openapi),
             Route("/", self._index),
         ]
@@ -168,8 +169,7 @@ class Server:
             yield post_route(path, partial(embed, opened_vectors))
         for path, model_list in dialect.lists.items():
             yield Route(path, partial(self._list, model_list))
-        for path, version in dialect.versions.items():
-            yield Route(path, partial(self._version, version=version))
+        yield from itertools.starmap(version_route, dialect.versions.items())
 
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
@@ -290,9 +290,6 @@ class Server:
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
         return await asyncio.to_thread(self.metrics.exposition, stats)
 
-    async def _version(self, request: Request, version: str = __version__) -> Response:
-        return json_answer({"version": version})
-
     async def _openapi(self, request: Request) -> Response:
         return Response(await self._document.body(), media_type="application/json")
 
@@ -306,6 +303,15 @@ class Server:
                 "paths": paths,
             }
         )
+
+
+def version_route(path: str, version: str) -> Route:
+    """Returns a route that tells a version."""
+
+    async def tell_version(request: Request) -> Response:
+        return json_answer({"version": version})
+
+    return Route(path, tell_version)
 
 
 def build_app(

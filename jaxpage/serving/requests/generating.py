@@ -126,7 +126,7 @@ class Generating:
         stream = stream_of(scope)
         await stream.stop_clock()
         if stream.is_open:
-            # A request of Ollama's that a model be loaded streams, and has one line.
+            # A request that a model be loaded may ask for a stream, and has one part.
             await stream.end(stream.frame(exchange.whole(outputs)))
             return
         answer = await self._preparing.answer(

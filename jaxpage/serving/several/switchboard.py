@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage import __version__
 from jaxpage.driver import SLEEP_LEVELS
 from jaxpage.errors import DeadlineExceeded, JaxpageError
-from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS
+from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS, version_route
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
@@ -122,7 +123,7 @@ class Switchboard:
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._exposition),
-            Route("/version", self._version),
+            version_route("/version", __version__),
             Route("/openapi.json", self._document),
             Route("/", self._index),
         ]
@@ -151,8 +152,7 @@ class Switchboard:
             yield Route(path, partial(self._list_of, model_list))
         for path in dialect.conversations:
             yield from StoredResponses(path, self.responses).routes
-        for path, version in dialect.versions.items():
-            yield Route(path, partial(self._version, version=version))
+        yield from itertools.starmap(version_route, dialect.versions.items())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the model of a request, and has its server answer."""
@@ -222,8 +222,7 @@ class Switchboard:
         if name not in self._models:
             name = dialect.plain_name(name)
         stay = dialect.read_stay(path, body)
-        is_for_stream = dialect.is_for_stream(path, body)
-        return ModelRequest(self._find_model(name), name, stay, is_for_stream)
+        return ModelRequest(self._find_model(name), name, stay, dialect.is_for_stream(path, body))
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
         """Returns the name in a request, which may be missing if there is one model."""
@@ -376,9 +375,6 @@ class Switchboard:
                 stats = await asyncio.wait_for(model.driver.stats(), STATS_SECONDS)
             each.append((model.metrics, stats))
         return await asyncio.to_thread(join_expositions, each)
-
-    async def _version(self, request: Request, version: str = __version__) -> Response:
-        return json_answer({"version": version})
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")
