@@ -60,8 +60,8 @@ REFUSED: list[tuple[str, object]] = [
                 (None, "b"),
             ),
             *(
-                (" a", "b"),
-                ("a", "b\n"),
+                (" ", "b"),
+                ("a", "\n"),
                 ("a", "\ud800"),
                 ("a" * 257, "b"),
                 ("a", "b", 1),
@@ -168,6 +168,11 @@ def test_values_are_kept_in_one_form() -> None:
     assert params.logit_bias == ((2, 0.5), (7, -1.0))
     assert (params.allowed_token_ids, params.bad_words) == ((0, 1, 2), ("a",))
     assert params.structured_outputs == ("json", '{"type": "object"}')
+    assert SamplingParams(thinking_markers=["<t>\n", "\n</t>"]).thinking_markers == (
+        "<t>",
+        "</t>",
+        False,
+    )
     assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
     assert SamplingParams(
         stop_token_ids=[7, 3, 7] * 1000, allowed_token_ids=[1] * 9

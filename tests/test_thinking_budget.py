@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.decoding import SamplingStrategy, thinking
 from jaxpage.decoding import sampling as sampling_module
@@ -22,11 +22,18 @@ from jaxpage.serving.wire.exchange import open_chat, open_completion
 from jaxpage.settings.sampling_params import THINK_MARKERS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.scripted import DRAFTING, Guesses, Scripted, draft_with, mixed_up
+from tests.support.scripted import (
+    DRAFTING,
+    Guesses,
+    Scripted,
+    draft_with,
+    mixed_up,
+    without_drafts,
+)
 from tests.support.tokenizers import write_tokenizer
 from tests.support.wire import context
 
-VOCAB = LLAMA["vocab_size"]
+VOCAB: Any = LLAMA["vocab_size"]
 SPECIAL = ("<|end|>", "<think>", "</think>")
 # Of letters, with pieces that the tokenizer of the tests has: the marker has several spellings.
 LETTERS = ("", "(abdogcat)", False)
@@ -49,11 +56,9 @@ def tokenizer(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Iterator[LLM]:
+def llm(directory: Path) -> Iterator[Any]:
     with make_llm(directory, speculative_config=DRAFTING) as llm:
-        llm._engine.speculator = type(llm._engine.speculator)(
-            Scripted({}, lambda *_: (0, 0)), llm._engine.scheduler.limits, None, vocab_size=VOCAB
-        )
+        without_drafts(llm)
         yield llm
         invariants(llm)
 
@@ -70,7 +75,7 @@ def forced_by_hand(
     for index in range(len(texts) + 1):
         if inside and not rest and used >= num_tokens:
             length = next(n for n in range(len(closed), -1, -1) if text.endswith(closed[:n]))
-            rest = closed[length:]
+            rest = closed if closed in SPECIAL else closed[length:]
         if index == len(texts):
             return rest or None
         text += texts[index]
@@ -127,11 +132,10 @@ def test_a_place_is_what_all_tokens_say(
     names = sorted({*"ab()< /", "ab", "aa", "dog", "cat", "(", ")", "<think>", "</think>", "\n"})
     known = {name: tokenizer(name, add_special_tokens=False)["input_ids"] for name in names}
     pieces = {name: each[0] for name, each in known.items() if len(each) == 1}
-    place, texts = thinking.start(budget), []
+    place = thinking.start(budget)
+    texts: list[str] = []
     for _ in range(16):
         forced = forced_by_hand(texts, num_tokens, markers, is_open=is_open)
-        if "</think>" in markers and forced:
-            forced = "</think>"  # the special token, whole
         assert bool(place.forced) is (forced is not None), texts
         if forced:
             written = tokenizer.decode(list(place.forced))
@@ -162,7 +166,7 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer: Any) -> None:
 
 
 def by_hand(
-    llm: LLM, prompt: list[int], params: SamplingParams, index: int, markers: Any, num_tokens: int
+    llm: Any, prompt: list[int], params: SamplingParams, index: int, markers: Any, num_tokens: int
 ) -> list[int]:
     """The tokens of one sample, from an engine that knows no budget and is asked for one token at a time."""
     bare = replace(params, thinking_token_budget=None, thinking_markers=None, max_tokens=1)
@@ -206,7 +210,7 @@ def params_of(name: str) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def wanted(llm: LLM) -> dict[str, list[list[int]]]:
+def wanted(llm: Any) -> dict[str, list[list[int]]]:
     """The tokens of each sample of each case, by hand."""
     tokens = {}
     for name, (text, _) in CASES.items():
@@ -219,7 +223,7 @@ def wanted(llm: LLM) -> dict[str, list[list[int]]]:
     return tokens
 
 
-def generated(llm: LLM, *neighbours: SamplingParams) -> dict[str, list[list[int]]]:
+def generated(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]]]:
     """The tokens of each sample of each case, all at once."""
     prompts = [
         llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in CASES.values()
@@ -235,9 +239,10 @@ def generated(llm: LLM, *neighbours: SamplingParams) -> dict[str, list[list[int]
     }
 
 
-def drafting(llm: LLM, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+def drafting(llm: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
     """With right and wrong drafts of what the texts will be."""
-    shift, by_id = llm._engine._num_sequences, {}
+    shift = llm._engine._num_sequences
+    by_id: dict[int, list[int]] = {}
     for name, samples in texts.items():
         prompt = llm.tokenizer(CASES[name][0], add_special_tokens=False)["input_ids"]
         for sample in samples:
@@ -249,29 +254,29 @@ def drafting(llm: LLM, texts: dict[str, list[list[int]]]) -> dict[str, list[list
     return tokens
 
 
-def guessing(llm: LLM, texts: Any) -> dict[str, list[list[int]]]:
+def guessing(llm: Any, texts: Any) -> dict[str, list[list[int]]]:
     draft_with(llm._engine, Guesses())
     return generated(llm)
 
 
-def without(llm: LLM, texts: Any) -> dict[str, list[list[int]]]:
-    draft_with(llm._engine, Scripted({}, lambda *_: (0, 0)))
+def plainly(llm: Any, texts: Any) -> dict[str, list[list[int]]]:
+    without_drafts(llm)
     return generated(llm)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
-    "one at a time": without,
+    "one at a time": plainly,
     "drafts": drafting,
     "trees": guessing,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_rule_by_hand(llm: LLM, wanted: Any, way: str) -> None:
+def test_tokens_are_those_of_the_rule_by_hand(llm: Any, wanted: Any, way: str) -> None:
     assert WAYS[way](llm, wanted) == wanted
 
 
-def test_the_cases_are_what_they_say(llm: LLM, wanted: dict[str, list[list[int]]]) -> None:
+def test_the_cases_are_what_they_say(llm: Any, wanted: dict[str, list[list[int]]]) -> None:
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     assert [tokens.index(close) for tokens in wanted["sampled"]] == [5, 5]
     assert wanted["sampled"][0] != wanted["sampled"][1]
@@ -289,15 +294,16 @@ def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgetting_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SamplingStrategy._forced
+    real = SamplingStrategy._mask_of_budget
     monkeypatch.setattr(
-        SamplingStrategy, "_forced", lambda self, each, drafts: real(self, each, ())
+        SamplingStrategy, "_mask_of_budget", lambda self, each, drafts: real(self, each, ())
     )
 
 
 def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tokens of one step only the first counts."""
-    real, seen = sampling_module.SamplingStrategy._advance, {}
+    real = sampling_module.SamplingStrategy._advance
+    seen: dict[int, bool] = {}
 
     def advance(self: Any, draw: Any) -> Any:
         before = self._place_of.get(draw.sequence_id)
@@ -312,7 +318,7 @@ def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [off_by_one, forgetting_drafts, counting_drafts_once])
 def test_a_mistake_is_seen(
-    llm: LLM, wanted: Any, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
+    llm: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
 ) -> None:
     mistake(monkeypatch)
     assert drafting(llm, wanted) != wanted
@@ -335,7 +341,7 @@ def test_steps_of_several_tokens_and_a_replay(
 # Parameters that do not go together
 
 
-def test_what_cannot_be_forced_is_refused(llm: LLM) -> None:
+def test_what_cannot_be_forced_is_refused(llm: Any) -> None:
     for params in ({"allowed_token_ids": [5, 6]}, {"bad_words": ["</think>"]}):
         with pytest.raises(ValueError, match=r"thinking_token_budget=3 forces '</think>'"):
             llm.generate(["a"], SamplingParams(thinking_token_budget=3, **params), use_tqdm=False)
@@ -347,7 +353,7 @@ def test_what_cannot_be_forced_is_refused(llm: LLM) -> None:
         )
 
 
-def test_a_grammar_and_the_budget_hold_together(llm: LLM) -> None:
+def test_a_grammar_and_the_budget_hold_together(llm: Any) -> None:
     """Where a grammar does not admit the marker, it holds alone."""
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     until = f'start: r <[{close}]> "(" /[a-d]/ ")"\nr: /(.|\\n)*/'
@@ -364,7 +370,7 @@ def test_a_grammar_and_the_budget_hold_together(llm: LLM) -> None:
         output = llm.generate(["a<think>"], params, use_tqdm=False)[0].outputs[0]
         assert output.token_ids.index(close) == budget and output.finish_reason == "stop"
         assert output.text.partition("</think>")[2] in ("(a)", "(b)", "(c)", "(d)")
-        words = replace(params, structured_outputs={"regex": "[ab]{12}"})
+        words = replace(params, structured_outputs=("regex", '"[ab]{12}"'))
         output = llm.generate(["a<think>"], words, use_tqdm=False)[0].outputs[0]
         assert len(output.text) == 12 and output.finish_reason == "stop"
 
@@ -374,6 +380,10 @@ def test_a_grammar_and_the_budget_hold_together(llm: LLM) -> None:
 
 def of_chat(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "a dog"}], **fields}
+
+
+def params_in(exchange: Any) -> Any:
+    return exchange.prompts[0].params
 
 
 @pytest.fixture(scope="module")
@@ -395,12 +405,12 @@ def reasoning(tokenizer: Any) -> Any:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_so_many_tokens_of_reasoning(
-    llm: LLM, reasoning: Any, fields: dict[str, Any], stream: bool
+    llm: Any, reasoning: Any, fields: dict[str, Any], stream: bool
 ) -> None:
     body = of_chat(**fields, seed=3, max_tokens=20, ignore_eos=True, stream=stream)
     exchange = open_chat(body, reasoning)
     assert exchange.ignored_fields == ()
-    prompt, params = exchange.prompts[0].prompt, exchange.prompts[0].params
+    prompt, params = exchange.prompts[0].prompt, params_in(exchange)
     assert params.thinking_token_budget == 6
     if stream:
         outputs = list(llm.stream(prompt, params))
@@ -437,7 +447,7 @@ def test_a_model_without_reasoning_has_no_budget(
 ) -> None:
     exchange = open_chat(of_chat(**fields), context(strict_requests=True))
     assert exchange.ignored_fields == ignored
-    assert exchange.prompts[0].params.thinking_token_budget is None
+    assert params_in(exchange).thinking_token_budget is None
 
 
 def test_a_format_leaves_no_room_for_reasoning(reasoning: Any) -> None:
@@ -447,17 +457,21 @@ def test_a_format_leaves_no_room_for_reasoning(reasoning: Any) -> None:
     ):
         exchange = open_chat(of_chat(thinking_token_budget=6, **held), reasoning)
         assert exchange.ignored_fields == ("thinking_token_budget",)
-        assert exchange.prompts[0].params.thinking_token_budget is None
+        assert params_in(exchange).thinking_token_budget is None
         body = {"model": "demo", "prompt": "a<think>", "thinking_token_budget": 6, **held}
         assert open_completion(body, reasoning).ignored_fields == ("thinking_token_budget",)
     body = {"model": "demo", "prompt": "a<think>", "thinking_token_budget": 6}
-    params = open_completion(body, reasoning).prompts[0].params
+    params = params_in(open_completion(body, reasoning))
     assert (params.thinking_token_budget, params.thinking_markers) == (6, THINK_MARKERS)
 
 
 def test_what_clients_ask_of_reasoning_besides(reasoning: Any) -> None:
-    opened = {"reasoning": {"enabled": True}}, {"thinking": {"type": "adaptive"}}, {}
-    closed = (
+    opened: tuple[dict[str, Any], ...] = (
+        {"reasoning": {"enabled": True}},
+        {"thinking": {"type": "adaptive"}},
+        {},
+    )
+    closed: tuple[dict[str, Any], ...] = (
         {"reasoning": {"enabled": False}},
         {"reasoning": {"effort": "none"}},
         {"thinking": {"type": "disabled"}},

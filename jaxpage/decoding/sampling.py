@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.mask_budget import MaskBudget, Unlimited
 from jaxpage.decoding.stopping import Detokenizer, Stopping
-from jaxpage.decoding.thinking import Place, follow, may_force, start
+from jaxpage.decoding.thinking import ReasoningPlace, follow, may_force, start
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step.edits import Append, Edit, Finish
 from jaxpage.step.request import Request
@@ -52,7 +52,7 @@ class SamplingStrategy:
         self._budget = budget or Unlimited()
         self._beginning: Constraint | None = None  # made once; each sequence starts with a copy
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
-        self._place_of: dict[int, Place] = {}  # in the reasoning, by sequence id
+        self._place_of: dict[int, ReasoningPlace] = {}  # in the reasoning, by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         """Returns the edits that the draws of the request's sequences lead to."""
@@ -77,8 +77,8 @@ class SamplingStrategy:
         The grammar and the budget for reasoning hold together. Where the grammar does not admit the
         end of the reasoning, it holds alone.
         """
-        admitted = self._admitted(sequence_id, drafts)
-        forced = self._forced(sequence_id, drafts)
+        admitted = self._mask_of_grammar(sequence_id, drafts)
+        forced = self._mask_of_budget(sequence_id, drafts)
         if forced is None or (self.grammar is not None and admitted is None):
             return admitted
         if admitted is None:
@@ -86,7 +86,7 @@ class SamplingStrategy:
         both = admitted & forced
         return both if both.any() else admitted
 
-    def _admitted(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
+    def _mask_of_grammar(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
         """Returns the tokens that the grammar admits after these drafts, or None for no mask."""
         if self.grammar is None:
             return None
@@ -96,7 +96,7 @@ class SamplingStrategy:
             constraint = self._constraint(sequence_id)
             return None if constraint is None else constraint.behind(drafts)
 
-    def _forced(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
+    def _mask_of_budget(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
         """Returns the one token with which the reasoning must end after these drafts, or None."""
         budget = self._request.thinking
         if budget is None:
@@ -108,7 +108,7 @@ class SamplingStrategy:
             place = follow(budget, place, token_id)
         return mask_of(place.forced[:1], budget.vocab_size) if place.forced else None
 
-    def _place(self, budget: ThinkingBudget, sequence_id: int) -> Place:
+    def _place(self, budget: ThinkingBudget, sequence_id: int) -> ReasoningPlace:
         place = self._place_of.get(sequence_id)
         return start(budget) if place is None else place
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxpage.step.thinking import ThinkingBudget
 
 
-class Place(NamedTuple):
+class ReasoningPlace(NamedTuple):
     """Says where a sequence is in its reasoning.
 
     Attributes:
@@ -36,15 +36,15 @@ class Place(NamedTuple):
     is_over: bool = False
 
 
-_OVER = Place(is_over=True)
+_OVER = ReasoningPlace(is_over=True)
 
 
-def start(budget: ThinkingBudget) -> Place:
+def start(budget: ThinkingBudget) -> ReasoningPlace:
     """Returns the place before the first token of an answer."""
-    return _force_if_spent(budget, Place(is_open=budget.is_open))
+    return _force_if_spent(budget, ReasoningPlace(is_open=budget.is_open))
 
 
-def follow(budget: ThinkingBudget, place: Place, token_id: int) -> Place:
+def follow(budget: ThinkingBudget, place: ReasoningPlace, token_id: int) -> ReasoningPlace:
     """Returns the place after one more token.
 
     A token in place of the forced one says that a grammar does not admit the marker. Then the
@@ -63,14 +63,14 @@ def follow(budget: ThinkingBudget, place: Place, token_id: int) -> Place:
     return _seek(budget, place, text)
 
 
-def may_force(budget: ThinkingBudget, place: Place, num_drafts: int) -> bool:
+def may_force(budget: ThinkingBudget, place: ReasoningPlace, num_drafts: int) -> bool:
     """Returns whether a token may be forced after so many more tokens."""
     if place.is_over:
         return False
     return bool(place.forced) or place.num_tokens + num_drafts >= budget.num_tokens
 
 
-def _read(budget: ThinkingBudget, place: Place, text: bytes) -> Place:
+def _read(budget: ThinkingBudget, place: ReasoningPlace, text: bytes) -> ReasoningPlace:
     """Returns the place in the reasoning, after `text`."""
     if budget.close in text:
         return _close(budget, place)
@@ -79,7 +79,7 @@ def _read(budget: ThinkingBudget, place: Place, text: bytes) -> Place:
     return _force_if_spent(budget, place._replace(is_open=True, tail=tail))
 
 
-def _seek(budget: ThinkingBudget, place: Place, text: bytes) -> Place:
+def _seek(budget: ThinkingBudget, place: ReasoningPlace, text: bytes) -> ReasoningPlace:
     """Returns the place before the reasoning, after `text`."""
     if budget.again:
         _, marker, after = text.partition(budget.open)
@@ -93,7 +93,7 @@ def _seek(budget: ThinkingBudget, place: Place, text: bytes) -> Place:
     return place._replace(tail=text) if budget.open.startswith(text) else _OVER
 
 
-def _force_if_spent(budget: ThinkingBudget, place: Place) -> Place:
+def _force_if_spent(budget: ThinkingBudget, place: ReasoningPlace) -> ReasoningPlace:
     if not place.is_open or place.num_tokens < budget.num_tokens:
         return place
     lengths = range(len(place.tail), 0, -1)
@@ -101,5 +101,5 @@ def _force_if_spent(budget: ThinkingBudget, place: Place) -> Place:
     return place._replace(forced=budget.endings[num_there])
 
 
-def _close(budget: ThinkingBudget, place: Place) -> Place:
-    return Place(num_tokens=place.num_tokens) if budget.again else _OVER
+def _close(budget: ThinkingBudget, place: ReasoningPlace) -> ReasoningPlace:
+    return ReasoningPlace(num_tokens=place.num_tokens) if budget.again else _OVER

@@ -86,7 +86,7 @@ class SamplingParams:
     structured_outputs: tuple[str, str] | None
     # at least 0: the most tokens of reasoning, after which its closing marker is forced; None: any
     thinking_token_budget: int | None
-    # the texts before and after the reasoning, without white space around them, and whether
+    # the texts before and after the reasoning, kept without white space around them, and whether
     # reasoning may begin again later in the answer; None: ("<think>", "</think>", False)
     thinking_markers: ThinkingMarkers | None
     priority: int  # with scheduling_policy="priority": lower is admitted first and preempted last
@@ -336,18 +336,18 @@ def _markers(value: Any) -> ThinkingMarkers | None:
     if not isinstance(value, list | tuple) or len(value) not in (2, 3):
         refuse(name, value, "the texts before and after the reasoning, and optionally True")
     opened, closed, *again = value
-    if opened:  # an empty one says that every prompt ends within the reasoning
-        check_text(f"{name}[0]", opened, MAX_MARKER_CHARACTERS)
-    elif opened != "":
-        refuse(f"{name}[0]", opened, "a string")
-    check_text(f"{name}[1]", closed, MAX_MARKER_CHARACTERS)
-    for index, text in enumerate((opened, closed)):
-        if text != text.strip():
-            refuse(f"{name}[{index}]", text, "without white space around it")
+    if opened != "":  # an empty one says that every prompt ends within the reasoning
+        opened = _marker(f"{name}[0]", opened)
+    closed = _marker(f"{name}[1]", closed)
     may_repeat = check_bool(f"{name}[2]", *again) if again else False
     if may_repeat and not opened:
         refuse(name, value, "with a text before the reasoning, because it may begin again")
     return opened, closed, may_repeat
+
+
+def _marker(name: str, value: Any) -> str:
+    marker = check_text(name, value, MAX_MARKER_CHARACTERS).strip()
+    return marker or refuse(name, value, "a text that is more than white space")
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

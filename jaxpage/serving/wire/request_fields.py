@@ -222,7 +222,7 @@ class ReasoningOptions(RequestObject):
 
 
 class ThinkingOptions(RequestObject):
-    """Says how much is reasoned, as Anthropic's clients write it."""
+    """Says how much is reasoned, as LiteLLM writes it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Number | None = None

@@ -1,7 +1,7 @@
 """Turns how a request wants the model to reason into an effort, and into a budget of tokens.
 
 Clients have three forms for one thing: vLLM's `thinking_token_budget` with OpenAI's
-`reasoning_effort`, OpenRouter's `reasoning`, and Anthropic's `thinking`, which LiteLLM sends.
+`reasoning_effort`, OpenRouter's `reasoning`, and `thinking` as LiteLLM sends it.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def budget_values(
     form = context.chat_format
     if not can_reason or form.reasoning is None or not form.reasoning.close.strip():
         return {}, (budget.path,)
-    opened = form.reasoning.open.strip()
+    opened = form.reasoning.open
     # An answer of several messages may reason again, which the opening marker tells.
     again = form.headers is not None
     if not again and prompt and form.is_open(prompt):
         opened = ""
-    markers = (opened, form.reasoning.close.strip(), again)
+    markers = (opened, form.reasoning.close, again)
     return {_BUDGET: budget.value, "thinking_markers": markers}, ()
 
 
