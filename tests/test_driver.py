@@ -898,6 +898,19 @@ def test_a_change_that_is_taken_back_is_in_nobodys_way(built):
         assert built.engine.weights_version == version and driver.turns.change is None
 
 
+def test_a_pin_that_is_taken_back_before_it_begins_is_no_error(built, caplog):
+    with by_hand(built) as driver, awaiting_weights(driver, "update"):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            driver.pinning(order(built, [3] * 40)) as pin_id,
+        ):
+            driver.step()
+            raise KeyboardInterrupt
+        driver.step()
+        assert not pin_id.done()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_lent_weights_are_left_to_those_that_hold_them(built):
     engine = built.engine
     with by_hand(built) as driver:
