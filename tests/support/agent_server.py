@@ -60,7 +60,7 @@ _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _PLACES = re.compile(r"What is the weather in (.+?)\?")
 _REPORT = re.compile(r"[A-Z][a-z]+: \w+ and \d+ degrees")
 _ASKED_CALL = re.compile(r"Call the tool (\S+) with (\{.*?\})\.(?:\s|$)", re.DOTALL)
-_ASKED_TEXT = re.compile(r"Answer with <<<\n?(.*?)>>>", re.DOTALL)
+_ASKED_TEXT = re.compile(r"Answer with \[\[\[\n?(.*?)\]\]\]", re.DOTALL)
 _THOUGHT = "<think>\n{}\n</think>\n\n"
 
 
@@ -98,7 +98,7 @@ def answer_to(prompt: str) -> Answer:
       in one answer, for Lima in the next, and then says what the results were.
     * "How many places was that?": it counts the results of the whole conversation.
     * "Call the tool Bash with {"command": "ls"}.": it calls it once, and then says what came back.
-    * "Answer with <<<text>>>": it says the text.
+    * "Answer with [[[text]]]": it says the text.
 
     A tool `final_answer`, which some agents want called at the end, is called with what it would say.
     """
@@ -120,7 +120,9 @@ def answer_to(prompt: str) -> Answer:
         return _weather(match[1], results, tools)
     if match := _last(_ASKED_CALL, asked):
         if not results and match[1] in tools:
-            return Answer(f"I need {match[1]}.", "I call it.", ((match[1], json.loads(match[2])),))
+            # Some programs quote what they are asked.
+            arguments = match[2].replace('\\"', '"')
+            return Answer(f"I need {match[1]}.", "I call it.", ((match[1], json.loads(arguments)),))
         said = f"{match[1]} said: {results[-1].strip()[:300]}" if results else f"no {match[1]} here"
         return _close(Answer("That is all.", said), tools)
     if match := _last(_ASKED_TEXT, asked):
