@@ -16,7 +16,7 @@ from jaxpage.serving.dialects.messages_fields import (
     CountTokensRequest,
     MessagesRequest,
 )
-from jaxpage.serving.dialects.translating import Block, InBlocks
+from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import named_events
@@ -116,13 +116,13 @@ class MessageAnswer(InBlocks):
     def _begin(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._answer()}]
 
-    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+    def _open_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         written = self._write_block(block)
         if block.kind == "reasoning":
             written["signature"] = ""
         return [self._of_block("start", content_block=written)]
 
-    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         if block.is_call:
             delta = {"type": "input_json_delta", "partial_json": text}
         elif block.kind == "reasoning":
@@ -133,7 +133,7 @@ class MessageAnswer(InBlocks):
             delta = {"type": "text_delta", "text": text}
         return [self._of_block("delta", delta=delta)]
 
-    def _close_block(self, block: Block) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         stop = self._of_block("stop")
         if block.kind != "reasoning":
             return [stop]
@@ -150,7 +150,7 @@ class MessageAnswer(InBlocks):
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
 
-    def _write_block(self, block: Block) -> dict[str, Any]:
+    def _write_block(self, block: AnswerBlock) -> dict[str, Any]:
         if block.is_call:
             return {
                 "type": "tool_use",

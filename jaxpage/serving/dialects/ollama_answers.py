@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.dialects.ollama_fields import OllamaChatRequest, OllamaOptions, OllamaRequest
-from jaxpage.serving.dialects.translating import Block, InBlocks, Open
+from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks, Open
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
@@ -68,13 +68,13 @@ class OllamaAnswer(InBlocks):
     def _begin(self) -> list[dict[str, Any]]:
         return []
 
-    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+    def _open_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         return []
 
-    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [] if block.is_call else [self._part({block.kind: text})]
 
-    def _close_block(self, block: Block) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         said = self._call_of(block) if block.is_call else {}
         return [self._part(said)] if said else []
 
@@ -88,10 +88,10 @@ class OllamaAnswer(InBlocks):
                 said[name] = said[name] + value if name in said else value
         return {**self._line(said), **self._ending_fields()}
 
-    def _said_in(self, block: Block) -> dict[str, Any]:
+    def _said_in(self, block: AnswerBlock) -> dict[str, Any]:
         return self._call_of(block) if block.is_call else {block.kind: block.text}
 
-    def _call_of(self, block: Block) -> dict[str, Any]:
+    def _call_of(self, block: AnswerBlock) -> dict[str, Any]:
         """Returns the fields of a message for a call; the text of one that was cut is content."""
         arguments = {"input": block.text} if block.kind == "custom" else _object_of(block.text)
         if arguments is None:

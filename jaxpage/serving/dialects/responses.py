@@ -20,7 +20,7 @@ from jaxpage.serving.dialects.responses_requests import (
     truncate_messages,
     without_effect,
 )
-from jaxpage.serving.dialects.translating import Block, InBlocks
+from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks
 from jaxpage.serving.requests.response_store import (
     KEEPS_NOTHING,
     OwnerResponses,
@@ -218,7 +218,7 @@ class ResponseAnswer(InBlocks):
     def _begin(self) -> list[dict[str, Any]]:
         return [self._event(name, response=self._answer()) for name in ("created", "in_progress")]
 
-    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+    def _open_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
         item = self._item(index, "in_progress", is_empty=True)
         added = self._event("output_item.added", output_index=index, item=item)
@@ -226,10 +226,10 @@ class ResponseAnswer(InBlocks):
             return [added]
         return [added, self._event("content_part.added", **self._place, part=self._part(index))]
 
-    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [self._text_event(block.kind, "delta", delta=text)] if text else []
 
-    def _close_block(self, block: Block) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
         status = self._status if self._ending else "completed"
         done = self._event("output_item.done", output_index=index, item=self._item(index, status))

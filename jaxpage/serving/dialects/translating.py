@@ -77,7 +77,7 @@ class Translated:
         raise NotImplementedError
 
 
-class Piece(NamedTuple):
+class AnswerPart(NamedTuple):
     """Holds a part of an answer.
 
     Attributes:
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
     name: str = ""
 
 
-def pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
+def pieces(choice: Mapping[str, Any]) -> Iterator[AnswerPart]:
     """Yields the parts of a choice."""
     said = (
         {"content": choice["text"]}
@@ -104,22 +104,22 @@ def pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
     )
     for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
         if text := said.get(name):
-            yield Piece(kind, text)
+            yield AnswerPart(kind, text)
     for place, call in enumerate(said.get("tool_calls", ())):
         kind = "custom" if "custom" in call else "function"
         called = call[kind]
         text = called["input" if kind == "custom" else "arguments"]
-        yield Piece(
+        yield AnswerPart(
             kind, text, call.get("index", place), call.get("id", ""), called.get("name", "")
         )
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A block of an answer: text of one kind, or a call.
 
     Attributes:
-        kind: The kind of its pieces; see `Piece`.
+        kind: The kind of its pieces; see `AnswerPart`.
         place: The place of the call among the answer's calls; 0 for text.
         call_id: The id of the call; empty for text.
         name: The name of the tool; empty for text.
@@ -142,7 +142,7 @@ class Block:
         """Returns whether it is a call."""
         return self.kind in ("function", "custom")
 
-    def has(self, piece: Piece) -> bool:
+    def has(self, piece: AnswerPart) -> bool:
         """Returns whether a piece belongs to the block."""
         return (self.kind, self.place) == (piece.kind, piece.place)
 
@@ -159,7 +159,7 @@ class InBlocks(Translated):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._blocks: list[Block] = []  # only the last one is open
+        self._blocks: list[AnswerBlock] = []  # only the last one is open
         self._ending: dict[str, Any] = {}  # the choice that has the finish reason
         self._usage: dict[str, Any] = {}
         self._has_begun = False
@@ -182,7 +182,7 @@ class InBlocks(Translated):
     def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
-        events = self._next_block(Block("content")) if self._lacks_content() else []
+        events = self._next_block(AnswerBlock("content")) if self._lacks_content() else []
         return [*events, *self._close_block(self._blocks[-1]), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class InBlocks(Translated):
                 for piece in pieces(choice):
                     self._add_piece(piece)
         if self._lacks_content():
-            self._blocks.append(Block("content"))
+            self._blocks.append(AnswerBlock("content"))
         return self._answer()
 
     @property
@@ -206,16 +206,16 @@ class InBlocks(Translated):
     def _lacks_content(self) -> bool:
         return all(block.kind == "reasoning" for block in self._blocks)
 
-    def _add_piece(self, piece: Piece) -> list[dict[str, Any]]:
+    def _add_piece(self, piece: AnswerPart) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         if not self._blocks or not self._blocks[-1].has(piece):
-            block = Block(piece.kind, piece.place, piece.call_id, piece.name)
+            block = AnswerBlock(piece.kind, piece.place, piece.call_id, piece.name)
             events = self._next_block(block)
         block = self._blocks[-1]
         block.texts.append(piece.text)
         return [*events, *self._add_to_block(block, piece.text)]
 
-    def _next_block(self, block: Block) -> list[dict[str, Any]]:
+    def _next_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         events = self._close_block(self._blocks[-1]) if self._blocks else []
         self._blocks.append(block)
         return [*events, *self._open_block(block)]
@@ -224,15 +224,15 @@ class InBlocks(Translated):
         """Returns the events before all blocks."""
         raise NotImplementedError
 
-    def _open_block(self, block: Block) -> list[dict[str, Any]]:
+    def _open_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         """Returns the events that open the last block, which is empty."""
         raise NotImplementedError
 
-    def _add_to_block(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         """Returns the events that add text to the last block."""
         raise NotImplementedError
 
-    def _close_block(self, block: Block) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         """Returns the events that close the last block."""
         raise NotImplementedError
 
