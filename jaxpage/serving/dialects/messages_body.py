@@ -131,8 +131,10 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
     template = template_of(context, [])
     has_reasoning = context.chat_format.reasoning is not None
     off = fields_for_thinking(template, thinks=False)
-    if thinking.type == "disabled":
-        is_ignored = has_reasoning and not off
+    if thinking.type in ("disabled", "between_tools"):
+        # Templates turn thinking on or off for a whole answer; Anthropic's models that cannot think
+        # between calls alone do not think either.
+        is_ignored = (has_reasoning and not off) or thinking.type == "between_tools"
         ignored = ("thinking",) if is_ignored else ()
         return Translation(off, {"reasoning_effort": "thinking"}, ignored)
     if not off and not has_reasoning:

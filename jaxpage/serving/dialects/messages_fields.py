@@ -215,7 +215,7 @@ class ThinkingConfig(RequestObject):
     # The first is what Claude Code sends; the model decides in any case how long it thinks.
     known = by_name(Line("budget_tokens", neutral=(0,)))
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -259,6 +259,9 @@ class CountTokensRequest(RequestObject):
     """A request to POST /v1/messages/count_tokens."""
 
     known = by_name(
+        # Without these the answer or the conversation would be another one.
+        Line("compaction"),
+        Line("thread"),
         Line(
             "context_management",
             neutral=(
