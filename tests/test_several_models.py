@@ -569,9 +569,9 @@ def test_the_server_keeps_the_responses_of_all_models(
     assert client.get(url).json() == {"output": []}
     assert client.get(f"{url}/input_items").json()["data"][0]["role"] == "user"
     body = {"input": "y", "previous_response_id": response_id, "max_output_tokens": 1}
-    answer = client.post("/v1/responses", json={"model": "demo", **body})
+    answer = client.post("/v1/responses", json={"model": "other", **body})
     assert answer.status_code == 400 and "no chat template" in answer.text
-    body["model"] = "other"
+    body["model"] = "demo"
     answer = client.post("/v1/responses", json=body)
     assert answer.json()["previous_response_id"] == response_id, answer.text
     assert client.get(f"/v1/responses/{answer.json()['id']}").json() == answer.json()
