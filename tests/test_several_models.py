@@ -26,6 +26,7 @@ from jaxpage.serving.app import guard
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.listening import address_of, bind_socket
 from jaxpage.serving.metrics.tracing import open_tracing
+from jaxpage.serving.requests.response_store import StoredResponse
 from jaxpage.serving.server import Serving
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import check_sizes, read_models_file
@@ -65,6 +66,7 @@ class Running:
         self.status: int | None = None
         self._signalled = False
         self._ready = threading.Event()
+        self.board = board
         app = guard(board, board.routes, config, (), open_tracing(config))
         self._serving = Serving(app, self.driver, config, listener, self._ready.set)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -556,15 +558,24 @@ def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_p
         open_table(*read_models_file(path, ServerConfig()), ServerConfig())
 
 
-def test_a_response_goes_on_with_another_model(client: httpx.Client) -> None:
-    """The server keeps it, whatever becomes of the model."""
-    about = {"max_output_tokens": 2, "temperature": 0}
-    first = client.post("/v1/responses", json={"model": "demo", "input": "x", **about}).json()
-    body = {"model": "other", "input": "y", "previous_response_id": first["id"], **about}
-    second = client.post("/v1/responses", json=body)
-    assert second.status_code == 200, second.text
-    url = f"/v1/responses/{second.json()['id']}"
-    items = client.get(f"{url}/input_items?order=asc").json()["data"]
-    assert [item["role"] for item in items] == ["user", "assistant", "user"]
-    assert client.get(url).json() == second.json() and client.delete(url).json()["deleted"]
-    assert client.get(url).status_code == 404
+def test_the_server_keeps_the_responses_of_all_models(
+    client: httpx.Client, running: Running
+) -> None:
+    """Whatever becomes of a model. Only one of these has a chat template."""
+    response_id = f"resp_{'1' * 32}"
+    stored = StoredResponse(b'[{"role":"user","content":"x"}]', b'{"output":[]}')
+    running.board.responses.put(response_id, "", stored)
+    url = f"/v1/responses/{response_id}"
+    assert client.get(url).json() == {"output": []}
+    assert client.get(f"{url}/input_items").json()["data"][0]["role"] == "user"
+    body = {"input": "y", "previous_response_id": response_id, "max_output_tokens": 1}
+    answer = client.post("/v1/responses", json={"model": "other", **body})
+    assert answer.status_code == 400 and "no chat template" in answer.text
+    body["model"] = "demo"
+    answer = client.post("/v1/responses", json=body)
+    assert answer.json()["previous_response_id"] == response_id, answer.text
+    assert client.get(f"/v1/responses/{answer.json()['id']}").json() == answer.json()
+    assert client.delete(url).json()["deleted"]
+    gone = client.post("/v1/responses", json=body)
+    assert client.get(url).status_code == gone.status_code == 404
+    assert gone.json()["error"]["code"] == "previous_response_not_found"
