@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.errors import QueueFull
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import AnswerStream, stream_of
@@ -315,11 +316,20 @@ def test_no_silence_is_longer_than_it_may_be(
 
 
 class Handle:
-    """A request whose deltas come at the times of a plan."""
+    """A request whose deltas come at the times of a plan, and whose prompt is computed meanwhile."""
+
+    metrics = RequestMetrics(arrival_time=0.0, first_scheduled_time=0.0, num_cached_tokens=16)
+    request = SimpleNamespace(token_ids=(7,) * 112)
 
     def __init__(self, plan: Sequence[tuple[float, RequestOutput]]) -> None:
         self._plan = list(plan)
+        self._began = asyncio.get_running_loop().time()
         self.is_cancelled = False
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Returns the cached tokens and 32 more for each second."""
+        return min(112, 16 + 32 * int(asyncio.get_running_loop().time() - self._began))
 
     def next_delta(self) -> asyncio.Future[RequestOutput]:
         delay, delta = self._plan.pop(0)
@@ -428,6 +438,41 @@ def _texts(body: bytes) -> str:
                 event.get("response") if "done" in event else None,
             ]
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def test_a_chat_says_how_much_of_its_prompt_is_computed() -> None:
+    """By the form of llama.cpp: the share is processed / total, and cache is a part of processed."""
+
+    async def work() -> None:
+        for fields in ({}, {"return_progress": False}, {"return_progress": True}):
+            body = body_of("/v1/chat/completions", **fields)
+            sent = Sent("/v1/chat/completions", body)
+            driver = Driver(0, [4.25, 0, 9], ["The ", "old ", "house"])
+            await sent.answer(generating("/v1/chat/completions", driver, 0, body))
+            events = [
+                (time, json.loads(line.removeprefix(b"data: ")))
+                for time, part in sent.parts
+                for line in part.splitlines()
+                if line.startswith(b"data: {")
+            ]
+            told = [(time, event) for time, event in events if "prompt_progress" in event]
+            times = [0.5, 1, 2, 3] if fields.get("return_progress") else []
+            assert [time for time, _ in told] == times
+            assert [
+                (event["prompt_progress"]["cache"], event["prompt_progress"]["processed"])
+                for _, event in told
+            ] == [(16, 16), (16, 48), (16, 80), (16, 112)][: len(times)]
+            for _, event in told:
+                assert event["object"] == "chat.completion.chunk" and event["choices"]
+                assert event["prompt_progress"]["total"] == 112
+                assert event["prompt_progress"]["time_ms"] >= 0
+            assert _texts(sent.body) == "The old house"
+            whole = body_of("/v1/chat/completions", stream=False, **fields)
+            once = Sent("/v1/chat/completions", whole)
+            await once.answer(generating("/v1/chat/completions", Driver(0, [1], ["x"]), 0, whole))
+            assert b"prompt_progress" not in once.body
+
+    run(work())
 
 
 @pytest.mark.parametrize("leaves_at", [1, 4, 7, 10, 20])

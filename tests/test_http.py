@@ -823,6 +823,39 @@ def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
             assert any(line.startswith(b"data: [DONE]") for line in lines)
 
 
+def test_a_stream_says_how_much_of_its_prompt_is_computed(built, monkeypatch):
+    monkeypatch.setattr(generating, "PROGRESS_SECONDS", 0.01)
+    message = {"role": "user", "content": "Once upon a time there was a cat. " * 14}
+    body = {"model": "demo", "messages": [message], "max_tokens": 2, "return_progress": True}
+    options = {"include_usage": True}
+    told = []
+
+    def read_progress(line):
+        if b"prompt_progress" in line:
+            told.append(json.loads(line.removeprefix(b"data: "))["prompt_progress"])
+
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client, client.makefile("rb") as lines:
+            requested = {**body, "stream": True, "stream_options": options}
+            client.sendall(request_bytes("POST", "/v1/chat/completions", requested))
+            gate.entered.acquire()
+            gate.permits.release()
+            gate.entered.acquire()  # one step was taken, and the next one waits
+            while not told:
+                read_progress(lines.readline())
+            gate.open()
+            for line in lines:
+                read_progress(line)
+                if b'"usage":{' in line:
+                    num_tokens = json.loads(line.removeprefix(b"data: "))["usage"]["prompt_tokens"]
+                if line.startswith(b"data: [DONE]"):
+                    break
+    processed = [progress["processed"] for progress in told]
+    assert processed[0] < num_tokens and processed == sorted(set(processed))
+    assert processed[-1] == num_tokens and {progress["total"] for progress in told} == {num_tokens}
+
+
 # Who leaves
 
 

@@ -171,6 +171,11 @@ class Handle:
         return 0 if self.reporter is None else self.reporter.num_output_tokens
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Returns how many tokens of the prompt are computed; any thread may ask."""
+        return 0 if self.reporter is None else self.reporter.num_computed_tokens
+
+    @property
     def metrics(self) -> RequestMetrics | None:
         """Returns the times and counts of the request; None until the engine has it."""
         return None if self.reporter is None else self.reporter.metrics

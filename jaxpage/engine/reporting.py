@@ -60,6 +60,12 @@ class Reporter:
         """Returns the number of output tokens of all sequences."""
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Returns the number of tokens of the prompt that are computed; any thread may ask."""
+        computed = (sequence.num_computed_tokens for sequence in self._group.sequences)
+        return min(max(computed, default=0), len(self._prompt_token_ids))
+
     def whole(self) -> RequestOutput:
         """Returns all that was generated; for `best_of` and beam search only the best sequences.
 

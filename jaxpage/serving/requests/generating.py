@@ -29,11 +29,15 @@ from jaxpage.serving.http.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import record_of
 from jaxpage.serving.requests.preparing import Preparing
+from jaxpage.serving.wire.chat_completions import ChatAnswer
 from jaxpage.serving.wire.encoding import Frame
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # the most in one answer, which has some hundred MB then
+PROGRESS_SECONDS = (
+    0.5  # so often a stream that is asked to looks how much of its prompt is computed
+)
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
 
@@ -150,8 +154,9 @@ class Generating:
         stream.is_wanted = True
         await stream.begin(headers)
         try:
-            async with aclosing(updates_of(submitted)) as updates:
+            async with aclosing(updates_of(submitted, _progress_seconds(exchange))) as updates:
                 async for deltas in updates:
+                    await stream.send(_progress_of(exchange, submitted, stream.frame))
                     for index, delta in deltas:
                         record.add(index, delta)
                     for number, group in portions(deltas):
@@ -207,17 +212,37 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def updates_of(
-    submitted: list[AwaitedHandle],
+    submitted: list[AwaitedHandle], seconds: float | None = None
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """Yields the new outputs of streamed requests, each with the index of its request."""
+    """Yields the new outputs of streamed requests, each with the index of its request.
+
+    Args:
+        submitted: The requests.
+        seconds: The time after which it yields an empty list if there are no outputs, or None.
+    """
     waited = {handle.next_delta(): index for index, handle in enumerate(submitted)}
     while waited:
-        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         updates = [(waited.pop(future), future.result()) for future in done]
         yield updates
         for index, delta in updates:
             if not delta.finished:
                 waited[submitted[index].next_delta()] = index
+
+
+def _progress_seconds(exchange: Exchange) -> float | None:
+    is_asked = isinstance(exchange, ChatAnswer) and exchange.reports_progress
+    return PROGRESS_SECONDS if is_asked else None
+
+
+def _progress_of(exchange: Exchange, submitted: list[AwaitedHandle], frame: Frame) -> bytes:
+    """Returns what a stream says of its prompt, if it is asked to and there is something new."""
+    if not isinstance(exchange, ChatAnswer) or not exchange.reports_progress:
+        return b""
+    (handle,) = submitted
+    num_tokens = len(handle.request.token_ids)
+    chunks = exchange.progress_chunks(num_tokens, handle.num_computed_tokens, handle.metrics)
+    return b"".join(map(frame, chunks))
 
 
 def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:

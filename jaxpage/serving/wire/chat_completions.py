@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from jaxpage.chat_forms import AnswerPiece, PieceParser
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
@@ -91,6 +92,7 @@ class ChatAnswer(Answer):
         self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
+        self._num_computed = 0  # the tokens of the prompt, as far as a stream has said
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""
@@ -99,6 +101,40 @@ class ChatAnswer(Answer):
         if self._request.return_token_ids and is_first and chunks:
             chunks[0]["prompt_token_ids"] = delta.prompt_token_ids
         return chunks
+
+    @property
+    def reports_progress(self) -> bool:
+        """Returns whether the stream says how much of the prompt is computed."""
+        return self.stream and bool(self._request.return_progress)
+
+    def progress_chunks(
+        self, num_tokens: int, num_computed: int, metrics: RequestMetrics | None
+    ) -> list[dict[str, Any]]:
+        """Returns the chunk that says how much of the prompt is computed, in llama.cpp's form.
+
+        Args:
+            num_tokens: The number of tokens of the prompt.
+            num_computed: How many of them are computed, or were in the prefix cache.
+            metrics: The times of the request; None until the engine has it.
+
+        Returns:
+            An empty list if no more is computed than the last chunk has said.
+        """
+        if metrics is None or metrics.first_scheduled_time is None:
+            return []
+        if num_computed <= self._num_computed:
+            return []
+        self._num_computed = num_computed
+        now = metrics.first_token_time or time.monotonic()
+        said = {"role": "assistant", "content": None}
+        choice = {"index": 0, "delta": said, "logprobs": None, "finish_reason": None}
+        progress = {
+            "total": num_tokens,
+            "cache": metrics.num_cached_tokens,
+            "processed": num_computed,
+            "time_ms": round((now - metrics.first_scheduled_time) * 1000),
+        }
+        return [{**self._envelope(self._chunk_object, [choice]), "prompt_progress": progress}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""

@@ -260,6 +260,8 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+    # A stream says how much of the prompt is computed, as llama.cpp's does.
+    return_progress: bool | None = None
     store: bool | None = None  # has no effect: no completion is kept
 
     @property
