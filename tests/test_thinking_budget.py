@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
+from jaxpage.chat_forms import ChatFormat, grammar_of
+from jaxpage.chat_forms.forms import HERMES, ReasoningForm
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
-from jaxpage.decoding import SamplingStrategy, thinking
+from jaxpage.decoding import SamplingStrategy, json_rule, thinking
 from jaxpage.decoding import sampling as sampling_module
+from jaxpage.decoding.grammars import matcher_of, source_of, tokenizer_of
 from jaxpage.engine.thinking import budget_of, for_prompt
 from jaxpage.replay import replaying
 from jaxpage.serving.wire.exchange import open_chat, open_completion
@@ -31,7 +35,8 @@ from tests.support.scripted import (
     without_drafts,
 )
 from tests.support.tokenizers import write_tokenizer
-from tests.support.wire import context
+from tests.support.wire import VOCAB_SIZE, context
+from tests.support.wire import tokenizer as wire_tokenizer
 
 VOCAB: Any = LLAMA["vocab_size"]
 SPECIAL = ("<|end|>", "<think>", "</think>")
@@ -373,6 +378,38 @@ def test_a_grammar_and_the_budget_hold_together(llm: Any) -> None:
         words = replace(params, structured_outputs=("regex", '"[ab]{12}"'))
         output = llm.generate(["a<think>"], words, use_tqdm=False)[0].outputs[0]
         assert len(output.text) == 12 and output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("space", [("", ""), ("\n", "\n\n"), ("", "\n")])
+def test_the_grammar_of_required_calls_takes_the_bare_marker(space: tuple[str, str]) -> None:
+    """Without the white space that the template has before it; what follows the marker is no reasoning any more."""
+    close = f"{space[0]}</think>{space[1]}"
+    form = ChatFormat(tools=HERMES, reasoning=ReasoningForm("<think>", close))
+    grammar = grammar_of(
+        form,
+        {"f": {"type": "object", "properties": {}}},
+        lambda schema: json_rule(json.dumps(schema)),
+        several=False,
+        is_open=True,
+        special_tokens={},
+    )
+    packaged = wire_tokenizer()
+    known, _ = tokenizer_of(packaged.backend_tokenizer.to_str())
+    ending = budget_of(packaged, VOCAB_SIZE, 2, THINK_MARKERS).endings[0]
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for thought in ("", "a king", "a king </th"):
+        for after, is_right in ((call, True), ("no" + call, False)):
+            token_ids = [
+                *known.tokenize_str(thought),
+                *ending,
+                *known.tokenize_str(space[1] + after),
+            ]
+            matcher = matcher_of(known, source_of("grammar", json.dumps(grammar)))
+            taken = matcher.try_consume_tokens(token_ids)
+            assert (taken == len(token_ids) and matcher.is_accepting()) is is_right, (
+                thought,
+                after,
+            )
 
 
 # Requests of clients
