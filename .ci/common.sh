@@ -60,6 +60,31 @@ install_clients() {
     done
 }
 
+# install_agent_clients py311 PYTHON: what tests/test_agent_clients.py drives, each in an environment of its own below the directory that AGENT_CLIENTS
+# then names, at the versions of constraints/agent-clients.txt. Where one cannot be had, its tests say that they are skipped.
+install_agent_clients() {
+    say "Clients of agents"
+    export AGENT_CLIENTS="$work/agents-$1"
+    local packages name
+    for packages in litellm openai-agents 'pydantic-ai-slim[openai,anthropic]' 'langchain langchain-openai langchain-anthropic langchain-ollama' \
+        'instructor anthropic' 'smolagents[openai]' \
+        'llama-index-core llama-index-llms-openai-like llama-index-llms-anthropic llama-index-llms-ollama'; do
+        name=${packages%%[ \[]*}
+        "$2" -m venv "$AGENT_CLIENTS/$name"
+        # shellcheck disable=SC2086 # several words are several packages
+        "$AGENT_CLIENTS/$name/bin/pip" install --quiet --constraint constraints/agent-clients.txt $packages || {
+            echo "No $packages here: what needs it is not tested"
+            rm -rf "${AGENT_CLIENTS:?}/$name"
+        }
+    done
+    mkdir -p "$AGENT_CLIENTS/node"
+    cp tests/clients/package.json "$AGENT_CLIENTS/node"
+    npm install --prefix "$AGENT_CLIENTS/node" --no-audit --no-fund --silent || {
+        echo "No npm here, or no packages: clients for Node are not tested"
+        rm -rf "${AGENT_CLIENTS:?}/node"
+    }
+}
+
 # The page is tested in a browser; where none can be had, those tests say that they are skipped.
 install_chromium() {
     if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
