@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 
 from jaxpage.chat_forms.calls import CallReader, Tools
-from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
-from jaxpage.chat_forms.markers import first_chunk, leading_space
+from jaxpage.chat_forms.forms import BareCall, ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.markers import TOOL_NAME, before_placeholder, first_chunk, leading_space
 from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import BufferedReader, MismatchError, Parser, attempt, fits
 
+_FENCE = re.compile("`{3,}")
 _SEPARATORS = (";", ",")  # models write them between calls in JSON, whatever the template has
 
 
@@ -46,13 +48,21 @@ class AnswerReader(BufferedReader):
         self._content = content
         self._is_open = is_open
         self._first_space = space
-        self._calls = (
-            None if tool_form is None else CallReader(tool_form, tools or Tools(), self._buffer)
-        )
+        self._tools = tools or Tools()
+        # Calls are read in the form itself, and in others where that fits nothing.
+        forms = () if tool_form is None else (tool_form, *tool_form.variants)
+        tails = (*content.tails, *content.responses)
+        self._calls = [CallReader(form, self._tools, self._buffer, tails) for form in forms]
         self._bare = None if tool_form is None else tool_form.bare
+        self._bare_marker = ""  # what a call whose outer tag is missing begins with, if it is known
+        if self._bare is not None:
+            self._bare_marker = self._bare.marker
         # White space at the end of a text; it is given out only if more text follows.
         self._space: list[str] = []
         self._has_called = False
+        self._has_content = False
+        self._num_fences = 0  # marks of blocks of code in the content
+        self._ticks = ""  # with which the content ends
 
     def _answer(self) -> Parser[None]:
         buffer, form, content = self._buffer, self._form, self._content
@@ -64,9 +74,10 @@ class AnswerReader(BufferedReader):
                 break
         if form is not None and (not form.trigger or form.first is not None):
             # There is no marker to look for: the prompt ends with it, or the form has none.
-            yield from self._read_calls(form, form.first_opening)
-        bare = "" if self._bare is None else self._bare.open
-        begins = ("" if form is None else form.trigger, bare)
+            yield from self._read_calls(form.first_opening)
+        if form is not None and self._bare is not None and not self._has_called:
+            yield from self._read_bare_calls(form, self._bare)
+        begins = ("" if form is None else form.trigger, self._bare_marker)
         ends = (*content.closes, *content.tails, *content.responses)
         markers = tuple({*map(first_chunk, (*begins, *ends))} - {""})
         emit = functools.partial(self._emit, "content")
@@ -84,7 +95,8 @@ class AnswerReader(BufferedReader):
             return
         emit = functools.partial(self._emit, "reasoning")
         trigger = "" if self._form is None else self._form.trigger
-        markers = tuple({first_chunk(form.close), trigger} - {""})
+        bare = "" if self._bare is None or not self._bare.has_tag else self._bare_marker
+        markers = tuple({first_chunk(form.close), trigger, bare} - {""})
         space = ""
         while marker := (yield from buffer.next_marker(markers, emit)):
             if (yield from fits(buffer, buffer.literal(form.close, before_value=True))):
@@ -92,8 +104,10 @@ class AnswerReader(BufferedReader):
                 break
             begin = buffer.position
             calls = None
-            if trigger.startswith(marker):
-                calls = yield from self._attempt_call(self._last_calls(form.close))
+            for begins in filter(None, (trigger, bare)):
+                if not calls and begins.startswith(marker):
+                    is_bare = begins == bare
+                    calls = yield from self._attempt_call(self._last_calls(form.close, is_bare))
             if calls:
                 self._add(*calls)
                 return
@@ -103,7 +117,7 @@ class AnswerReader(BufferedReader):
                 self._emit("reasoning", buffer.text[begin : buffer.position])
         self._emit_space("reasoning", space)
 
-    def _last_calls(self, close: str) -> Parser[list[AnswerPiece]]:
+    def _last_calls(self, close: str, is_bare: bool) -> Parser[list[AnswerPiece]]:
         """Reads calls in the reasoning, which a model forgot to end, and returns those that are.
 
         They are calls if the answer ends with them. Otherwise the model thinks of calling, and none
@@ -111,17 +125,23 @@ class AnswerReader(BufferedReader):
 
         Args:
             close: The marker after the reasoning, which may come after them.
+            is_bare: True if the outer tag of the first call is missing.
 
         Raises:
             MismatchError: There is no call.
         """
-        assert self._form is not None and self._calls is not None
-        buffer = self._buffer
-        calls = [(yield from self._calls.call(self._form.opening))]
-        while (call := (yield from self._next_call(self._form))) is not None:
+        assert self._form is not None
+        buffer, reader = self._buffer, self._calls[0]
+        if is_bare:
+            calls = [(yield from self._bare_call(self._form, after_call=False, ends=(close,)))]
+        elif (first := (yield from self._first_call(self._form.opening))) is not None:
+            reader, calls = first[0], [first[1]]
+        else:
+            raise MismatchError
+        while (call := (yield from self._next_call(reader))) is not None:
             calls.append(call)
         end = buffer.position
-        for marker in (self._form.end, close, *self._content.tails, *self._content.responses):
+        for marker in (reader.form.end, close, *self._content.tails, *self._content.responses):
             if marker.strip():
                 yield from attempt(buffer, buffer.last_literal(marker))
         yield from buffer.skip_space()
@@ -132,16 +152,12 @@ class AnswerReader(BufferedReader):
 
     def _at_marker(self, marker: str) -> Parser[None]:
         """Reads what a marker begins; if that is nothing of the form, the marker is content."""
-        form, content = self._form, self._content
+        form, content, bare = self._form, self._content, self._bare
         is_call = form is not None and form.trigger.startswith(marker)
-        if form is not None and is_call and (yield from self._read_calls(form, form.opening)):
+        if form is not None and is_call and (yield from self._read_calls(form.opening)):
             return
-        bare = None if self._bare is None else first_chunk(self._bare.open)
-        if form is not None and bare is not None and bare.startswith(marker):
-            call = yield from self._attempt_call(self._bare_call(form, after_call=False))
-            if call is not None:
-                self._add(call)
-                yield from self._read_more_calls(form)
+        if form is not None and bare is not None and bare.marker.startswith(marker):
+            if (yield from self._read_bare_calls(form, bare)):
                 return
         for close in content.closes:
             if first_chunk(close).startswith(marker) and (yield from self._read_close(close)):
@@ -190,70 +206,139 @@ class AnswerReader(BufferedReader):
             return (yield from fits(self._buffer, self._buffer.literal(marker)))
         return (yield from self._read_tail(marker))
 
-    def _read_calls(self, form: ToolForm, opened: str) -> Parser[bool]:
+    def _read_calls(self, opened: str) -> Parser[bool]:
         """Reads calls as long as there are any, and returns whether there was one.
 
         Args:
-            form: The form of calls.
             opened: The marker before the first call.
         """
-        assert self._calls is not None
-        call = yield from self._attempt_call(self._calls.call(opened))
-        if call is None:
+        begin = self._buffer.position
+        first = yield from self._first_call(opened)
+        if first is None:
             return False
-        self._add(call)
-        yield from self._read_more_calls(form)
+        reader, call = first
+        if not self._is_in_code():
+            self._add(call)
+            yield from self._read_more_calls(reader)
+            return True
+        calls = [call]
+        while (further := (yield from self._next_call(reader))) is not None:
+            calls.append(further)
+        if reader.form.end.strip():
+            yield from attempt(self._buffer, self._buffer.last_literal(reader.form.end))
+        end = self._buffer.position
+        yield from self._buffer.skip_space()
+        if (yield from self._buffer.next_character()) == "`":
+            self._buffer.position = begin
+            return False
+        self._buffer.position = end
+        self._add(*calls)
         return True
 
-    def _read_more_calls(self, form: ToolForm) -> Parser[None]:
+    def _is_in_code(self) -> bool:
+        """Returns whether what was given out opens a block of code or quotes what comes next."""
+        return bool(self._ticks) or self._num_fences % 2 == 1
+
+    def _first_call(self, opened: str) -> Parser[tuple[CallReader, AnswerPiece] | None]:
+        """Returns a call and what read it, or None."""
+        is_begun = opened != self._calls[0].form.opening  # by the prompt, in the form itself
+        for reader in self._calls[: 1 if is_begun else None]:
+            begin = opened if reader is self._calls[0] else reader.form.opening
+            call = yield from self._attempt_call(reader.call(begin))
+            if call is not None:
+                return reader, call
+        return None
+
+    def _read_more_calls(self, reader: CallReader) -> Parser[None]:
         """Reads the calls that follow a call, and the marker after them."""
-        while (call := (yield from self._next_call(form))) is not None:
+        while (call := (yield from self._next_call(reader))) is not None:
             self._add(call)
-        if form.end.strip():
-            yield from attempt(self._buffer, self._buffer.last_literal(form.end))
+        if reader.form.end.strip():
+            yield from attempt(self._buffer, self._buffer.last_literal(reader.form.end))
         self._buffer.forget()
 
-    def _next_call(self, form: ToolForm) -> Parser[AnswerPiece | None]:
+    def _next_call(self, reader: CallReader) -> Parser[AnswerPiece | None]:
         """Returns the call that follows another, or None."""
-        assert self._calls is not None
+        form = reader.form
         betweens = [form.between]
         if form.between.strip():
             betweens.append("")
         if form.payload != "items":
             betweens += [mark for mark in _SEPARATORS if mark != form.between.strip()]
         for between in betweens:
-            call = yield from self._attempt_call(self._calls.call(between + form.open))
+            call = yield from self._attempt_call(reader.call(between + form.open))
             if call is not None:
                 return call
-        if self._bare is None:
+        if self._bare is None or self._form is None:
             return None
-        return (yield from self._attempt_call(self._bare_call(form, after_call=True)))
+        return (yield from self._attempt_call(self._bare_call(self._form, after_call=True)))
 
-    def _bare_call(self, form: ToolForm, *, after_call: bool) -> Parser[AnswerPiece]:
+    def _read_bare_calls(self, form: ToolForm, bare: BareCall) -> Parser[bool]:
+        """Reads calls of which the first has no outer tag, and returns whether there was one."""
+        if not bare.has_tag and not (yield from self._names_tool(form, bare)):
+            return False
+        call = yield from self._attempt_call(self._bare_call(form, after_call=False))
+        if call is not None:
+            self._add(call)
+            yield from self._read_more_calls(self._calls[0])
+        return call is not None
+
+    def _names_tool(self, form: ToolForm, bare: BareCall) -> Parser[bool]:
+        """Returns whether the name of a tool follows on a line of its own, where a call has it."""
+        if not self._buffer.is_at_line():
+            return False
+        begins, names = [bare.open], tuple(self._tools.schemas or ())
+        if form.payload == "object":
+            before = before_placeholder(form.shape)[1:]
+            begins = [f"{bare.open} {{ {text}" for text in (before, before.replace('"', "'"))]
+            if names and not form.shape[1 + len(before) :].startswith(TOOL_NAME):
+                names = ("",)
+        for begin in begins:
+            for name in names:
+                if (yield from self._buffer.comes(begin + name)):
+                    return True
+        return False
+
+    def _bare_call(
+        self, form: ToolForm, *, after_call: bool, ends: tuple[str, ...] = ()
+    ) -> Parser[AnswerPiece]:
         """Reads a call whose outer tag is missing.
 
         Its closing tag follows, or the call stands on a line of its own or after another one, and
-        nothing but calls follows it: a text that quotes a call goes on.
+        nothing but calls follows it: a text that quotes a call goes on. Without a tag of its own it
+        is the whole answer.
 
         Args:
             form: The form of calls.
             after_call: True if another call comes before it.
+            ends: Markers that the answer may end with.
 
         Raises:
             MismatchError: There is no such call.
         """
-        assert self._calls is not None and self._bare is not None
+        if self._bare is None or (self._is_in_code() and not after_call):
+            raise MismatchError
         buffer, bare = self._buffer, self._bare
         yield from buffer.skip_space()
-        is_alone = after_call or buffer.is_at_line()
-        call = yield from self._calls.call(bare.open, bare.close)
+        is_at_line = after_call or buffer.is_at_line()
+        is_alone = is_at_line and (bare.has_tag or after_call or not self._has_content)
+        call = yield from self._calls[0].call(bare.open, bare.close)
         yield from buffer.skip_space()
-        if is_alone and (yield from buffer.next_character()) == "":
+        begin = buffer.position
+        for orphan in bare.orphans:
+            if (yield from fits(buffer, buffer.literal(orphan))):
+                is_alone = True
+                break
+        end = buffer.position
+        yield from buffer.skip_space()
+        character = yield from buffer.next_character()
+        if is_alone and (character == "" or (end > begin and is_at_line and character != "`")):
+            buffer.position = end
             return call
-        if bare.orphan and (yield from fits(buffer, buffer.literal(bare.orphan))):
-            return call
-        for marker in (form.opening, bare.open, *self._content.tails, *self._content.responses):
+        ends = (*ends, *self._content.tails, *self._content.responses)
+        for marker in (form.opening, form.between + form.open, bare.open, *ends):
             if is_alone and marker.strip() and (yield from buffer.comes(marker)):
+                buffer.position = end
                 return call
         raise MismatchError
 
@@ -274,11 +359,21 @@ class AnswerReader(BufferedReader):
     def _emit(self, kind: TextKind, text: str) -> None:
         """Gives out text, and keeps the white space at its end until more text follows."""
         stripped = text.rstrip()
+        if stripped and kind == "content":
+            self._has_content = True
+            self._count_fences(text)
         if stripped:
             self._pieces.append(AnswerPiece(kind, "".join(self._space) + stripped))
             self._space.clear()
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
+
+    def _count_fences(self, text: str) -> None:
+        """Counts the marks of blocks of code, the last of which may be unfinished."""
+        text = self._ticks + text
+        before = text.rstrip("`")
+        self._ticks = text[len(before) :]
+        self._num_fences += len(_FENCE.findall(before))
 
     def _emit_space(self, kind: TextKind, of_marker: str) -> None:
         """Gives out the white space that was kept, without that of the marker after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from jaxpage.chat_forms.text_buffer import (
 )
 from jaxpage.chat_forms.values import property_of, type_of, types_of, value_of
 
+_QUALIFIED = re.compile(r"(?:functions?\.)?(.+?)(?::\d+)?")
 _MAX_NAME = 256  # characters of a name or a key
 _MAX_DEPTH = 32  # of lists within lists that are not written as JSON
 
@@ -40,15 +42,24 @@ class Tools:
 
     schemas: Mapping[str, Any] | None = None
 
-    def check(self, name: Any) -> None:
-        """Raises MismatchError if no tool has this name."""
-        is_name = isinstance(name, str) and name != ""
-        if not is_name or (self.schemas is not None and name not in self.schemas):
+    def resolve(self, name: Any) -> str:
+        """Returns the name of a tool, which models write as `functions.NAME` or with a number, too.
+
+        Raises:
+            MismatchError: No tool has this name.
+        """
+        if not isinstance(name, str) or not name:
             raise MismatchError
+        if self.schemas is None or name in self.schemas:
+            return name
+        qualified = _QUALIFIED.fullmatch(name)
+        if qualified is None or qualified[1] not in self.schemas:
+            raise MismatchError
+        return qualified[1]
 
     def schema(self, name: str) -> Any:
         """Returns the schema of the arguments of a tool, or None."""
-        return None if self.schemas is None else self.schemas.get(name)
+        return None if self.schemas is None else self.schemas.get(self.resolve(name))
 
     def call(self, name: Any, arguments: Any) -> AnswerPiece:
         """Returns the call that a name and arguments are.
@@ -60,11 +71,11 @@ class Tools:
         Raises:
             MismatchError: No tool has this name, or the arguments are no object.
         """
-        self.check(name)
+        name = self.resolve(name)
+        if isinstance(arguments, str):
+            arguments = read_literal(arguments) if arguments.strip() else None
         if arguments is None:
             arguments = {}
-        if isinstance(arguments, str):
-            arguments = read_literal(arguments)
         if not isinstance(arguments, dict):
             raise MismatchError
         return AnswerPiece("call", as_json(arguments), name)
@@ -73,10 +84,27 @@ class Tools:
 class CallReader:
     """Reads calls of one form from a text that grows."""
 
-    def __init__(self, form: ToolForm, tools: Tools, buffer: TextBuffer) -> None:
+    def __init__(
+        self, form: ToolForm, tools: Tools, buffer: TextBuffer, tails: tuple[str, ...] = ()
+    ) -> None:
+        """Makes the reader of calls.
+
+        Args:
+            form: The form of calls.
+            tools: The tools that may be called.
+            buffer: The text.
+            tails: The markers that an answer may end with.
+        """
+        self.form = form
         self._form = form
         self._tools = tools
         self._buffer = buffer
+        # One of these follows a call whose closing marker is missing.
+        follow = (form.opening, form.open, form.between + form.open, form.end, *tails)
+        self._follow = tuple({marker for marker in follow if marker.strip()})
+        # A further call ends the one before it, also where its closing marker is missing.
+        openings = (form.opening, form.between + form.open)
+        self._openings = tuple(text for text in openings if re.match(r"\s*[<\[]", text))
         self._schema: Any = None  # of the arguments of the call, which references lead into
         self._depth = 0  # of lists that are not written as JSON
 
@@ -92,55 +120,108 @@ class CallReader:
         Raises:
             MismatchError: The text is no call of a tool.
         """
-        form, buffer = self._form, self._buffer
+        form, buffer = self.form, self._buffer
         close = form.close if close is None else close
         yield from buffer.literal(opened)
         if form.payload == "object":
-            piece = self._object((yield from self._json()))
+            piece = self._object((yield from self._json(close)))
         else:
             name = yield from self._name()
             if form.payload == "json":
                 yield from buffer.literal(form.mid, name)
-                piece = yield from self.json_call(name)
+                piece = yield from self.json_call(name, close)
             else:
                 assert form.arguments is not None
                 self._schema = self._tools.schema(name)
                 arguments = yield from self._members(form.arguments, close, self._schema)
                 piece = self._tools.call(name, arguments)
+        yield from self._close(close, piece.name)
+        return piece
+
+    def _close(self, close: str, name: str) -> Parser[None]:
+        """Reads the marker after a call, which may be missing if it is certain that the call ends.
+
+        Raises:
+            MismatchError: Something else comes.
+        """
+        form, buffer = self.form, self._buffer
+        if form.arguments is None:
+            yield from fits(buffer, self._extra_braces(close))
         begin = buffer.position
         try:
-            yield from buffer.literal(close, piece.name)
+            yield from buffer.literal(close, name)
         except EndedError:
             if form.arguments is not None and not self._is_past_items(buffer.text[begin:], close):
                 raise
             buffer.position = len(buffer.text)
-        return piece
+        except MismatchError:
+            buffer.position = begin
+            if not (yield from self._next_part_comes()):
+                raise
+        else:
+            if form.arguments is not None and not close and not (yield from self._next_part_comes()):
+                raise MismatchError
 
-    def json_call(self, name: str) -> Parser[AnswerPiece]:
+    def _extra_braces(self, close: str) -> Parser[None]:
+        """Reads braces after JSON that are too many, if what comes then shows that they are.
+
+        Raises:
+            MismatchError: There are none.
+        """
+        buffer = self._buffer
+        yield from buffer.literal("}")
+        while (yield from fits(buffer, buffer.literal("}"))):
+            pass
+        begin = buffer.position
+        if close.strip() and (yield from buffer.comes(close)):
+            return
+        if not (yield from self._next_part_comes()):
+            raise MismatchError
+        buffer.position = begin
+
+    def _next_part_comes(self) -> Parser[bool]:
+        """Returns whether a further call comes, or the marker after all calls or the answer."""
+        yield from self._buffer.skip_space()
+        if (yield from self._buffer.next_character()) == "":
+            return False
+        for marker in self._follow:
+            if (yield from self._buffer.comes(marker)):
+                return True
+        return False
+
+    def json_call(self, name: str, close: str = "") -> Parser[AnswerPiece]:
         """Reads the JSON arguments of a call whose name was read.
+
+        Args:
+            name: The name.
+            close: The marker after the arguments.
 
         Raises:
             MismatchError: They are no object, or no tool has this name.
         """
-        self._tools.check(name)
-        return self._tools.call(name, (yield from self._json()))
+        self._tools.resolve(name)
+        return self._tools.call(name, (yield from self._json(close)))
 
-    def _json(self) -> Parser[Any]:
-        yield from self._buffer.skip_space()
-        return read_literal(
-            (yield from read_nested_literal(self._buffer, is_python=self._form.is_code))
-        )
+    def _json(self, close: str) -> Parser[Any]:
+        """Reads an object, or a text that has one."""
+        buffer = self._buffer
+        yield from buffer.skip_space()
+        is_text = self.form.payload == "json" and (yield from buffer.next_character()) in ("'", '"')
+        if is_text:
+            return read_literal((yield from literal(buffer)))
+        after = first_chunk(close or self.form.close or self.form.end)
+        return read_literal((yield from read_nested_literal(buffer, close=after)))
 
     def _is_past_items(self, following: str, close: str) -> bool:
         """Returns whether a part of the closing marker shows that no further item comes."""
-        items = self._form.arguments
+        items = self.form.arguments
         assert items is not None
         item = _without_space(items.between + items.open)
         return not close.strip() or not item.startswith(_without_space(following))
 
     def _name(self) -> Parser[str]:
         """Reads the name of a tool, which ends where the next marker begins."""
-        form, buffer, items = self._form, self._buffer, self._form.arguments
+        form, buffer, items = self.form, self._buffer, self.form.arguments
         stops = [first_chunk(form.mid) or "{"]
         if items is not None:
             markers = (items.begin + items.open, items.begin + form.close)
@@ -151,7 +232,7 @@ class CallReader:
         # Where any name is a tool's, words of prose are none.
         if self._tools.schemas is None and any(character.isspace() for character in name):
             raise MismatchError
-        self._tools.check(name)
+        self._tools.resolve(name)
         buffer.position = end
         return name
 
@@ -161,7 +242,7 @@ class CallReader:
         Raises:
             MismatchError: It names no tool, or its arguments are no object.
         """
-        form = self._form
+        form = self.form
         if not form.name_path:
             if not isinstance(value, dict) or len(value) != 1:
                 raise MismatchError
@@ -235,7 +316,7 @@ class CallReader:
         stops = _first_chunks(value.open for value in form.values)
         end, _ = yield from self._buffer.find(stops, _MAX_NAME)
         key = self._buffer.text[self._buffer.position : end].strip()
-        if not key or "\n" in key:
+        if not key or "\n" in key or ("(" in key and form.begin.strip() == "("):
             raise MismatchError
         self._buffer.position = end
         return key
@@ -309,7 +390,7 @@ class CallReader:
         """Reads an array or an object that is no literal, with the marker after it."""
         if self._depth == _MAX_DEPTH:
             raise MismatchError
-        form = self._form.list_of(value)
+        form = self.form.list_of(value)
         end = form.end + value.close
         self._depth += 1
         try:
@@ -333,7 +414,7 @@ class CallReader:
             end, _ = yield from buffer.find((stop,))
             buffer.position = end
             if (yield from fits(buffer, buffer.literal(close, key=key))):
-                for marker in follow:
+                for marker in (*follow, *self._openings):
                     if (yield from buffer.comes(marker)):
                         return buffer.text[begin:end].removesuffix(leading_space(close))
             buffer.position = end + 1

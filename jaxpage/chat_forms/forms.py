@@ -18,7 +18,7 @@ A marker may contain placeholders for what differs from call to call (`markers`)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpage.chat_forms.markers import (
@@ -26,6 +26,7 @@ from jaxpage.chat_forms.markers import (
     CALL_ID,
     CALL_INDEX,
     KEY,
+    TAG,
     TOOL_NAME,
     chunks,
     first_chunk,
@@ -86,20 +87,35 @@ class ListForm:
     end: str
     values: tuple[ValueForm, ...]
 
+    def with_missing_marks(self) -> ListForm:
+        """Returns the form of lists in which tags around bare values may be missing, or come twice."""
+        values = [*self.values]
+        for value in filter(lambda value: value.is_bare, self.values):
+            first, *others = chunks(value.open) or [""]
+            if others and TAG.fullmatch(first):
+                values += [replace(value, open=first), replace(value, open=first + value.open)]
+            if TAG.fullmatch(value.close.strip()):
+                values.append(replace(value, close=""))
+        return replace(self, values=tuple(values))
+
 
 @dataclass(frozen=True)
 class BareCall:
     """Describes a call whose outer tag is missing, as models write it now and then.
 
     Attributes:
-        open: The marker before the call.
+        open: The marker before the call; it may be empty.
         close: The marker after it.
-        orphan: The closing outer tag, which may still follow; it may be empty.
+        orphans: The closing outer tag, which may still follow, with and without what else is there.
+        has_tag: True if the call begins with a tag of its own, which says that it is one.
+        marker: What its text begins with; empty if that is the name of a tool.
     """
 
     open: str
     close: str
-    orphan: str
+    orphans: tuple[str, ...]
+    has_tag: bool
+    marker: str
 
 
 @dataclass(frozen=True)
@@ -163,20 +179,50 @@ class ToolForm:
 
     @property
     def bare(self) -> BareCall | None:
-        """Returns the markers of a call whose outer tag is missing; None if nothing is left then.
-
-        What is left must begin with a tag of its own, because a bracket says too little.
-        """
+        """Returns the markers of a call whose outer tag is missing; None if there is no such tag."""
         outer = self.trigger
         inner = self.opening.lstrip()[len(outer) :].lstrip()
-        if not outer or not inner.startswith("<") or not first_chunk(inner):
+        has_tag = inner.startswith("<") and first_chunk(inner) != ""
+        if not outer or not (has_tag or TAG.fullmatch(outer)):
             return None
-        if self.begin.strip():
-            return BareCall(inner, self.close, self.end.strip())
         last = (chunks(self.close) or [""])[-1]
-        if is_pair(outer, last):
-            return BareCall(inner, self.close.rstrip().removesuffix(last), last)
-        return BareCall(inner, self.close, "")
+        close, orphan = self.close, ""
+        if self.begin.strip():
+            orphan = self.end.strip()
+        elif is_pair(outer, last):
+            close, orphan = self.close.rstrip().removesuffix(last), last
+        orphans = dict.fromkeys(filter(None, (orphan, TAG.sub("", orphan).strip())))
+        marker = first_chunk(inner) or ("{" if self.payload == "object" else "")
+        return BareCall(inner, close, tuple(orphans), has_tag, marker)
+
+    @property
+    def variants(self) -> tuple[ToolForm, ...]:
+        """Returns other forms in which models write calls between the same outer tags.
+
+        These are arguments in JSON where the template writes items, a closing tag less, a name
+        without what the template puts next to it, and the usual JSON of a call, alone or in a list.
+        """
+        outer, variants = self.trigger, []
+        if self.arguments is not None:
+            last, begin, close = (chunks(self.close) or [""])[-1], self.arguments.begin, self.close
+            if begin == "{":
+                begin, close = "", close.removeprefix("}")
+            variants.append(replace(self, payload="json", mid=begin, close=close, arguments=None))
+            variants += [replace(self, close=marker) for marker in dict.fromkeys((last, ""))]
+            variants.append(replace(self, arguments=self.arguments.with_missing_marks()))
+        elif self.payload == "json":
+            opened, mid = TAG.search(self.open), TAG.search(self.mid)
+            if opened is not None and mid is not None:
+                variants.append(replace(self, open=opened[0], mid=self.mid[mid.start() :]))
+        if TAG.fullmatch(outer):
+            tags = TAG.findall(self.end if self.begin.strip() else self.close)
+            close = tags[-1] if tags else ""
+            call = ToolForm(self.name, "object", open=outer, close=close, other_keys=ARGUMENT_KEYS)
+            ends = {"open": "", "close": "", "between": ",", "end": "]" + close}
+            if self.begin.strip() or self.payload != "object" or self.name_path != ("name",):
+                variants.append(call)
+            variants.append(replace(call, begin=outer + "[", **ends))
+        return tuple(variant for variant in dict.fromkeys(variants) if variant != self)
 
     @property
     def example(self) -> str:

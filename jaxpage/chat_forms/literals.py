@@ -13,10 +13,16 @@ from jaxpage.chat_forms.text_buffer import MismatchError, Parser, TextBuffer
 
 # Outside of strings: what numbers, words, and the punctuation between them are made of.
 _NEXT = re.compile(r"[\"'{}\[\]()]|[^\s\w.,:+\-]")
+# Models write line breaks in strings now and then, without escaping them.
 _OF_STRING = {
-    '"': re.compile(r'[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+'),
-    "'": re.compile(r"[^'\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^'\\\x00-\x1f]*+)*+"),
+    '"': re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL),
+    "'": re.compile(r"[^'\\]*+(?:\\.[^'\\]*+)*+", re.DOTALL),
 }
+# What JSON and Python write differently: strings, words, brackets, and a comma before the end.
+_STRING = "|".join(f"{quote}{text.pattern}{quote}" for quote, text in _OF_STRING.items())
+_PARTS = re.compile(_STRING + r"|[A-Za-z_]\w*|[()]|,(?=\s*[}\])])", re.DOTALL)
+_JSON_SPELLING = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", ",": ""}
+_ESCAPE = re.compile(r"""\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|(?P<other>.))|(?P<quote>")""", re.DOTALL)
 _CLOSES = {"{": "}", "[": "]", "(": ")"}
 _BARE = re.compile(r"[\w.+\-]*")
 _MAX_LITERAL = 1 << 16  # characters that are read as Python; Python's parser nests on the C stack
@@ -38,14 +44,23 @@ def literal(buffer: TextBuffer) -> Parser[str]:
     return (yield from _bare(buffer))
 
 
-def read_nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parser[str]:
+def read_nested_literal(
+    buffer: TextBuffer, *, is_python: bool = True, close: str = ""
+) -> Parser[str]:
     """Reads an object, an array or a tuple, and returns it as it is written.
+
+    Args:
+        buffer: The text.
+        is_python: False if only JSON is one, without single quotes and tuples.
+        close: A marker after it. Where that comes too early, brackets at the end are missing, and
+            they are added.
 
     Raises:
         MismatchError: What comes is none, as far as brackets and strings tell.
     """
     begin = buffer.position
     open_brackets: list[str] = []
+    may_close = close[:1] and _NEXT.match(close) and close[0] not in "[]{}()\"'"
     while True:
         match = _NEXT.search(buffer.text, buffer.position)
         if match is None:
@@ -59,6 +74,8 @@ def read_nested_literal(buffer: TextBuffer, *, is_python: bool = False) -> Parse
         if character == '"' or (character == "'" and is_python):
             yield from _string(buffer)
             continue
+        if may_close and character == close[0] and (yield from buffer.comes(close)):
+            return buffer.text[begin : buffer.position] + "".join(reversed(open_brackets))
         buffer.position += 1
         if character in _CLOSES and (character != "(" or is_python):
             open_brackets.append(_CLOSES[character])
@@ -78,8 +95,6 @@ def _string(buffer: TextBuffer) -> Parser[str]:
         if following[:1] == quote:
             buffer.position = end + 1
             return buffer.text[begin : buffer.position]
-        if following and following != "\\":  # a string has no control characters
-            raise MismatchError
         yield from buffer.more()
 
 
@@ -114,7 +129,7 @@ def read_json(text: str) -> Any:
         MismatchError: It is no JSON, or has a number that JSON does not have.
     """
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+        return json.loads(text, strict=False, parse_constant=_no_number, parse_float=_number)
     except (ValueError, RecursionError):
         raise MismatchError from None
 
@@ -141,15 +156,36 @@ def read_python(text: str) -> Any:
 
 
 def read_literal(text: str) -> Any:
-    """Returns the value of a JSON text or of a literal of Python.
+    """Returns the value of a JSON text, of a literal of Python, or of a mixture of both.
 
     Raises:
         MismatchError: It is neither.
     """
-    try:
-        return read_json(text)
-    except MismatchError:
-        return read_python(text)
+    for read in (read_json, read_python):
+        try:
+            return read(text)
+        except MismatchError:
+            continue
+    return read_json(_PARTS.sub(_json_part, text))
+
+
+def _json_part(part: re.Match[str]) -> str:
+    """Returns a part of a literal as JSON writes it."""
+    if part[0][0] not in _OF_STRING:
+        return _JSON_SPELLING.get(part[0], part[0])
+    return f'"{_ESCAPE.sub(_json_escape, part[0][1:-1])}"'
+
+
+def _json_escape(escape: re.Match[str]) -> str:
+    """Returns an escape or a quote within a string as JSON writes it.
+
+    A backslash before another character is one in Python, and `\\'` is a quote.
+    """
+    if escape["quote"]:
+        return '\\"'
+    if escape["other"] is None:
+        return escape[0]
+    return "'" if escape["other"] == "'" else "\\\\" + escape["other"]
 
 
 def as_json(value: Any) -> str:

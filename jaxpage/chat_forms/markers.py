@@ -7,6 +7,7 @@ words, white space and single characters.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ def before_placeholder(marker: str) -> str:
     return PLACEHOLDER.split(marker, maxsplit=1)[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def first_chunk(marker: str) -> str:
     """Returns the first part of a marker, up to its first placeholder; it may be empty."""
     return next(iter(chunks(before_placeholder(marker))), "")
@@ -51,6 +53,7 @@ def trailing_space(marker: str) -> str:
     return marker[len(marker.rstrip()) :]
 
 
+@functools.lru_cache(maxsize=256)
 def any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     """Returns a pattern of any of some texts, the longest of those at one position."""
     longest_first = sorted(texts, key=len, reverse=True)

@@ -1,0 +1,200 @@
+"""Measures how much of an agent's next prompt is in the prefix cache, turn by turn.
+
+    python -m tools.lab.agent_turns                                     # by kinds of templates
+    python -m tools.lab.agent_turns --url http://127.0.0.1:8000         # what a server reports
+
+Without a server nothing is generated: the prompts of a conversation of twelve turns are rendered and
+tokenized as the server does it, and answers are what the template renders of them, in several
+styles. The share of a turn is the part of the prompt and the answer before that its prompt begins
+with; the prefix cache holds that part, up to a block. With `--url` an agent asks for a call in each
+turn, and the shares are those of `usage.prompt_tokens_details.cached_tokens`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.request
+from collections.abc import Callable, Sequence
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Lets the program run where jaxpage is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from jaxpage.serving.wire.exchange import open_chat
+from tests.support.chat_templates import TEMPLATES, THOUGHT
+from tests.support.wire import context, with_template
+
+NUM_TURNS = 12
+NEW_QUESTION = 6  # the turn in which the user asks again; the others begin with a tool's result
+WORDS = "The agent reads files, writes files and runs tests before it answers a question. "
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads lines of a file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+            "required": ["path", "lines"],
+        },
+    },
+}
+_LAST_QUESTION = (
+    "{% set asked = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+# As templates do that drop the reasoning of answers before the last question.
+DROPS = THOUGHT.replace("m.reasoning_content %}", "m.reasoning_content and loop.index0 > asked.last %}", 1)
+KINDS = {
+    "JSON in tags": TEMPLATES["object in tags"],
+    "JSON in tags, earlier reasoning dropped": _LAST_QUESTION
+    + TEMPLATES["object in tags"].replace(THOUGHT, DROPS),
+    "tagged arguments": TEMPLATES["parameters on lines"],
+    "keys and values": TEMPLATES["keys and values"],
+    "an array after a mark": TEMPLATES["array behind a mark"],
+    "name, mark, JSON": TEMPLATES["name, mark, JSON"],
+    "wrapper and tagged arguments": TEMPLATES["invoke"],
+    "channels": TEMPLATES["channels"],
+    "code": TEMPLATES["code"],
+}
+
+
+class Style(NamedTuple):
+    """Says how a model writes, and what a client sends back.
+
+    Attributes:
+        change: Changes the text of an answer, as models write it otherwise than the template.
+        reasoning: The reasoning of an answer.
+        is_sent: True if the client sends the reasoning back.
+    """
+
+    change: Callable[[str], str] = str
+    reasoning: str = ""
+    is_sent: bool = True
+
+
+STYLES = {
+    "as the template": Style(),
+    "JSON without spaces": Style(lambda text: text.replace('": ', '":').replace(', "', ',"')),
+    "thinks, sent back": Style(reasoning="I need that file. " * 5),
+    "thinks, not sent back": Style(reasoning="I need that file. " * 5, is_sent=False),
+}
+
+
+def first_messages(num_words: int) -> list[dict[str, Any]]:
+    """Returns the messages that an agent begins with, of about `num_words` words."""
+    instructions = WORDS * (num_words // len(WORDS.split()))
+    return [{"role": "user", "content": instructions + "\nWhat do the tests need?"}]
+
+
+def next_messages(turn: int, call_id: str) -> list[dict[str, Any]]:
+    """Returns what an agent sends after a call."""
+    result = {"role": "tool", "tool_call_id": call_id, "content": f"line {turn}: " + WORDS * 4}
+    if turn != NEW_QUESTION:
+        return [result]
+    answer = {"role": "assistant", "content": "The tests need a file."}
+    return [result, answer, {"role": "user", "content": "And which one?"}]
+
+
+def prompt_of(messages: Sequence[dict[str, Any]], served: Any) -> str:
+    """Returns the prompt of a conversation, as the server renders it."""
+    body = {"model": "demo", "messages": list(messages), "tools": [TOOL]}
+    return str(open_chat(body, served).prompts[0].prompt)
+
+
+def answer_of(messages: Sequence[dict[str, Any]], message: dict[str, Any], served: Any) -> str:
+    """Returns what a template renders of an answer, without the prompt before it."""
+    asked = prompt_of(messages, served)
+    answered = prompt_of([*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], served)
+    begin = len(commonprefix([asked, answered]))
+    path = json.loads(message["tool_calls"][0]["function"]["arguments"])["path"]
+    end = answered.index(path, begin)
+    form = served.chat_format.tools
+    close = (form.close.strip() or form.end.strip()) if form is not None else ""
+    end = answered.index(close or "}", end) + len(close or "}")
+    return answered[begin:end]
+
+
+def shares_of(template: str, style: Style, num_words: int) -> list[float]:
+    """Returns for each turn but the first the share of what went before that its prompt begins with."""
+    served = context(
+        tokenizer=with_template(template),
+        tool_parser="auto",
+        reasoning_parser="auto",
+        max_model_len=1 << 20,
+    )
+    tokens = served.tokenizer.backend_tokenizer
+    messages, before, shares = first_messages(num_words), [], []
+    for turn in range(NUM_TURNS):
+        prompt = prompt_of(messages, served)
+        ids = tokens.encode(prompt, add_special_tokens=False).ids
+        if before:
+            shares.append(len(commonprefix([before, ids])) / len(before))
+        call_id = f"abcdef{turn:03}"
+        arguments = json.dumps({"path": f"src/part_{turn}.py", "lines": turn}, ensure_ascii=False)
+        function = {"name": "read_file", "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        thought = {**message, "reasoning_content": style.reasoning} if style.reasoning else message
+        text = style.change(answer_of(messages, thought, served))
+        before = ids + tokens.encode(text, add_special_tokens=False).ids
+        messages += [thought if style.is_sent else message, *next_messages(turn, call_id)]
+    return shares
+
+
+def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answer of a server to a chat."""
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def measure_server(url: str, num_words: int) -> None:
+    """Prints what a server reports of twelve turns."""
+    with urllib.request.urlopen(f"{url}/v1/models") as response:
+        model = json.load(response)["data"][0]["id"]
+    messages = first_messages(num_words)
+    before, total, cached = 0, 0, 0
+    for turn in range(NUM_TURNS):
+        body = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required"}
+        answer = ask(url, {**body, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200})
+        usage, message = answer["usage"], answer["choices"][0]["message"]
+        hit = usage["prompt_tokens_details"]["cached_tokens"]
+        share = f"{hit / before:.3f}" if before else "-"
+        print(f"| {turn + 1} | {usage['prompt_tokens']:,} | {hit:,} | {share} |", flush=True)
+        if before:
+            total, cached = total + before, cached + hit
+        before = usage["total_tokens"]
+        messages += [message, *next_messages(turn, message["tool_calls"][0]["id"])]
+    print(f"all turns after the first: {cached:,} of {total:,} tokens, {cached / total:.3f}")
+
+
+def main() -> None:
+    """Prints a table of shares."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="a server; without it prompts are only rendered")
+    parser.add_argument("--words", type=int, default=12_000, help="words before the first question")
+    arguments = parser.parse_args()
+    if arguments.url:
+        measure_server(arguments.url.rstrip("/"), arguments.words)
+        return
+    print("| template | " + " | ".join(STYLES) + " |\n|---|" + "---|" * len(STYLES))
+    for name, template in KINDS.items():
+        cells = []
+        for style in STYLES.values():
+            shares = shares_of(template, style, arguments.words)
+            cells.append(f"{sum(shares) / len(shares):.3f} (least {min(shares):.3f})")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
