@@ -306,13 +306,14 @@ def test_tools_that_cannot_be_called_are_refused_or_passed_over() -> None:
     assert open_ollama_chat(body, reads_calls()).ignored_fields == ("tools[0]",)
     mute = context()
     assert open_ollama_chat({**body, "tools": [search]}, mute).ignored_fields == ("tools[0]",)
+    held = open_ollama_chat({**body, "format": "json"}, reads_calls()).prompts[0].params
+    assert held.structured_outputs[0] == "grammar"
     for known, fields, problem in (
         # Clients look for "does not support tools".
         (mute, {}, "'demo' does not support tools: its chat template writes no calls"),
         (reads_calls(), {"tools": [tool, tool]}, "tools has 'f' twice"),
         (reads_calls(), {"tools": [{"name": "f"}]}, "tools[0].function is required"),
         (reads_calls(), {"tools": ["f"]}, "tools[0] must be"),
-        (reads_calls(), {"format": "json"}, "format and structured_outputs are not supported"),
     ):
         with pytest.raises(ApiError) as caught:
             open_ollama_chat({**body, **fields}, known)

@@ -74,7 +74,7 @@ class OllamaAnswer(InBlocks):
     def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [] if block.is_call else [self._part({block.kind: text})]
 
-    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
         said = self._call_of(block) if block.is_call else {}
         return [self._part(said)] if said else []
 
@@ -96,9 +96,11 @@ class OllamaAnswer(InBlocks):
         arguments = {"input": block.text} if block.kind == "custom" else _object_of(block.text)
         if arguments is None:
             return {"content": block.text}
-        called = {"index": self._num_calls, "name": block.name, "arguments": arguments}
+        index = self._num_calls
         self._num_calls += 1
-        return {"tool_calls": [{"id": block.call_id, "function": called}]}
+        called = {"index": index, "name": block.name, "arguments": arguments}
+        # LiteLLM joins the calls of a stream unless it finds the index here.
+        return {"tool_calls": [{"id": block.call_id, "index": index, "function": called}]}
 
     def _part(self, said: dict[str, Any]) -> dict[str, Any]:
         return {**self._line(said), "done": False}

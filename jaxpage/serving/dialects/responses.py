@@ -229,9 +229,9 @@ class ResponseAnswer(InBlocks):
     def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [self._text_event(block.kind, "delta", delta=text)] if text else []
 
-    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
-        status = self._status if self._ending else "completed"
+        status = self._status if is_last else "completed"
         done = self._event("output_item.done", output_index=index, item=self._item(index, status))
         if block.is_call:
             _, text_field = _call_names(block.kind)

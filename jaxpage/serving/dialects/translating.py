@@ -94,8 +94,12 @@ class AnswerPart(NamedTuple):
     call_id: str = ""
     name: str = ""
 
+    def make_block(self) -> AnswerBlock:
+        """Returns an empty block for the part."""
+        return AnswerBlock(self.kind, self.place, self.call_id, self.name)
 
-def pieces(choice: Mapping[str, Any]) -> Iterator[AnswerPart]:
+
+def parts_of(choice: Mapping[str, Any]) -> Iterator[AnswerPart]:
     """Yields the parts of a choice."""
     said = (
         {"content": choice["text"]}
@@ -119,11 +123,11 @@ class AnswerBlock:
     """A block of an answer: text of one kind, or a call.
 
     Attributes:
-        kind: The kind of its pieces; see `AnswerPart`.
+        kind: The kind of its parts; see `AnswerPart`.
         place: The place of the call among the answer's calls; 0 for text.
         call_id: The id of the call; empty for text.
         name: The name of the tool; empty for text.
-        texts: The texts of its pieces so far.
+        texts: The texts of its parts so far.
     """
 
     kind: str
@@ -142,9 +146,9 @@ class AnswerBlock:
         """Returns whether it is a call."""
         return self.kind in ("function", "custom")
 
-    def has(self, piece: AnswerPart) -> bool:
-        """Returns whether a piece belongs to the block."""
-        return (self.kind, self.place) == (piece.kind, piece.place)
+    def has(self, part: AnswerPart) -> bool:
+        """Returns whether a part belongs to the block."""
+        return (self.kind, self.place) == (part.kind, part.place)
 
 
 class InBlocks(Translated):
@@ -173,8 +177,8 @@ class InBlocks(Translated):
                 self._has_begun = True
                 events += self._begin()
             for choice in chunk["choices"]:
-                for piece in pieces(choice):
-                    events += self._add_piece(piece)
+                for part in parts_of(choice):
+                    events += self._add_part(part)
                 if choice["finish_reason"] is not None:
                     self._ending = choice
         return events
@@ -183,7 +187,7 @@ class InBlocks(Translated):
         """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         events = self._next_block(AnswerBlock("content")) if self._lacks_content() else []
-        return [*events, *self._close_block(self._blocks[-1]), *self._end()]
+        return [*events, *self._close_block(self._blocks[-1], is_last=True), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
@@ -193,8 +197,10 @@ class InBlocks(Translated):
         # A message has all of its text in one field; chunks have the parts in order.
         for chunk in self._inner.chunks(0, outputs[0]):
             for choice in chunk["choices"]:
-                for piece in pieces(choice):
-                    self._add_piece(piece)
+                for part in parts_of(choice):
+                    if not self._blocks or not self._blocks[-1].has(part):
+                        self._blocks.append(part.make_block())
+                    self._blocks[-1].texts.append(part.text)
         if self._lacks_content():
             self._blocks.append(AnswerBlock("content"))
         return self._answer()
@@ -206,17 +212,16 @@ class InBlocks(Translated):
     def _lacks_content(self) -> bool:
         return all(block.kind == "reasoning" for block in self._blocks)
 
-    def _add_piece(self, piece: AnswerPart) -> list[dict[str, Any]]:
+    def _add_part(self, part: AnswerPart) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
-        if not self._blocks or not self._blocks[-1].has(piece):
-            block = AnswerBlock(piece.kind, piece.place, piece.call_id, piece.name)
-            events = self._next_block(block)
+        if not self._blocks or not self._blocks[-1].has(part):
+            events = self._next_block(part.make_block())
         block = self._blocks[-1]
-        block.texts.append(piece.text)
-        return [*events, *self._add_to_block(block, piece.text)]
+        block.texts.append(part.text)
+        return [*events, *self._add_to_block(block, part.text)]
 
     def _next_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
-        events = self._close_block(self._blocks[-1]) if self._blocks else []
+        events = self._close_block(self._blocks[-1], is_last=False) if self._blocks else []
         self._blocks.append(block)
         return [*events, *self._open_block(block)]
 
@@ -232,8 +237,8 @@ class InBlocks(Translated):
         """Returns the events that add text to the last block."""
         raise NotImplementedError
 
-    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
-        """Returns the events that close the last block."""
+    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
+        """Returns the events that close the block so far last; `is_last` if none follows."""
         raise NotImplementedError
 
     def _end(self) -> list[dict[str, Any]]:
