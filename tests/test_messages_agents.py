@@ -223,6 +223,34 @@ def test_what_another_server_ran_is_passed_over_and_named() -> None:
     assert answer.ignored_fields == ("system[0]", *passed_over, "tools[0]")
 
 
+# As Mistral's, in which only texts of the user and answers without calls count as turns.
+ALTERNATING = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[CALL]{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> None:
+    known = context(tokenizer=with_template(ALTERNATING))
+    turns = [
+        USER,
+        said(use("a"), use("b")),
+        asked(result("a", content="3"), result("b", content="4"), text("Go on.")),
+    ]
+    fields = {"messages": [*turns, system("Agents"), said(text("Yes.")), USER]}
+    (requested,) = open_message(message(**fields), known).prompts
+    assert str(requested.prompt).endswith(
+        "[tool]3[tool]4\nGo on.\n<system-reminder>\nAgents\n</system-reminder>[assistant]Yes.[user]Hi"
+    )
+    counted = count_tokens({"model": "demo", **fields}, known).body["input_tokens"]
+    assert counted == len(tokenizer()(requested.prompt)["input_ids"])
+    with pytest.raises(ApiError, match="turns must alternate") as caught:
+        open_message(message(messages=[*turns, said(text("Yes.")), said(text("No."))]), known)
+    assert caught.value.param == "messages"
+
+
 def test_an_answer_goes_on_from_text_only() -> None:
     begun = open_message(message(messages=[USER, said(text("It was"))]), qwen())
     assert str(begun.prompts[0].prompt).endswith("It was")
