@@ -184,6 +184,14 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [USER, asked(text("there")), said(text("Yes?")), USER]},
         [{"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Yes?"}, USER],
     ),
+    "answers that follow each other": (
+        {"messages": [USER, said(THOUGHT), said(), said(text("I")), said(text("look."), use()), asked(result())]},
+        [
+            USER,
+            {"role": "assistant", "content": "I\nlook.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
+            told("toolu_1", ""),
+        ],
+    ),
     "a tool that was found": (
         {"messages": [USER, said(use()), asked(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
         [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, told("toolu_1", "weather")],
@@ -247,7 +255,7 @@ def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> Non
     counted = count_tokens({"model": "demo", **fields}, known).body["input_tokens"]
     assert counted == len(tokenizer()(requested.prompt)["input_ids"])
     with pytest.raises(ApiError, match="turns must alternate") as caught:
-        open_message(message(messages=[*turns, said(text("Yes.")), said(text("No."))]), known)
+        open_message(message(messages=[said(text("Yes.")), *turns]), known)
     assert caught.value.param == "messages"
 
 
@@ -266,6 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "messages[3].content[0].tool_use_id", "'toolu_1' is the id of a call with a result"),
     ({"system": "s", "messages": [*ROUND, said(text("x"), use())]},
      "messages[3].content[1].id", "'toolu_1' is the id of an earlier call"),
+    ({"messages": [USER, said(text("a")), said(text("b"), use(), use())]},
+     "messages[2].content[2].id", "'toolu_1' is the id of an earlier call"),
     ({"messages": [USER, said(text("x"), use(input="Oslo"))]},
      "messages[1].content[1].input", "must be an object, got 'Oslo'"),
     ({"messages": [USER, said(use(input=None))]}, "messages[1].content[0].input", "must be an object"),

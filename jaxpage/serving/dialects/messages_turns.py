@@ -7,7 +7,7 @@ A turn is a list of blocks, of which a chat makes messages of their own:
     assistant: thinking, text, calls           one message
     system, after a turn                       part of the user's text
 
-Texts of the user that follow each other are one message, as Anthropic defines it; many templates
+Turns of one role that follow each other are one message, as Anthropic defines it; many templates
 want turns to alternate.
 """
 
@@ -145,17 +145,18 @@ class TurnsOfChat:
             for index, block in enumerate(blocks)
             if isinstance(block, ToolUseBlock)
         ]
-        if blocks and not texts and not thoughts and not uses:
-            return  # all of it was passed over
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": [{"type": "text", "text": text} for text in texts],
-        }
+        if not texts and not thoughts and not uses:
+            return  # it is empty, or all of it was passed over
+        if not self.is_to_be_continued:
+            self._add({"role": "assistant", "content": []}, path)
+        place = f"messages[{len(self.messages) - 1}]"
+        message = self.messages[-1]
+        message["content"] += [{"type": "text", "text": text} for text in texts]
         if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
+            earlier = message.get("reasoning_content", "")
+            message["reasoning_content"] = earlier + "".join(thoughts)
         if uses:
             message["tool_calls"] = [_call_of(block) for _, block in uses]
-        place = self._add(message, path)
         for index, (block_path, _) in enumerate(uses):
             call = f"{place}.tool_calls[{index}]"
             self.names |= {
