@@ -184,6 +184,14 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [USER, asked(text("there")), said(text("Yes?")), USER]},
         [{"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Yes?"}, USER],
     ),
+    "answers that follow each other": (
+        {"messages": [USER, said(THOUGHT), said(), said(text("I")), said(text("look."), use()), asked(result())]},
+        [
+            USER,
+            {"role": "assistant", "content": "I\nlook.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
+            told("toolu_1", ""),
+        ],
+    ),
     "a tool that was found": (
         {"messages": [USER, said(use()), asked(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
         [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, told("toolu_1", "weather")],
@@ -223,6 +231,34 @@ def test_what_another_server_ran_is_passed_over_and_named() -> None:
     assert answer.ignored_fields == ("system[0]", *passed_over, "tools[0]")
 
 
+# As Mistral's, in which only texts of the user and answers without calls count as turns.
+ALTERNATING = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[CALL]{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> None:
+    known = context(tokenizer=with_template(ALTERNATING))
+    turns = [
+        USER,
+        said(use("a"), use("b")),
+        asked(result("a", content="3"), result("b", content="4"), text("Go on.")),
+    ]
+    fields = {"messages": [*turns, system("Agents"), said(text("Yes.")), USER]}
+    (requested,) = open_message(message(**fields), known).prompts
+    assert str(requested.prompt).endswith(
+        "[tool]3[tool]4\nGo on.\n<system-reminder>\nAgents\n</system-reminder>[assistant]Yes.[user]Hi"
+    )
+    counted = count_tokens({"model": "demo", **fields}, known).body["input_tokens"]
+    assert counted == len(tokenizer()(requested.prompt)["input_ids"])
+    with pytest.raises(ApiError, match="turns must alternate") as caught:
+        open_message(message(messages=[said(text("Yes.")), *turns]), known)
+    assert caught.value.param == "messages"
+
+
 def test_an_answer_goes_on_from_text_only() -> None:
     begun = open_message(message(messages=[USER, said(text("It was"))]), qwen())
     assert str(begun.prompts[0].prompt).endswith("It was")
@@ -238,6 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "messages[3].content[0].tool_use_id", "'toolu_1' is the id of a call with a result"),
     ({"system": "s", "messages": [*ROUND, said(text("x"), use())]},
      "messages[3].content[1].id", "'toolu_1' is the id of an earlier call"),
+    ({"messages": [USER, said(text("a")), said(text("b"), use(), use())]},
+     "messages[2].content[2].id", "'toolu_1' is the id of an earlier call"),
     ({"messages": [USER, said(text("x"), use(input="Oslo"))]},
      "messages[1].content[1].input", "must be an object, got 'Oslo'"),
     ({"messages": [USER, said(use(input=None))]}, "messages[1].content[0].input", "must be an object"),

@@ -7,7 +7,7 @@ A turn is a list of blocks, of which a chat makes messages of their own:
     assistant: thinking, text, calls           one message
     system, after a turn                       part of the user's text
 
-Texts of the user that follow each other are one message, as Anthropic defines it; many templates
+Turns of one role that follow each other are one message, as Anthropic defines it; many templates
 want turns to alternate.
 """
 
@@ -43,15 +43,25 @@ class TurnsOfChat:
         messages: The messages.
         names: The client's paths of the messages and of their parts, by the chat's.
         ignored: The client's paths of the blocks that are passed over.
+        has_text_after_result: True if a text of the user follows a result.
     """
 
-    def __init__(self, system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> None:
+    def __init__(
+        self,
+        system: str | Sequence[TextBlock] | None,
+        turns: Sequence[Turn],
+        *,
+        joins_results: bool = False,
+    ) -> None:
         """Translates a conversation.
 
         Args:
             system: The instructions that precede the turns.
             turns: The turns.
+            joins_results: True if a text of the user that follows a result is part of the result.
         """
+        self.has_text_after_result = False
+        self._joins_results = joins_results
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = {}
         self.ignored: list[str] = []
@@ -95,7 +105,11 @@ class TurnsOfChat:
         """Adds texts of a role to its last message, or as a new message."""
         if not texts:
             return
-        if not self.messages or self.messages[-1]["role"] != role:
+        last = self.messages[-1]["role"] if self.messages else None
+        if role == "user" and last == "tool":
+            self.has_text_after_result = True
+            last = "user" if self._joins_results else last
+        if last != role:
             self._add({"role": role, "content": []}, path)
         self.messages[-1]["content"] += [{"type": "text", "text": text} for text in texts]
 
@@ -131,17 +145,18 @@ class TurnsOfChat:
             for index, block in enumerate(blocks)
             if isinstance(block, ToolUseBlock)
         ]
-        if blocks and not texts and not thoughts and not uses:
-            return  # all of it was passed over
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": [{"type": "text", "text": text} for text in texts],
-        }
+        if not texts and not thoughts and not uses:
+            return  # it is empty, or all of it was passed over
+        if not self.is_to_be_continued:
+            self._add({"role": "assistant", "content": []}, path)
+        place = f"messages[{len(self.messages) - 1}]"
+        message = self.messages[-1]
+        message["content"] += [{"type": "text", "text": text} for text in texts]
         if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
+            earlier = message.get("reasoning_content", "")
+            message["reasoning_content"] = earlier + "".join(thoughts)
         if uses:
             message["tool_calls"] = [_call_of(block) for _, block in uses]
-        place = self._add(message, path)
         for index, (block_path, _) in enumerate(uses):
             call = f"{place}.tool_calls[{index}]"
             self.names |= {
