@@ -68,7 +68,7 @@ class Echo:
         self.refused: set[str] = set()
         self.last = last
 
-    async def post(self, path: str, body: bytes) -> InProcessAnswer:
+    async def post(self, path: str, body: bytes, owner: str = "") -> InProcessAnswer:
         await asyncio.sleep(0)
         prompt = json.loads(body)["prompt"]
         if prompt not in self.refused and prompt.endswith("7"):
@@ -287,11 +287,27 @@ def uploaded(client: openai.OpenAI, lines: list[str]) -> Any:
     return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
 
 
-def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path) -> None:
+def owners_of_lines(running: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """To whom responses would belong that the lines of batches have the server keep."""
+    owners = set()
+    post = running.server.batches._client.post
+
+    async def record(path: str, body: bytes, owner: str = "") -> Any:
+        owners.add(owner)
+        return await post(path, body, owner)
+
+    monkeypatch.setattr(running.server.batches._client, "post", record)
+    return owners
+
+
+def test_openais_client_runs_a_batch(
+    built: Any, client_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o755)
     with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
         wanted = client.completions.create(**GREEDY).choices[0].text
+        owners = owners_of_lines(running, monkeypatch)
         file = uploaded(
             client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)]
         )
@@ -303,6 +319,8 @@ def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path)
         )
         assert batch.status == "validating" and batch.metadata == {"a": "b"}
         done = ended(client, batch.id)
+        assert running.server.batches is not None
+        assert owners == {running.server.batches.store.owner(batch.id)} != {""}
         assert done.status == "completed" and done.request_counts.to_dict() == {
             "total": 4,
             "completed": 2,

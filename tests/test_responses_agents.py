@@ -206,6 +206,21 @@ def test_what_has_no_effect_is_named_by_the_clients_path() -> None:
     assert opened(neutral).ignored_fields == ()
 
 
+def test_a_format_of_the_text_is_no_matter_where_there_is_none() -> None:
+    """As instructor sends it with the one function that must be called."""
+    format_ = {"type": "json_schema", "name": "x", "schema": LOOK["parameters"]}
+    body = request(tools=[LOOK], text={"format": format_})
+    named = {"type": "function", "name": "look"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice in ("required", named, allowed):
+        exchange = opened({**body, "tool_choice": choice})
+        assert exchange.ignored_fields == ("text.format",)
+        plain = opened({**request(tools=[LOOK]), "tool_choice": choice})
+        assert exchange.prompts == plain.prompts
+    error = refused({**body, "tool_choice": "auto"})
+    assert error.param == "text.format" and error.message.startswith("text.format")
+
+
 CALL = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "a", "output": "3"}
 SAY = {"role": "user", "content": "Go"}

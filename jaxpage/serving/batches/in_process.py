@@ -46,8 +46,14 @@ class InProcess:
         )
         self._app = Envelope(limited, metrics)
 
-    async def post(self, path: str, body: bytes) -> InProcessAnswer:
-        """Returns the answer to a request with a JSON body, which is no stream."""
+    async def post(self, path: str, body: bytes, owner: str = "") -> InProcessAnswer:
+        """Returns the answer to a request with a JSON body, which is no stream.
+
+        Args:
+            path: The path of the route.
+            body: The body.
+            owner: A digest of the API key for which the request is sent; see `ApiKeys`.
+        """
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -62,7 +68,7 @@ class InProcess:
             "root_path": "",
             "query_string": b"",
             "headers": headers,
-            "state": {},
+            "state": {"owner": owner},
         }
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []

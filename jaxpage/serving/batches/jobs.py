@@ -178,6 +178,7 @@ class Batches:
             is_closing=self._is_closing,
             told=tell,
             url=record["endpoint"],
+            owner=self.store.owner(record["id"]),
         )
         running = asyncio.create_task(run.run(self.store.content(record["input_file_id"])))
         self._running = (record["id"], running)

@@ -73,7 +73,8 @@ def run_batch(
     if server.num_hosts > 1:
         raise UnsupportedError(f"num_hosts = {server.num_hosts} is not supported by run-batch")
     # What a file of settings says of directories is for a server.
-    server = server.model_copy(update={"batch_directory": None, "weights_directory": None})
+    directories = ("batch_directory", "weights_directory", "response_store_directory")
+    server = server.model_copy(update=dict.fromkeys(directories))
     max_line_bytes = server.max_body_bytes + LINE_EXTRA_BYTES
     with OutputFile(target) as output:
         total = num_lines(source, max_line_bytes, output.done)

@@ -39,6 +39,7 @@ class BatchRun:
         told: Callable[[], None] = lambda: None,
         window: int = DEFAULT_WINDOW,
         url: str | None = None,
+        owner: str = "",
     ) -> None:
         """Prepares a run.
 
@@ -52,7 +53,9 @@ class BatchRun:
             told: Called after each answer.
             window: The most lines that are ordered together.
             url: The path that all lines must name; None allows all.
+            owner: The one who made the batch, and to whom stored responses belong.
         """
+        self._owner = owner
         self.max_line_bytes = max_line_bytes
         self.window = window
         self.url = url
@@ -102,7 +105,7 @@ class BatchRun:
         """Returns the server's answer to a line; it waits where the server has no room."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            answer = await self._client.post(line.url, line.body)
+            answer = await self._client.post(line.url, line.body, self._owner)
             if answer.status >= 500 and self._is_dead():
                 raise EngineFailed("The engine has ended before all lines were answered")
             if answer.status not in _TRY_AGAIN:
