@@ -334,9 +334,8 @@ class Handle:
     def next_delta(self) -> asyncio.Future[RequestOutput]:
         delay, delta = self._plan.pop(0)
         future: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
-        timer = asyncio.get_running_loop().call_later(
-            delay, lambda: future.done() or future.set_result(delta)
-        )
+        # A reader that has left cancels the future, and the timer with it.
+        timer = asyncio.get_running_loop().call_later(delay, future.set_result, delta)
         future.add_done_callback(lambda _: timer.cancel())
         self.waiting = future
         return future

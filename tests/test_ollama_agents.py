@@ -112,7 +112,8 @@ def test_a_client_calls_tools_and_sends_their_results(stream: bool) -> None:
         ["<think>\nHm", "\n</think>\n\n", "I look.", CALL[:20], CALL[20:] + CALL], ["Fog", "."]
     )
     messages: list[Any] = [USER]
-    said = client.chat("demo", messages, tools=[get_weather], stream=stream)
+    fields: dict[str, Any] = {"tools": [get_weather], "stream": stream}
+    said = client.chat("demo", messages, **fields)
     parts = list(said) if stream else [said]
     assert [part.done_reason for part in parts if part.done] == ["stop"]
     calls = [call for part in parts for call in part.message.tool_calls or ()]

@@ -453,13 +453,18 @@ def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
         for fields, *_ in table
         for name in fields
     }
-    only_flags = {"add_special_tokens", "return_token_ids", "parallel_tool_calls"}
+    only_flags = {
+        "add_special_tokens",
+        "return_token_ids",
+        "return_progress",
+        "parallel_tool_calls",
+    }
     names = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
     assert names - tested - {"echo"} == only_flags
     for name in only_flags | {"echo"}:
         opens, body = (
             (open_chat, chat())
-            if name == "parallel_tool_calls"
+            if name in ("return_progress", "parallel_tool_calls")
             else (open_completion, completion())
         )
         assert refused(opens, {**body, name: "yes"}).param == name

@@ -231,8 +231,8 @@ async def updates_of(
 
 
 def _progress_seconds(exchange: Exchange) -> float | None:
-    is_asked = isinstance(exchange, ChatAnswer) and exchange.reports_progress
-    return PROGRESS_SECONDS if is_asked else None
+    reports_progress = isinstance(exchange, ChatAnswer) and exchange.reports_progress
+    return PROGRESS_SECONDS if reports_progress else None
 
 
 def _progress_of(exchange: Exchange, submitted: list[AwaitedHandle], frame: Frame) -> bytes:
