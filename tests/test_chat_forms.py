@@ -888,10 +888,10 @@ def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other() -> None:
         assert read(form, text, prompt) == message
 
 
-THINKS = [name for name in sorted(TEMPLATES) if derived(TEMPLATES[name]).form.reasoning]
+WITH_REASONING = [name for name in sorted(TEMPLATES) if derived(TEMPLATES[name]).form.reasoning]
 
 
-@pytest.mark.parametrize("name", THINKS)
+@pytest.mark.parametrize("name", WITH_REASONING)
 def test_the_markers_of_a_budget_are_those_of_the_reasoning(name: str) -> None:
     """What is between them is read as reasoning, and what follows as content."""
     form, prompt = derived(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
