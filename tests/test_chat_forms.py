@@ -21,6 +21,8 @@ from jaxpage.decoding import json_rule
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derive_form
 from jaxpage.serving.wire.template_worker import render_template
+from jaxpage.serving.wire.thinking import Wish, budget_values
+from jaxpage.settings.sampling_params import SamplingParams
 from tests.support.chat_templates import (
     HINTED,
     NO_TOOLS,
@@ -33,7 +35,7 @@ from tests.support.chat_templates import (
     UNCLEAR,
     UNTOLD,
 )
-from tests.support.wire import tokenizer, with_template
+from tests.support.wire import context, tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PROPERTIES = {
@@ -889,6 +891,24 @@ def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other() -> None:
         message = read(form, [text], prompt)
         assert (message["content"], message["tool_calls"]) == (text, [])
         assert read(form, text, prompt) == message
+
+
+WITH_REASONING = [name for name in sorted(TEMPLATES) if derived(TEMPLATES[name]).form.reasoning]
+
+
+@pytest.mark.parametrize("name", WITH_REASONING)
+def test_the_markers_of_a_budget_are_those_of_the_reasoning(name: str) -> None:
+    """What is between them is read as reasoning, and what follows as content."""
+    form, prompt = derived(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
+    known = context(chat_format=form)
+    values, ignored = budget_values(Wish(3, "x"), known, can_reason=True, prompt=prompt)
+    markers = SamplingParams(**values).thinking_markers
+    assert markers is not None and ignored == ()
+    opened, closed, again = markers
+    assert again is (form.headers is not None) and (opened == "") is form.is_open(prompt)
+    final = "" if form.headers is None else f"{form.headers.channel}final{form.headers.body}"
+    message = read(form, [f"{opened}abc{closed}{final}ok"], prompt)
+    assert (message["reasoning_content"], message["content"].strip()) == ("abc", "ok")
 
 
 THINKS_AND_CALLS = [

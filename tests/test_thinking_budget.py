@@ -166,6 +166,14 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer: Any) -> None:
             assert b"".join(map(budget.bytes_of, ending)) == wanted
     (special,) = set(budget_of(tokenizer, VOCAB, 1, THINK_MARKERS).endings)
     assert special == tuple(tokenizer("</think>", add_special_tokens=False)["input_ids"])
+    budget = budget_of(tokenizer, VOCAB, 1, ("", "</think><think>ab", False))
+    whole = budget.endings[0]
+    begun = {len("</think>"): 1, len("</think><think>"): 2}
+    assert len(whole) == 3 and budget.endings == tuple(
+        whole[begun.get(there, 0) :] for there in range(len(budget.close))
+    )
+    place = thinking.start(for_prompt(budget, []))
+    assert thinking.follow(budget, place, whole[0]).forced == whole[1:]
     with pytest.raises(ValueError, match="no tokens that spell"):
         budget_of(tokenizer, VOCAB, 1, ("", "漢", False))
 

@@ -80,14 +80,19 @@ def _pieces_of(tokenizer: Any) -> _Pieces:
 def _endings_of(tokenizer: Any, close: str) -> tuple[tuple[int, ...], ...]:
     """Returns `ThinkingBudget.endings`.
 
-    A marker with an added token is forced as a whole: to the model, the text of such a token is
-    something else than the token. So it is where only a part of a character is there.
+    A marker with an added token is forced by its tokens, from the first one that is not there: to
+    the model, the text of such a token is something else than the token. Where only a part of a
+    character is there, the whole marker is forced.
     """
     pieces = _pieces_of(tokenizer)
     whole = _spell(tokenizer, close, pieces.__getitem__)
     text = close.encode()
     if not pieces.added.isdisjoint(whole):
-        return (whole,) * len(text)
+        begins = [len(b"".join(map(pieces.__getitem__, whole[:n]))) for n in range(len(whole))]
+        return tuple(
+            whole[begins.index(num_there) :] if num_there in begins else whole
+            for num_there in range(len(text))
+        )
     endings = [whole]
     for num_there in range(1, len(text)):
         try:
