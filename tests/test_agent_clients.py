@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.clients.conversation import CALLS, REASONING, TEXTS
@@ -107,7 +109,7 @@ class Runs:
     """Runs each client once by each of its routes; both tests of a route look at the same run."""
 
     def __init__(self, server: AgentServer, directory: Path) -> None:
-        self._server = server
+        self.server = server
         self._directory = directory
         self._runs: dict[tuple[Client, str], dict[str, Outcome]] = {}
 
@@ -120,10 +122,10 @@ class Runs:
         return self._runs[client, route][stream]
 
     def _run(self, client: Client, route: str, command: list[str]) -> dict[str, Outcome]:
-        num_prompts, num_seen = len(self._server.device.prompts), len(self._server.seen)
+        num_prompts, num_seen = len(self.server.device.prompts), len(self.server.seen)
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         finished = subprocess.run(
-            [*command, self._server.address, route],
+            [*command, self.server.address, route],
             capture_output=True,
             text=True,
             timeout=300,
@@ -131,8 +133,8 @@ class Runs:
         )
         lines = [line for line in finished.stdout.splitlines() if line.startswith('{"stream"')]
         assert len(lines) == 2, finished.stdout[-2000:] + finished.stderr[-2000:]
-        prompts = self._server.device.prompts[num_prompts:]
-        seen = [seen for seen in self._server.seen[num_seen:] if seen.path == PATHS[route]]
+        prompts = self.server.device.prompts[num_prompts:]
+        seen = [seen for seen in self.server.seen[num_seen:] if seen.path == PATHS[route]]
         outcomes = {}
         for name, line in zip(("whole", "streamed"), lines, strict=True):
             streams = name == "streamed"
@@ -168,3 +170,41 @@ def test_a_conversation_with_tools(
     assert outcome.paths == [(PATHS[route], stream == "streamed")] * num_answers
     if not forces_calls:
         assert outcome.prompts == runs.outcome(client, route, "whole").prompts
+
+
+# Requests of the programs themselves, recorded with `agent_server --log` and shortened: the first one,
+# that which follows the call, and others.
+RECORDED = {
+    "claude_code_exec_first": "Bash",
+    "claude_code_exec_turn": None,
+    "codex_exec_first": "exec_command",
+    "continue_first": "Bash",
+    "continue_turn": None,
+    "copilot_first": "bash",
+    "copilot_turn": None,
+    "opencode_title": None,
+    "opencode_first": "bash",
+    "opencode_turn": None,
+    "qwen_code_first": "run_shell_command",
+    "qwen_code_turn": None,
+}
+
+
+@pytest.mark.parametrize(("name", "called"), RECORDED.items(), ids=RECORDED)
+def test_a_recorded_request_of_an_agent(runs: Runs, name: str, called: str | None) -> None:
+    """A template that takes one message of the system, at the beginning, shows it, and the answer has the call or no call."""
+    recorded = json.loads(
+        (DRIVERS.parent / "support" / "agent_requests" / f"{name}.json").read_text()
+    )
+    prompts = runs.server.device.prompts
+    num_prompts = len(prompts)
+    answer = httpx.post(
+        runs.server.address + recorded["path"],
+        headers=recorded["headers"],
+        json=recorded["body"],
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    assert len(prompts) == num_prompts + 1 and "note.txt" in prompts[-1]
+    calls = re.findall(r'"name": ?"(\w+)"', re.sub(r'"response": ?\{.*', "", answer.text))
+    assert set(calls) == ({called} if called else set())
