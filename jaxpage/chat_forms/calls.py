@@ -159,7 +159,11 @@ class CallReader:
             if not (yield from self._next_part_comes()):
                 raise
         else:
-            if form.arguments is not None and not close and not (yield from self._next_part_comes()):
+            if (
+                form.arguments is not None
+                and not close
+                and not (yield from self._next_part_comes())
+            ):
                 raise MismatchError
 
     def _extra_braces(self, close: str) -> Parser[None]:

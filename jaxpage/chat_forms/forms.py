@@ -88,7 +88,7 @@ class ListForm:
     values: tuple[ValueForm, ...]
 
     def with_missing_marks(self) -> ListForm:
-        """Returns the form of lists in which tags around bare values may be missing, or come twice."""
+        """Returns the form of lists in which tags around bare values are missing or come twice."""
         values = [*self.values]
         for value in filter(lambda value: value.is_bare, self.values):
             first, *others = chunks(value.open) or [""]
@@ -179,7 +179,7 @@ class ToolForm:
 
     @property
     def bare(self) -> BareCall | None:
-        """Returns the markers of a call whose outer tag is missing; None if there is no such tag."""
+        """Returns the markers of a call whose outer tag is missing; None if it has no such tag."""
         outer = self.trigger
         inner = self.opening.lstrip()[len(outer) :].lstrip()
         has_tag = inner.startswith("<") and first_chunk(inner) != ""

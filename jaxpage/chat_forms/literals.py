@@ -179,7 +179,7 @@ def _json_part(part: re.Match[str]) -> str:
 def _json_escape(escape: re.Match[str]) -> str:
     """Returns an escape or a quote within a string as JSON writes it.
 
-    A backslash before another character is one in Python, and `\\'` is a quote.
+    A backslash before a character that needs none is a backslash, but not before a quote.
     """
     if escape["quote"]:
         return '\\"'

@@ -3,8 +3,8 @@
     python -m tools.lab.agent_turns                                     # by kinds of templates
     python -m tools.lab.agent_turns --url http://127.0.0.1:8000         # what a server reports
 
-Without a server nothing is generated: the prompts of a conversation of twelve turns are rendered and
-tokenized as the server does it, and answers are what the template renders of them, in several
+Without a server nothing is generated: the prompts of a conversation of twelve turns are rendered
+and tokenized as the server does it, and answers are what the template renders of them, in several
 styles. The share of a turn is the part of the prompt and the answer before that its prompt begins
 with; the prefix cache holds that part, up to a block. With `--url` an agent asks for a call in each
 turn, and the shares are those of `usage.prompt_tokens_details.cached_tokens`.
@@ -17,7 +17,6 @@ import json
 import sys
 import urllib.request
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +47,9 @@ _LAST_QUESTION = (
     "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
 )
 # As templates do that drop the reasoning of answers before the last question.
-DROPS = THOUGHT.replace("m.reasoning_content %}", "m.reasoning_content and loop.index0 > asked.last %}", 1)
+DROPS = THOUGHT.replace(
+    "m.reasoning_content %}", "m.reasoning_content and loop.index0 > asked.last %}", 1
+)
 KINDS = {
     "JSON in tags": TEMPLATES["object in tags"],
     "JSON in tags, earlier reasoning dropped": _LAST_QUESTION
@@ -109,8 +110,10 @@ def prompt_of(messages: Sequence[dict[str, Any]], served: Any) -> str:
 def answer_of(messages: Sequence[dict[str, Any]], message: dict[str, Any], served: Any) -> str:
     """Returns what a template renders of an answer, without the prompt before it."""
     asked = prompt_of(messages, served)
-    answered = prompt_of([*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], served)
-    begin = len(commonprefix([asked, answered]))
+    answered = prompt_of(
+        [*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], served
+    )
+    begin = num_shared(asked, answered)
     path = json.loads(message["tool_calls"][0]["function"]["arguments"])["path"]
     end = answered.index(path, begin)
     form = served.chat_format.tools
@@ -120,7 +123,7 @@ def answer_of(messages: Sequence[dict[str, Any]], message: dict[str, Any], serve
 
 
 def shares_of(template: str, style: Style, num_words: int) -> list[float]:
-    """Returns for each turn but the first the share of what went before that its prompt begins with."""
+    """Returns the share of each turn but the first, see the module."""
     served = context(
         tokenizer=with_template(template),
         tool_parser="auto",
@@ -133,7 +136,7 @@ def shares_of(template: str, style: Style, num_words: int) -> list[float]:
         prompt = prompt_of(messages, served)
         ids = tokens.encode(prompt, add_special_tokens=False).ids
         if before:
-            shares.append(len(commonprefix([before, ids])) / len(before))
+            shares.append(num_shared(before, ids) / len(before))
         call_id = f"abcdef{turn:03}"
         arguments = json.dumps({"path": f"src/part_{turn}.py", "lines": turn}, ensure_ascii=False)
         function = {"name": "read_file", "arguments": arguments}
@@ -144,6 +147,12 @@ def shares_of(template: str, style: Style, num_words: int) -> list[float]:
         before = ids + tokens.encode(text, add_special_tokens=False).ids
         messages += [thought if style.is_sent else message, *next_messages(turn, call_id)]
     return shares
+
+
+def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many characters or tokens two texts have in common before they differ."""
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +175,9 @@ def measure_server(url: str, num_words: int) -> None:
     before, total, cached = 0, 0, 0
     for turn in range(NUM_TURNS):
         body = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required"}
-        answer = ask(url, {**body, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200})
+        answer = ask(
+            url, {**body, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
+        )
         usage, message = answer["usage"], answer["choices"][0]["message"]
         hit = usage["prompt_tokens_details"]["cached_tokens"]
         share = f"{hit / before:.3f}" if before else "-"
