@@ -321,3 +321,46 @@ def test_a_call_of_a_custom_tool_in_a_history() -> None:
     exchange = open_chat(chat([PLAIN], said, result("c")), KNOWN)
     written = '<tool_call>{"name": "note", "arguments": {"input": "a\\""}}</tool_call>'
     assert written in str(exchange.prompts[0].prompt)
+
+
+# Orders that templates refuse
+
+STRICT = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% if m.role == 'system' and ns.last or m.role == 'user' and ns.last not in ('', 'system', 'assistant') %}"
+    "{{ raise_exception('not in order') }}{% endif %}{% set ns.last = m.role %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([said("system", "a"), said("user", "b")], "[system]a[user]b"),
+        ([said("developer", "a"), said("system", "b"), said("user", "c")], "[system]a\n\nb[user]c"),
+        ([said("user", "a"), said("system", "b"), said("user", "c")], "[user]a\n\nb\n\nc"),
+        ([said("user", "a"), called("i", "j"), result("i"), result("j"), said("user", "b")],
+         "[user]a[assistant][tool]r[tool]r\n\nb"),
+    ],
+)  # fmt: skip
+def test_a_template_that_refuses_the_order_gets_a_strict_one(
+    messages: list[Any], prompt: str
+) -> None:
+    body = {"model": "demo", "messages": messages}
+    strict = open_chat(body, context(tokenizer=with_template(STRICT)))
+    assert strict.prompts[0].prompt == prompt
+    # Other templates get the messages as they are.
+    lenient = with_template("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    shown = str(open_chat(body, context(tokenizer=lenient)).prompts[0].prompt)
+    assert shown.count("[") == len(messages)
+
+
+def test_a_template_that_refuses_every_order_says_why() -> None:
+    always = with_template("{{ raise_exception('order ' ~ messages | length) }}")
+    body = {"model": "demo", "messages": [USER, USER]}
+    with pytest.raises(ApiError, match="refuses these messages: order 2") as refused:
+        open_chat(body, context(tokenizer=always))
+    assert refused.value.param == "messages"

@@ -250,7 +250,7 @@ def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> Non
     fields = {"messages": [*turns, system("Agents"), said(text("Yes.")), USER]}
     (requested,) = open_message(message(**fields), known).prompts
     assert str(requested.prompt).endswith(
-        "[tool]3[tool]4\nGo on.\n<system-reminder>\nAgents\n</system-reminder>[assistant]Yes.[user]Hi"
+        "[tool]3[tool]4\n\nGo on.\n<system-reminder>\nAgents\n</system-reminder>[assistant]Yes.[user]Hi"
     )
     counted = count_tokens({"model": "demo", **fields}, known).body["input_tokens"]
     assert counted == len(tokenizer()(requested.prompt)["input_ids"])

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from jaxpage.serving.dialects.dialect import Dialect
-from jaxpage.serving.dialects.messages_body import NAMES, Translation, translate
+from jaxpage.serving.dialects.messages_body import NAMES, translate
 from jaxpage.serving.dialects.messages_fields import (
     DOCUMENT,
     CountTokensRequest,
@@ -77,23 +77,6 @@ class MessageAnswer(InBlocks):
         # A client may ask for its reasoning to be left out of the answer.
         self._shows_thinking = getattr(request.thinking, "display", None) != "omitted"
         translation = translate(request, context)
-        try:
-            self._open(request, translation, context, ignored_fields)
-        except ApiError as error:
-            # Some templates, such as Mistral's, want an answer between a result and a text.
-            is_refused = error.param == "messages" and error.code is None
-            if not is_refused or not translation.has_text_after_result:
-                raise
-            translation = translate(request, context, joins_results=True)
-            self._open(request, translation, context, ignored_fields)
-
-    def _open(
-        self,
-        request: CountTokensRequest,
-        translation: Translation,
-        context: ModelContext,
-        ignored_fields: tuple[str, ...],
-    ) -> None:
         body = dict(translation.body)
         if isinstance(request, MessagesRequest):
             body |= {"max_tokens": request.max_tokens, "stream": request.stream}

@@ -32,29 +32,20 @@ class Translation(NamedTuple):
         body: Fields of the chat.
         names: The client's paths, by the chat's.
         ignored: The client's paths of what the chat has nothing for.
-        has_text_after_result: True if a text of the user follows a result of a call.
     """
 
     body: dict[str, Any]
     names: dict[str, str] = {}  # noqa: RUF012
     ignored: tuple[str, ...] = ()
-    has_text_after_result: bool = False
 
 
-def translate(
-    request: CountTokensRequest, context: ModelContext, *, joins_results: bool = False
-) -> Translation:
+def translate(request: CountTokensRequest, context: ModelContext) -> Translation:
     """Returns the chat of which the answer is that of a request, with all fields but its lengths.
-
-    Args:
-        request: The request.
-        context: The served model and the server's settings.
-        joins_results: True if a text of the user that follows a result is part of the result.
 
     Raises:
         ApiError: The request names a tool that is passed over, or there is no chat template.
     """
-    conversation = TurnsOfChat(request.system, request.messages, joins_results=joins_results)
+    conversation = TurnsOfChat(request.system, request.messages)
     parts = (
         Translation(
             {
@@ -76,7 +67,7 @@ def translate(
         body |= part.body
         names |= part.names
         ignored += part.ignored
-    return Translation(body, names, ignored, conversation.has_text_after_result)
+    return Translation(body, names, ignored)
 
 
 def _translate_tools(request: CountTokensRequest) -> Translation:

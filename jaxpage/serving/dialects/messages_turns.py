@@ -43,25 +43,15 @@ class TurnsOfChat:
         messages: The messages.
         names: The client's paths of the messages and of their parts, by the chat's.
         ignored: The client's paths of the blocks that are passed over.
-        has_text_after_result: True if a text of the user follows a result.
     """
 
-    def __init__(
-        self,
-        system: str | Sequence[TextBlock] | None,
-        turns: Sequence[Turn],
-        *,
-        joins_results: bool = False,
-    ) -> None:
+    def __init__(self, system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> None:
         """Translates a conversation.
 
         Args:
             system: The instructions that precede the turns.
             turns: The turns.
-            joins_results: True if a text of the user that follows a result is part of the result.
         """
-        self.has_text_after_result = False
-        self._joins_results = joins_results
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = {}
         self.ignored: list[str] = []
@@ -105,11 +95,7 @@ class TurnsOfChat:
         """Adds texts of a role to its last message, or as a new message."""
         if not texts:
             return
-        last = self.messages[-1]["role"] if self.messages else None
-        if role == "user" and last == "tool":
-            self.has_text_after_result = True
-            last = "user" if self._joins_results else last
-        if last != role:
+        if not self.messages or self.messages[-1]["role"] != role:
             self._add({"role": role, "content": []}, path)
         self.messages[-1]["content"] += [{"type": "text", "text": text} for text in texts]
 

@@ -25,6 +25,7 @@ from jaxpage.serving.wire.request_fields import (
     TextPart,
     ToolMessage,
 )
+from jaxpage.serving.wire.strict_turns import order_strictly
 from jaxpage.serving.wire.template_source import variables_of
 from jaxpage.serving.wire.thinking import effort_of, switch_of
 from jaxpage.serving.wire.tool_fields import CustomCall, FunctionTool, ToolCall
@@ -98,16 +99,31 @@ def render(
         "continue_final_message": continues,
         "variables": {**wished.values, **variables},
     }
-    try:
-        text = RENDERERS.render(requested, RENDER_SECONDS, RENDER_BYTES)
-    except ValueError as error:
-        raise ApiError(
-            400, f"The model's chat template refuses these messages: {error}", param="messages"
-        ) from None
+    text = _render_in_order(requested)
     ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
     if switch.value and effort.value is None and context.chat_format.reasoning is None:
         ignored += (switch.path,)
     return Rendered(text, ignored)
+
+
+def _render_in_order(requested: dict[str, Any]) -> str:
+    """Returns the text of the messages as they are, or in a strict order if the template wants it.
+
+    Raises:
+        ApiError: The template refuses the messages in both orders, or fails on them.
+    """
+    try:
+        return RENDERERS.render(requested, RENDER_SECONDS, RENDER_BYTES)
+    except ValueError as error:
+        problem = f"The model's chat template refuses these messages: {error}"
+        refusal = ApiError(400, problem, param="messages")
+        ordered = order_strictly(requested["messages"])
+        if ordered == requested["messages"]:
+            raise refusal from None
+    try:
+        return RENDERERS.render({**requested, "messages": ordered}, RENDER_SECONDS, RENDER_BYTES)
+    except ValueError:
+        raise refusal from None
 
 
 def template_of(context: ModelContext, tools: Sequence[object]) -> str:
