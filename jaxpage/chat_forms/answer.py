@@ -336,7 +336,8 @@ class AnswerReader(BufferedReader):
             buffer.position = end
             return call
         ends = (*ends, *self._content.tails, *self._content.responses)
-        for marker in (form.opening, form.between + form.open, bare.open, *ends):
+        begins = (form.opening, form.between + form.open, bare.open, bare.marker)
+        for marker in (*begins, *ends):
             if is_alone and marker.strip() and (yield from buffer.comes(marker)):
                 buffer.position = end
                 return call

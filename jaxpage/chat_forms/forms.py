@@ -189,7 +189,7 @@ class ToolForm:
         close, orphan = self.close, ""
         if self.begin.strip():
             orphan = self.end.strip()
-        elif is_pair(outer, last):
+        elif is_pair(outer, last) and (self.arguments is None or self.close.strip() != last):
             close, orphan = self.close.rstrip().removesuffix(last), last
         orphans = dict.fromkeys(filter(None, (orphan, TAG.sub("", orphan).strip())))
         marker = first_chunk(inner) or ("{" if self.payload == "object" else "")

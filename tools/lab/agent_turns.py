@@ -193,7 +193,7 @@ def main() -> None:
     """Prints a table of shares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a server; without it prompts are only rendered")
-    parser.add_argument("--words", type=int, default=12_000, help="words before the first question")
+    parser.add_argument("--words", type=int, default=6_000, help="words before the first question")
     arguments = parser.parse_args()
     if arguments.url:
         measure_server(arguments.url.rstrip("/"), arguments.words)
