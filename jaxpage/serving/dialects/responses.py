@@ -14,7 +14,7 @@ from jaxpage.serving.dialects.dialect import Dialect
 from jaxpage.serving.dialects.responses_fields import DOCUMENT, ResponsesRequest
 from jaxpage.serving.dialects.responses_items import ChatMessage, encode_reasoning
 from jaxpage.serving.dialects.responses_requests import (
-    Conversation,
+    RequestedConversation,
     chat_of,
     names_of_tools,
     truncate_messages,
@@ -91,7 +91,7 @@ class ResponseAnswer(InBlocks):
         Raises:
             ApiError: The request is refused.
         """
-        conversation = Conversation(request, body, responses)
+        conversation = RequestedConversation(request, body, responses)
         messages = conversation.messages
         dropped: list[ChatMessage] = []
         if request.truncation == "auto":

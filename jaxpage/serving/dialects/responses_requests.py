@@ -36,7 +36,7 @@ _PREVIOUS = "previous_response_id"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+")
 
 
-class Conversation:
+class RequestedConversation:
     """Holds what a request says, together with what the server has kept.
 
     Attributes:

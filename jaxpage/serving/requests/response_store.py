@@ -94,7 +94,7 @@ class _NoResponses:
 KEEPS_NOTHING: OwnerResponses = _NoResponses()
 
 
-class _Entry(NamedTuple):
+class _KeptResponse(NamedTuple):
     """Holds a response with its owner, and when it was stored in seconds since 1970."""
 
     owner: str
@@ -133,7 +133,7 @@ class ResponseStore:
         self._clock = clock
         self._changing = threading.Lock()
         # In the order in which they were stored, and in which they were last used.
-        self._kept: OrderedDict[str, _Entry] = OrderedDict()
+        self._kept: OrderedDict[str, _KeptResponse] = OrderedDict()
         self._used: OrderedDict[str, None] = OrderedDict()
         self._num_bytes = 0
         self._files = (
@@ -167,7 +167,7 @@ class ResponseStore:
         """Keeps a response, unless it has more bytes than all may have."""
         with self._changing:
             self._expire()
-            self._add(response_id, _Entry(owner, self._clock(), stored))
+            self._add(response_id, _KeptResponse(owner, self._clock(), stored))
             if self._files is not None and response_id in self._kept:
                 self._files.update(response_id)
 
@@ -186,7 +186,7 @@ class ResponseStore:
         if self._files is not None:
             self._files.close()
 
-    def _add(self, response_id: str, entry: _Entry) -> None:
+    def _add(self, response_id: str, entry: _KeptResponse) -> None:
         num_bytes = entry.stored.num_bytes
         if num_bytes > self.max_bytes:
             return
@@ -207,10 +207,10 @@ class ResponseStore:
         while self._kept and self._is_over(next(iter(self._kept.values()))):
             self._remove(next(iter(self._kept)))
 
-    def _is_over(self, entry: _Entry) -> bool:
+    def _is_over(self, entry: _KeptResponse) -> bool:
         return self._clock() - entry.stored_at >= self._seconds
 
-    def _look_up(self, response_id: str) -> _Entry | None:
+    def _look_up(self, response_id: str) -> _KeptResponse | None:
         return self._kept.get(response_id)
 
 
@@ -243,7 +243,7 @@ class _Files:
     nothing. What happens to a response before its file is written is written at once.
     """
 
-    def __init__(self, directory: Path, look_up: Callable[[str], _Entry | None]) -> None:
+    def __init__(self, directory: Path, look_up: Callable[[str], _KeptResponse | None]) -> None:
         self._directory = directory
         self._look_up = look_up
         self._num_faults = 0
@@ -262,7 +262,7 @@ class _Files:
                 f"response_store_directory: cannot use {directory}: {error.strerror}"
             ) from None
 
-    def load(self) -> Iterator[tuple[str, _Entry]]:
+    def load(self) -> Iterator[tuple[str, _KeptResponse]]:
         """Yields the responses of the directory, the oldest first.
 
         A file that was cut, as by a full disk, is removed. Files under other names stay.
@@ -313,7 +313,7 @@ class _Files:
                 logger.error("a response cannot be written to %s: %s", path, error.strerror)
 
 
-def _write(entry: _Entry) -> Iterator[bytes]:
+def _write(entry: _KeptResponse) -> Iterator[bytes]:
     begin = json.dumps({"owner": entry.owner, "stored_at": entry.stored_at}).encode()
     yield begin.removesuffix(b"}")
     yield b', "conversation": '
@@ -323,7 +323,7 @@ def _write(entry: _Entry) -> Iterator[bytes]:
     yield b"}"
 
 
-def _read(path: Path) -> _Entry | None:
+def _read(path: Path) -> _KeptResponse | None:
     """Returns what a file has, or None if it is not such a file."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         record = json.loads(path.read_bytes())
@@ -332,5 +332,5 @@ def _read(path: Path) -> _Entry | None:
             json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() for part in parts
         )
         stored = StoredResponse(conversation, response)
-        return _Entry(str(record["owner"]), float(record["stored_at"]), stored)
+        return _KeptResponse(str(record["owner"]), float(record["stored_at"]), stored)
     return None
