@@ -847,8 +847,21 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
     for body in (completion(), completion(prompt=[1], echo=True)):
         with pytest.raises(ApiError, match="no tokenizer"):
             open_completion(body, bare)
-    with pytest.raises(ApiError, match="no chat template"):
+    with pytest.raises(ApiError, match="no chat template") as caught:
         open_chat(chat(), bare)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [(None, "writes none or --tool-parser is none"), ("the template has two forms", "two forms")],
+)
+def test_a_server_that_reads_no_calls_says_why(reason: str | None, said: str) -> None:
+    body = chat(tools=[tool()], tool_choice="required")
+    error = refused(open_chat, body, no_form=reason)
+    assert error.status == 400 and error.param == "tool_choice"
+    assert error.message.startswith("tool_choice 'required' is not supported: ")
+    assert error.message.endswith(said)
 
 
 def test_the_template_renders_what_was_said() -> None:

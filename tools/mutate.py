@@ -119,6 +119,24 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "it asserts of zip that the lengths agree, and they do",
     ),
     ("", "ReplaceFalseWithTrue", "progress: bool = False", "it only shows a bar"),
+    (
+        "jaxpage/scheduling/scheduler.py",
+        "ReplaceComparisonOperator_Gt_GtE",
+        "if self.block_manager.num_to_cache(",
+        "it saves a call that finds no full block to cache",
+    ),
+    (
+        "jaxpage/scheduling/queues.py",
+        "NumberReplacer",
+        "return 0, group.admission",
+        "all ranks of this queue begin with the same number",
+    ),
+    (
+        "jaxpage/serving/dialects/translating.py",
+        "NumberReplacer",
+        "    place: int = 0",
+        "text has one place, whichever it is",
+    ),
 )
 
 

@@ -52,7 +52,7 @@ class ListedModel(NamedTuple):
 
     name: str
     card: ModelCard
-    created: float = 0.0
+    created: float
     context_length: int = 0
     num_bytes: int | None = None
     device_bytes: int = 0
