@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +102,7 @@ class Executables:
         mesh: DeviceMesh,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
+        further: Mapping[str, functools.partial[Any]] | None = None,
         progress: bool,
     ):
         """Compiles all executables, or finds them as files.
@@ -115,6 +116,7 @@ class Executables:
             mesh: The devices.
             target_only: The drafter may be off.
             stored: The executables of earlier starts; None if there are none and none are kept.
+            further: The calls that compile further executables, by their keys: those of an encoder.
             progress: Shows a progress bar.
         """
         self.options = options
@@ -128,6 +130,7 @@ class Executables:
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
             for bucket in menu.buckets
         }
+        jobs |= further or {}
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
@@ -142,6 +145,8 @@ class Executables:
         }
         for group in range(options.tables.num_groups):
             group_pages = self._of_group(pages, group)
+            if not group_pages:  # an encoder keeps nothing
+                continue
             backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
                 _compile_copy, group_pages, menu.num_copies, backend, mesh
@@ -201,6 +206,10 @@ class Executables:
         if is_off and bucket in self._target_only:
             return CompiledStep(self._executable(self._target_only[bucket]), neutral, drafter)
         return CompiledStep(self._executable(bucket), neutral)
+
+    def further(self, key: str) -> Any:
+        """Returns one of the further executables."""
+        return self._executable(key)
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
@@ -424,6 +433,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
             pages,
         )
     pages = job.args[0]
+    if job.func not in (_compile_copy, _compile_gather, _compile_scatter):
+        return (pages, 0), 0  # a further executable, of parameters and one array
     return {
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),

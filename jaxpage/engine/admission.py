@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
+from jaxpage.engine.calls.embedding import TextEmbedding
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import MAX_BIASES, NUM_CANDIDATES
@@ -20,6 +21,10 @@ from jaxpage.step.request import LoRAAdapter, Request
 
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 
+NO_GENERATION = (
+    "this model is an encoder: it embeds and ranks texts (LLM.embed, LLM.rerank, POST "
+    "/v1/embeddings, /v1/rerank, /api/embed), and generates none"
+)
 REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of these fits into float32
 
 
@@ -91,6 +96,7 @@ class Admission:
         spell: Callable[[tuple[str, ...]], Words] | None,
         has_priorities: bool,
         seed: int,
+        generates: bool = True,
     ):
         """Sets the limits.
 
@@ -101,6 +107,7 @@ class Admission:
             spell: Gives the tokens of words; None if the model has no tokenizer.
             has_priorities: True if the scheduling policy uses the priorities of requests.
             seed: The engine's seed, from which the seeds of requests are made.
+            generates: False for an encoder.
         """
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -108,6 +115,7 @@ class Admission:
         self._spell = spell
         self._has_priorities = has_priorities
         self._seed = seed
+        self._generates = generates
         self._num_admitted = 0
 
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
@@ -115,8 +123,11 @@ class Admission:
 
         Raises:
             ValueError: A parameter does not fit the model.
-            UnsupportedError: A parameter cannot be honoured.
+            UnsupportedError: A parameter cannot be honoured, or the model generates nothing.
         """
+        # Only a request for vectors has this very object, whatever others have in common with it.
+        if not self._generates and requested is not TextEmbedding.params:
+            raise UnsupportedError(NO_GENERATION)
         params = requested
         if isinstance(params, BeamSearchParams):
             self._check_width(params)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.engine.calls import ByVectors, TextEmbedding, YesNo
+from jaxpage.engine.calls import ByPairs, ByVectors, TextEmbedding, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show
@@ -93,7 +93,7 @@ class ModelContext:
     no_form: str | None = None
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
-    reranker: YesNo | ByVectors = field(default_factory=ByVectors)
+    reranker: YesNo | ByVectors | ByPairs = field(default_factory=ByVectors)
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
