@@ -44,7 +44,11 @@ def stream_sizes(max_length: int, most: int) -> tuple[int, ...]:
 
 
 def encoder_jobs(
-    sizes: Sequence[int], config: EncoderConfig, parameters: Any, options: StepOptions, mesh: DeviceMesh
+    sizes: Sequence[int],
+    config: EncoderConfig,
+    parameters: Any,
+    options: StepOptions,
+    mesh: DeviceMesh,
 ) -> dict[str, functools.partial[Any]]:
     """Returns the calls that compile an encoder, by the keys of their executables."""
     target = parameters["target"]
@@ -80,7 +84,9 @@ def _key(num_tokens: int) -> str:
 class Encoder:
     """Computes what an encoder gives of texts; it has the methods of `Embedder`."""
 
-    def __init__(self, config: EncoderConfig, executables: Executables, sizes: Sequence[int], most: int):
+    def __init__(
+        self, config: EncoderConfig, executables: Executables, sizes: Sequence[int], most: int
+    ):
         """Takes the executables, which are compiled.
 
         Args:
@@ -140,8 +146,7 @@ class Encoder:
         packed, starts = pack_texts(filled, size)
         states_TD = np.asarray(self._executables.further(_key(size))(parameters, packed))
         states = [
-            states_TD[start : start + len(text)]
-            for start, text in zip(starts, texts, strict=True)
+            states_TD[start : start + len(text)] for start, text in zip(starts, texts, strict=True)
         ]
         if self._config.scores_pairs:
             return self._score(parameters, states)
@@ -165,7 +170,9 @@ class Encoder:
             part = pooled[start : start + HEAD_ROWS]
             rows = np.zeros((HEAD_ROWS, self._config.hidden_size), np.float32)
             rows[: len(part)] = part
-            scores += list(np.array(self._executables.further(_HEAD)(parameters, rows))[: len(part)])
+            scores += list(
+                np.array(self._executables.further(_HEAD)(parameters, rows))[: len(part)]
+            )
         return scores
 
 

@@ -173,8 +173,8 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
     Raises:
         CheckpointError: config.json names no architecture.
-        UnsupportedError: The architecture is in neither `FAMILIES` nor `ENCODERS`, was not registered, and no
-            installed package has it.
+        UnsupportedError: The architecture is in neither `FAMILIES` nor `ENCODERS`, was not
+            registered, and no installed package has it.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):

@@ -190,7 +190,7 @@ class PreNormBlock(nnx.Module):
 
 
 class ScoreHead(nnx.Module):
-    """Computes the score of a text from one state: a product, a function, maybe a norm, a product."""
+    """Computes the score of a text from one state: two products, with a function in between."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Encoder(nnx.Module):
     def make_tables(
         cls, config: Any, at: Scope
     ) -> tuple[Embedding, Embedding | None, Embedding | None]:
-        """Returns the tables of tokens, of positions and of token types; None for those not there."""
+        """Returns the tables of tokens, positions and token types; None for one not there."""
 
     @classmethod
     @abstractmethod

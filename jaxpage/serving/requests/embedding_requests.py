@@ -36,7 +36,11 @@ class EmbeddingRequests:
     """
 
     def __init__(
-        self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: AnyEmbedder
+        self,
+        driver: AsyncDriver,
+        preparing: Preparing,
+        context: ModelContext,
+        embedder: AnyEmbedder,
     ):
         self._driver = driver
         self._preparing = preparing
