@@ -22,8 +22,8 @@ from jaxpage.step.request import LoRAAdapter, Request
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 
 NO_GENERATION = (
-    "this model is an encoder: it embeds and ranks texts (LLM.embed, LLM.rerank, POST "
-    "/v1/embeddings, /v1/rerank, /api/embed), and generates none"
+    "this model is an encoder: it embeds and ranks texts (LLM.embed and LLM.rerank, POST "
+    "/v1/embeddings and /v1/rerank), and generates none"
 )
 REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of these fits into float32
 

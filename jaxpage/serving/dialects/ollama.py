@@ -181,7 +181,9 @@ def about_ollama(context: ModelContext) -> dict[str, Any]:
             "general.architecture": kind,
             f"{kind}.context_length": context.max_model_len,
         },
-        "capabilities": ["completion", *(["thinking"] if thinks else [])],
+        "capabilities": ["completion", *(["thinking"] if thinks else [])]
+        if context.generates
+        else ["embedding"],
     }
 
 

@@ -79,6 +79,7 @@ class ModelContext:
         limits: The bounds of one request.
         reranker: The way in which the model ranks documents.
         embedding: The way in which texts become vectors.
+        generates: False for an encoder, which embeds and ranks alone.
     """
 
     model_names: tuple[str, ...]
@@ -95,6 +96,7 @@ class ModelContext:
     limits: RequestLimits = RequestLimits()
     reranker: YesNo | ByVectors | ByPairs = field(default_factory=ByVectors)
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
+    generates: bool = True
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter that a request's `model` names; None for the model itself.
