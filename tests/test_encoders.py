@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM
 from jaxpage.device.encoder import Encoder, stream_sizes
+from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import ENCODERS, load_family
+from jaxpage.models.bert import Bert
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -32,8 +35,14 @@ pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
 ROBERTA = {"max_position_embeddings": POSITIONS + 1, "pad_token_id": 0}
 # The config of each architecture that is tested: different heads, activations, tables.
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    **{"vocab_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 8},
+}
+# Heads of 16, which the kernel for CPUs takes; those of other forms are 12 wide.
 FORMS: dict[str, dict[str, Any]] = {
-    "BertModel": {"max_position_embeddings": POSITIONS},
+    "BertModel": {"max_position_embeddings": POSITIONS, "hidden_size": 64},
     "BertForMaskedLM": {"max_position_embeddings": POSITIONS, "hidden_act": "relu"},
     "RobertaModel": {**ROBERTA, "pad_token_id": 3, "max_position_embeddings": POSITIONS + 4},
     "XLMRobertaModel": {**ROBERTA, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
@@ -151,10 +160,17 @@ def test_a_pair_has_the_same_bits_alone_and_among_others(ranker: tuple[LLM, Any]
 
 
 def test_texts_share_a_stream_with_those_of_similar_length() -> None:
-    encoder = Encoder(None, None, stream_sizes(128, 128), 128)  # type: ignore[arg-type]
     assert stream_sizes(128, 128) == (32, 64, 128) and stream_sizes(100, 20) == (32, 64, 128)
-    assert encoder.batches([10, 128, 30, 33, 70, 1]) == [[1], [4], [3, 2, 0], [5]]
-    assert encoder.batches([]) == []
+    config = Bert.Spec.from_config({**BERT, "hidden_size": 64})
+    for in_cpp, batches in ((False, [[1], [4], [3, 2, 0], [5]]), (True, [[1], [4, 3], [2, 0, 5]])):
+        backend = SimpleNamespace(attention_backend=Backend("auto", in_cpp=in_cpp))
+        executables = SimpleNamespace(options=backend)
+        encoder = Encoder(config, executables, stream_sizes(128, 128), 128)  # type: ignore[arg-type]
+        assert encoder.batches([10, 128, 30, 33, 70, 1]) == batches
+        assert encoder.batches([]) == []
+        assert [len(batch) for batch in encoder.batches([1] * 40)] == (
+            [16, 16, 8] if in_cpp else [4] * 10
+        )
 
 
 def files_of(directory: Path, pooling: dict[str, Any], *more: str, **prompts: Any) -> None:
@@ -282,7 +298,7 @@ def test_weights_are_replaced_and_put_to_sleep(saved: Any, llm: LLM) -> None:
     before = llm.embed(text, use_tqdm=False)
     weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
     [name] = [key for key in weights if key.endswith("layer.1.output.dense.bias")]
-    llm.update_parameters({**weights, name: np.ones(48, np.float32)})
+    llm.update_parameters({**weights, name: np.ones(64, np.float32)})
     assert not np.array_equal(llm.embed(text, use_tqdm=False), before)
     llm.update_parameters(weights)
     np.testing.assert_array_equal(llm.embed(text, use_tqdm=False), before)

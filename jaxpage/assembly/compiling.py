@@ -68,7 +68,9 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     pages = spec.pages(mesh)
     further = {}
     if spec.encoded:
-        further = encoder_jobs(spec.encoded, files.spec, parameters, options, mesh)
+        further = encoder_jobs(
+            spec.encoded, spec.memory.max_model_len, files.spec, parameters, options, mesh
+        )
     try:
         executables = Executables(
             spec.menu,

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from jaxpage.device.embedder import Embedder
 from jaxpage.device.encoder_step import (
     HEAD_ROWS,
-    QUERY_TILE,
+    alignment_of,
     encoder_step,
+    num_rows_of,
     pack_texts,
     score_step,
     size_of_inputs,
@@ -28,32 +29,43 @@ from jaxpage.outputs import TokenPooling
 
 Vector = npt.NDArray[np.float32]
 _HEAD = "head"
+SMALLEST_STREAM = 32  # tokens; with fewer a call is hardly shorter
 
 
-def stream_sizes(max_length: int, most: int) -> tuple[int, ...]:
+def stream_sizes(longest: int, most: int) -> tuple[int, ...]:
     """Returns the numbers of tokens for which an encoder is compiled, each twice the last.
 
     Args:
-        max_length: The tokens of the longest text.
+        longest: The tokens of the longest text.
         most: The tokens that texts fill together, where one alone does not fill more.
     """
-    sizes = [QUERY_TILE]
-    while sizes[-1] < max(max_length, most):
+    sizes = [SMALLEST_STREAM]
+    while sizes[-1] < max(longest, most):
         sizes.append(2 * sizes[-1])
     return tuple(sizes)
 
 
 def encoder_jobs(
     sizes: Sequence[int],
+    longest: int,
     config: EncoderConfig,
     parameters: Any,
     options: StepOptions,
     mesh: DeviceMesh,
 ) -> dict[str, functools.partial[Any]]:
-    """Returns the calls that compile an encoder, by the keys of their executables."""
+    """Returns the calls that compile an encoder, by the keys of their executables.
+
+    Args:
+        sizes: The sizes of streams; see `stream_sizes`.
+        longest: The tokens of the longest text.
+        config: The config of the model.
+        parameters: The parameters, for their shapes and places.
+        options: The constants of the steps.
+        mesh: The device.
+    """
     target = parameters["target"]
     jobs = {
-        _key(size): functools.partial(compile_encoder, target, size, options, mesh)
+        _key(size): functools.partial(compile_encoder, target, size, longest, options, mesh)
         for size in sizes
     }
     if config.scores_pairs:
@@ -62,11 +74,11 @@ def encoder_jobs(
 
 
 def compile_encoder(
-    parameters: Any, num_tokens: int, options: StepOptions, mesh: DeviceMesh
+    parameters: Any, num_tokens: int, longest: int, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
     """Compiles an encoder for streams of this many tokens."""
     packed = mesh.whole(jax.ShapeDtypeStruct((size_of_inputs(num_tokens),), jnp.int32))
-    step = functools.partial(encoder_step, num_tokens=num_tokens, options=options)
+    step = functools.partial(encoder_step, num_tokens=num_tokens, longest=longest, options=options)
     return compile_ahead(jax.jit(step), parameters, packed, graphs=options.graphs)
 
 
@@ -85,7 +97,11 @@ class Encoder:
     """Computes what an encoder gives of texts; it has the methods of `Embedder`."""
 
     def __init__(
-        self, config: EncoderConfig, executables: Executables, sizes: Sequence[int], most: int
+        self,
+        config: EncoderConfig,
+        executables: Executables,
+        sizes: Sequence[int],
+        most: int,
     ):
         """Takes the executables, which are compiled.
 
@@ -99,10 +115,12 @@ class Encoder:
         self._executables = executables
         self._sizes = tuple(sizes)
         self._most = most
+        backend = executables.options.attention_backend
+        self._alignment = alignment_of(backend, config.kv.head_dim)
 
     def compile(self, num_tokens: int) -> int:
         """Returns the size of the stream for a text of this length; all are compiled."""
-        return next(size for size in self._sizes if size >= num_tokens)
+        return self._size(num_tokens)
 
     def is_compiled(self, num_tokens: int) -> bool:
         """Returns True: an encoder is compiled at its start."""
@@ -119,8 +137,8 @@ class Encoder:
         batches: list[list[int]] = []
         room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            taken = _round_up(lengths[place])
-            if taken > room:
+            taken = self._taken(lengths[place])
+            if taken > room or len(batches[-1]) == num_rows_of(self._size(self._most)):
                 batches.append([])
                 room = max(self._most, taken)
             batches[-1].append(place)
@@ -137,13 +155,14 @@ class Encoder:
             texts: The token ids of texts of one batch.
             poolings: The pooling of each text.
         """
-        taken = sum(_round_up(len(text)) for text in texts)
-        size = self.compile(taken)
+        # A stream with room for the tokens, and for as many texts.
+        taken = sum(self._taken(len(text)) for text in texts)
+        size = self._size(max(taken, 8 * len(texts)))
         filled = [
             self._inputs(np.asarray(text, np.int32), pooling)
             for text, pooling in zip(texts, poolings, strict=True)
         ]
-        packed, starts = pack_texts(filled, size)
+        packed, starts = pack_texts(filled, size, self._alignment)
         states_TD = np.asarray(self._executables.further(_key(size))(parameters, packed))
         states = [
             states_TD[start : start + len(text)] for start, text in zip(starts, texts, strict=True)
@@ -151,6 +170,14 @@ class Encoder:
         if self._config.scores_pairs:
             return self._score(parameters, states)
         return [pool(each, pooling) for each, pooling in zip(states, poolings, strict=True)]
+
+    def _size(self, num_tokens: int) -> int:
+        """Returns the smallest stream that has room for so many tokens."""
+        return next(size for size in self._sizes if size >= num_tokens)
+
+    def _taken(self, num_tokens: int) -> int:
+        """Returns the tokens that a text takes in a stream, up to where the next may start."""
+        return -(-num_tokens // self._alignment) * self._alignment
 
     def _inputs(
         self, ids: npt.NDArray[np.int32], pooling: TokenPooling
@@ -177,11 +204,6 @@ class Encoder:
 
 
 AnyEmbedder = Embedder | Encoder
-
-
-def _round_up(num_tokens: int) -> int:
-    """Returns the tokens that a text takes in a stream, up to the next tile."""
-    return -(-num_tokens // QUERY_TILE) * QUERY_TILE
 
 
 def pool(states_TD: npt.NDArray[np.float32], pooling: TokenPooling) -> Vector:

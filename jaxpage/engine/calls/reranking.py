@@ -1,10 +1,10 @@
 """Ranks documents by how well they answer a query.
 
-A model does it in one of three ways. A cross-encoder reads query and document together, and its head
-gives the score. A reranker that is a decoder is asked whether a document answers
-the query, and the score is the probability of "yes" against that of "no" as the next token. Any
-other model embeds query and documents, and the score says how near the two vectors are: the cosine
-of the angle between them, unless the model's files say otherwise.
+A model does it in one of three ways. A cross-encoder reads query and document together, and its
+head gives the score. A reranker that is a decoder is asked whether a document answers the query,
+and the score is the probability of "yes" against that of "no" as the next token. Any other model
+embeds query and documents, and the score says how near the two vectors are: the cosine of the angle
+between them, unless the model's files say otherwise.
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ def reranker_of(
 ) -> YesNo | ByVectors | ByPairs:
     """Returns the way in which a model ranks.
 
-    A cross-encoder has one way. With "auto" a model that has the pooling of sentence-transformers ranks by vectors. Any other
-    one whose tokenizer has the marks of the template, and "yes" and "no" as one token each, ranks
-    by these tokens. The rest ranks by vectors.
+    A cross-encoder has one way. With "auto" a model that has the pooling of sentence-transformers
+    ranks by vectors. Any other one whose tokenizer has the marks of the template, and "yes" and
+    "no" as one token each, ranks by these tokens. The rest ranks by vectors.
 
     Args:
         embedding: The way in which the model embeds texts, with its tokenizer.

@@ -171,7 +171,7 @@ class PostNormBlock(nnx.Module):
 
 
 class PreNormBlock(nnx.Module):
-    """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`; the first norm may be None."""
+    """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. A norm may be None."""
 
     def __init__(self, attention: Attention, attention_norm: Any | None, mlp: Any, mlp_norm: Any):
         """Makes the block of its halves and of the norms of their inputs."""
