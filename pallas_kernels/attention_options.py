@@ -41,8 +41,8 @@ class AttentionOptions:
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row.
             It replaces the causal order.
         last_seen_T: The last position of its row that each query token sees, if that comes after
-            its own: what is in the row's context is seen, and no more. `sliding_window` and
-            `attention_chunk` bound what it sees of earlier positions, and are counted from its own.
+            its own: what is in the row's context is seen, and no more. `sliding_window` bounds what
+            it sees of earlier positions, and is counted from its own.
     """
 
     scale: float

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, AsyncLLM
-from jaxpage.device.encoder import Encoder, stream_sizes
+from jaxpage.device.encoder import TextEncoder
 from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs import stream_sizes
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import ENCODERS, load_family
 from jaxpage.models.bert import Bert
@@ -165,7 +166,7 @@ def test_texts_share_a_stream_with_those_of_similar_length() -> None:
     for in_cpp, batches in ((False, [[1], [4], [3, 2, 0], [5]]), (True, [[1], [4, 3], [2, 0, 5]])):
         backend = SimpleNamespace(attention_backend=Backend("auto", in_cpp=in_cpp))
         executables = SimpleNamespace(options=backend)
-        encoder = Encoder(config, executables, stream_sizes(128, 128), 128)  # type: ignore[arg-type]
+        encoder = TextEncoder(config, executables, stream_sizes(128, 128), 128)  # type: ignore[arg-type]
         assert encoder.batches([10, 128, 30, 33, 70, 1]) == batches
         assert encoder.batches([]) == []
         assert [len(batch) for batch in encoder.batches([1] * 40)] == (

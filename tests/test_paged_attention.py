@@ -92,7 +92,7 @@ def test_alibi_lowers_scores_by_distance(backend, contexts, queries, options):
     "backend", [name for name in SHARED_BACKENDS if "last_seen_T" in SETS[name].honours]
 )
 @pytest.mark.parametrize(("contexts", "queries"), [ROWS[2], ([80, 3, 70], [80, 3, 33])])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"attention_chunk": 16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
 @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
 def test_a_token_may_see_later_ones(backend, contexts, queries, options, page_dtype):
     """Mistakes planted: the causal order, the whole context, and what the next token sees."""

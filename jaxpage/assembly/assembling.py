@@ -13,13 +13,13 @@ from typing import Any
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import Hooks
-from jaxpage.assembly.planning.encoders import most_tokens
+from jaxpage.assembly.planning.encoders import max_stream_tokens
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import ModelFiles, read_embedding_files
 from jaxpage.checkpoints.tokenizers import ends_of_text
-from jaxpage.device import AnyEmbedder, Embedder, Encoder, Executables
+from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
 from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
@@ -67,8 +67,8 @@ class Built:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""
         executables = self.engine.executables
         if isinstance(self.model.spec, EncoderConfig):
-            most = most_tokens(self.spec.described)
-            return Encoder(self.model.spec, executables, self.spec.encoded, most)
+            max_tokens = max_stream_tokens(self.spec.described)
+            return TextEncoder(self.model.spec, executables, self.spec.encoded, max_tokens)
         weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)

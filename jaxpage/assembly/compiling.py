@@ -24,7 +24,7 @@ from jaxpage.device import (
 from jaxpage.device.hardware import make_mesh
 from jaxpage.device.pages import KVPages
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import abstract, abstract_model, make_model
+from jaxpage.models import EncoderConfig, abstract, abstract_model, make_model
 from jaxpage.models.parameters import adapter_weights
 from jaxpage.models.sharding import ShardedWeight, shard_weights, with_sharding
 
@@ -66,8 +66,8 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     hooks.phase(PHASES[4])
     options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
-    further = {}
-    if spec.encoded:
+    further = None
+    if isinstance(files.spec, EncoderConfig):
         further = encoder_jobs(
             spec.encoded, spec.memory.max_model_len, files.spec, parameters, options, mesh
         )

@@ -168,7 +168,7 @@ class EmbeddingFiles:
     def pair_score(self, number: float) -> float:
         """Returns the score of a pair, given the number that the head of a cross-encoder made."""
         assert self.pair_activation is not None, "only a cross-encoder has scores of pairs"
-        return float(ACTIVATIONS[self.pair_activation](np.float64(number)))
+        return float(ACTIVATIONS[self.pair_activation](np.array(number)))
 
     def check(self) -> None:
         """Raises CheckpointError if something in the files is not supported."""

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from jaxpage.device.embedder import Embedder  # computes embeddings of prompts
     from jaxpage.device.encoder import (
         AnyEmbedder,  # is the type of what computes vectors
-        Encoder,  # computes texts with a model whose tokens see each other both ways
+        TextEncoder,  # computes texts with a model whose tokens see each other both ways
         encoder_jobs,  # gives the calls that compile such a model
-        stream_sizes,  # says for how many tokens it is compiled
     )
     from jaxpage.device.executables import (
         Executables,  # holds the compiled steps

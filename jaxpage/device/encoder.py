@@ -23,26 +23,13 @@ from jaxpage.device.encoder_step import (
 )
 from jaxpage.device.executables import Executables, compile_ahead
 from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.steps import StepOptions
 from jaxpage.models import EncoderConfig
 from jaxpage.outputs import TokenPooling
 
 Vector = npt.NDArray[np.float32]
 _HEAD = "head"
-SMALLEST_STREAM = 32  # tokens; with fewer a call is hardly shorter
-
-
-def stream_sizes(longest: int, most: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens for which an encoder is compiled, each twice the last.
-
-    Args:
-        longest: The tokens of the longest text.
-        most: The tokens that texts fill together, where one alone does not fill more.
-    """
-    sizes = [SMALLEST_STREAM]
-    while sizes[-1] < max(longest, most):
-        sizes.append(2 * sizes[-1])
-    return tuple(sizes)
 
 
 def encoder_jobs(
@@ -52,7 +39,7 @@ def encoder_jobs(
     parameters: Any,
     options: StepOptions,
     mesh: DeviceMesh,
-) -> dict[str, functools.partial[Any]]:
+) -> dict[Bucket | str, functools.partial[Any]]:
     """Returns the calls that compile an encoder, by the keys of their executables.
 
     Args:
@@ -64,7 +51,7 @@ def encoder_jobs(
         mesh: The device.
     """
     target = parameters["target"]
-    jobs = {
+    jobs: dict[Bucket | str, functools.partial[Any]] = {
         _key(size): functools.partial(compile_encoder, target, size, longest, options, mesh)
         for size in sizes
     }
@@ -93,7 +80,7 @@ def _key(num_tokens: int) -> str:
     return f"encode {num_tokens} tokens"
 
 
-class Encoder:
+class TextEncoder:
     """Computes what an encoder gives of texts; it has the methods of `Embedder`."""
 
     def __init__(
@@ -163,7 +150,7 @@ class Encoder:
             for text, pooling in zip(texts, poolings, strict=True)
         ]
         packed, starts = pack_texts(filled, size, self._alignment)
-        states_TD = np.asarray(self._executables.further(_key(size))(parameters, packed))
+        states_TD = np.asarray(self._executables.executable(_key(size))(parameters, packed))
         states = [
             states_TD[start : start + len(text)] for start, text in zip(starts, texts, strict=True)
         ]
@@ -198,12 +185,12 @@ class Encoder:
             rows = np.zeros((HEAD_ROWS, self._config.hidden_size), np.float32)
             rows[: len(part)] = part
             scores += list(
-                np.array(self._executables.further(_HEAD)(parameters, rows))[: len(part)]
+                np.array(self._executables.executable(_HEAD)(parameters, rows))[: len(part)]
             )
         return scores
 
 
-AnyEmbedder = Embedder | Encoder
+AnyEmbedder = Embedder | TextEncoder
 
 
 def pool(states_TD: npt.NDArray[np.float32], pooling: TokenPooling) -> Vector:

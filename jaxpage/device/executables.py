@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ class Executables:
         mesh: DeviceMesh,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
-        further: Mapping[str, functools.partial[Any]] | None = None,
+        further: dict[Bucket | str, functools.partial[Any]] | None = None,
         progress: bool,
     ):
         """Compiles all executables, or finds them as files.
@@ -116,7 +116,7 @@ class Executables:
             mesh: The devices.
             target_only: The drafter may be off.
             stored: The executables of earlier starts; None if there are none and none are kept.
-            further: The calls that compile further executables, by their keys: those of an encoder.
+            further: The calls that compile an encoder, by their keys.
             progress: Shows a progress bar.
         """
         self.options = options
@@ -145,8 +145,8 @@ class Executables:
         }
         for group in range(options.tables.num_groups):
             group_pages = self._of_group(pages, group)
-            if not group_pages:  # an encoder keeps nothing
-                continue
+            if not group_pages:
+                continue  # An encoder keeps nothing.
             backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
                 _compile_copy, group_pages, menu.num_copies, backend, mesh
@@ -204,12 +204,8 @@ class Executables:
             draft_depth == 0 and drafter is not None and not drafter.num_layers
         )
         if is_off and bucket in self._target_only:
-            return CompiledStep(self._executable(self._target_only[bucket]), neutral, drafter)
-        return CompiledStep(self._executable(bucket), neutral)
-
-    def further(self, key: str) -> Any:
-        """Returns one of the further executables."""
-        return self._executable(key)
+            return CompiledStep(self.executable(self._target_only[bucket]), neutral, drafter)
+        return CompiledStep(self.executable(bucket), neutral)
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
@@ -218,7 +214,7 @@ class Executables:
     def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
         """Returns the contents of blocks, as far as they are on devices of this process."""
         return self._mesh.of_process(
-            self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
+            self.executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
         )
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
@@ -229,7 +225,7 @@ class Executables:
 
     def _move(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """Runs an executable that moves blocks of one group; returns the pages of all layers."""
-        move = self._executable(name)
+        move = self.executable(name)
         return in_groups(
             pages,
             self.options.layer_groups,
@@ -245,7 +241,7 @@ class Executables:
             if other == group
         )
 
-    def _executable(self, key: Bucket | str) -> Any:
+    def executable(self, key: Bucket | str) -> Any:
         """Returns an executable.
 
         In the first second after a start from files a step may wait until its own is loaded.
@@ -434,7 +430,7 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
         )
     pages = job.args[0]
     if job.func not in (_compile_copy, _compile_gather, _compile_scatter):
-        return (pages, 0), 0  # a further executable, of parameters and one array
+        return (pages, 0), 0  # of an encoder
     return {
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),

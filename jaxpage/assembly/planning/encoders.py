@@ -7,7 +7,7 @@ from typing import Any
 from jaxpage.assembly.planning.cache_groups import CacheGroup
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.sizing import MemoryPlan
-from jaxpage.device import stream_sizes
+from jaxpage.device.inputs import stream_sizes
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import EncoderConfig, ModelSpec
 from jaxpage.settings.engine_config import EngineConfig
@@ -69,7 +69,7 @@ def no_steps(config: EngineConfig) -> StepLimits:
     return StepLimits(config.max_num_seqs, max_tokens=1, max_chunk_rows=1, mixed=False)
 
 
-def most_tokens(described: Described) -> int:
+def max_stream_tokens(described: Described) -> int:
     """Returns the tokens that several texts fill together, at most."""
     default = STREAM_ON_CPU if described.device.is_cpu else STREAM_ON_ACCELERATORS
     return described.config.max_num_batched_tokens or default
@@ -77,7 +77,7 @@ def most_tokens(described: Described) -> int:
 
 def encoder_sizes(described: Described) -> tuple[int, ...]:
     """Returns the numbers of tokens for which an encoder is compiled."""
-    return stream_sizes(longest_text(described), most_tokens(described))
+    return stream_sizes(longest_text(described), max_stream_tokens(described))
 
 
 def longest_text(described: Described) -> int:

@@ -109,10 +109,12 @@ class ByPairs:
         """
         if instruction is not None:
             raise ValueError("instruction is not supported: a cross-encoder takes none")
+        tokenizer = self.embedding.tokenizer
+        assert tokenizer is not None, "a model without one ranks no texts"
         prompts = []
         poolings = []
         for document in documents:
-            encoded = self.embedding.tokenizer(query, document, return_token_type_ids=True)
+            encoded = tokenizer(query, document, return_token_type_ids=True)
             types = encoded["token_type_ids"]
             second = types.index(1) if 1 in types else None
             prompts.append({"prompt": document, "prompt_token_ids": encoded["input_ids"]})

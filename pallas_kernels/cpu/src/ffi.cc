@@ -296,9 +296,9 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
                             ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
                             ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::S32> last_seen,
                             ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                            ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
-                            float scale, float softcap, int64_t window, int64_t chunk,
-                            int64_t value_width) {
+                            ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages,
+                            Scales k_scale, Scales v_scale, float scale, float softcap,
+                            int64_t window, int64_t chunk, int64_t value_width) {
   if (k_pages->untyped_data() != k_in.untyped_data() ||
       (v_in.element_count() && v_pages->untyped_data() != v_in.untyped_data()) ||
       (k_scale_in.element_count() &&
@@ -328,7 +328,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
                   ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
                   ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::S32> last_seen,
                   ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t chunk, int64_t value_width) {
+                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window,
+                  int64_t chunk, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data();
   a.v_pages = v_pages.untyped_data();
