@@ -29,6 +29,7 @@ from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, Driven
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
+    ByPairs,
     ByVectors,
     Messages,
     RerankMethod,
@@ -290,13 +291,14 @@ class AsyncLLM(DrivenModel):
         """
         documents = check_documents(query, documents, top_n, instruction)
         reranker = self._reranker(method)
-        texts = reranker.texts(query, documents, instruction)
-        if isinstance(reranker, ByVectors):
-            params = SamplingParams(max_tokens=1)
-            requests = await asyncio.to_thread(self._prepare, texts, params)
-            poolings = reranker.poolings(len(documents), instruction)
+        if isinstance(reranker, ByVectors | ByPairs):
+            texts, poolings = await asyncio.to_thread(
+                reranker.inputs, query, documents, instruction
+            )
+            requests = await asyncio.to_thread(self._prepare, texts, self._embedding.params)
             pooled = await self._pool(requests, poolings)
             return rank(reranker.scores(pooled), documents, top_n)
+        texts = reranker.texts(query, documents, instruction)
         prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
         outputs = await self._whole(prompts, reranker.first)
         lacking = reranker.missing(outputs)

@@ -17,6 +17,7 @@ from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStr
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
+    ByPairs,
     ByVectors,
     Messages,
     RerankMethod,
@@ -383,12 +384,12 @@ class LLM(DrivenModel):
         """
         documents = check_documents(query, documents, top_n, instruction)
         reranker = self._reranker(method)
-        texts = reranker.texts(query, documents, instruction)
-        if isinstance(reranker, ByVectors):
-            requests = self._prepare(texts, SamplingParams(max_tokens=1))
-            poolings = reranker.poolings(len(documents), instruction)
+        if isinstance(reranker, ByVectors | ByPairs):
+            texts, poolings = reranker.inputs(query, documents, instruction)
+            requests = self._prepare(texts, self._embedding.params)
             pooled = self._pool(requests, poolings, use_tqdm=use_tqdm)
             return rank(reranker.scores(pooled), documents, top_n)
+        texts = reranker.texts(query, documents, instruction)
         prompts = [self._prompt_of(text) for text in texts]
         outputs = self.generate(prompts, reranker.first, use_tqdm)
         lacking = reranker.missing(outputs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 # The ways that a call may ask for in which the hidden states of a prompt become one vector.
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "cls"]
 
 
 class TokenPooling(NamedTuple):
@@ -15,10 +15,13 @@ class TokenPooling(NamedTuple):
     Attributes:
         modes: The ways, by the names of sentence-transformers; of several, all vectors in a row.
         num_skipped: The number of tokens at the beginning that do not count.
+        second_text: The place of the first token of the second text of a pair, whose token type is
+            1; None for one text.
     """
 
     modes: tuple[str, ...]
     num_skipped: int = 0
+    second_text: int | None = None
 
 
 @dataclass(frozen=True)

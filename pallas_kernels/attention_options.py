@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 _OF_HEADS = ("sinks", "alibi_slopes")
-_ARRAYS = (*_OF_HEADS, "tree_mask_TQ")
+_ARRAYS = (*_OF_HEADS, "tree_mask_TQ", "last_seen_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,9 @@ class AttentionOptions:
             2021). Calls take it in float32.
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row.
             It replaces the causal order.
+        last_seen_T: The last position of its row that each query token sees, if that comes after
+            its own: what is in the row's context is seen, and no more. `sliding_window` bounds what
+            it sees of earlier positions, and is counted from its own.
     """
 
     scale: float
@@ -50,6 +53,7 @@ class AttentionOptions:
     sinks: Float[Array, "N"] | None = None
     alibi_slopes: Float[Array, "N"] | None = None
     tree_mask_TQ: Bool[Array, "T Q"] | None = None
+    last_seen_T: Int[Array, "T"] | None = None
 
     def __post_init__(self) -> None:
         # A number becomes Python's own: NumPy's has a type, which results in JAX could take on.
@@ -71,7 +75,9 @@ class AttentionOptions:
     @property
     def static(self) -> AttentionOptions:
         """Returns the options without their arrays; they can be hashed."""
-        return dataclasses.replace(self, sinks=None, alibi_slopes=None, tree_mask_TQ=None)
+        return dataclasses.replace(
+            self, sinks=None, alibi_slopes=None, tree_mask_TQ=None, last_seen_T=None
+        )
 
     def check(
         self,
@@ -109,6 +115,13 @@ class AttentionOptions:
                     "tokens of its row, "
                     f"not {tree.dtype} of shape {tree.shape}"
                 )
+        if (last := arrays["last_seen_T"]) is not None:
+            if last.shape != (num_tokens,) or not jnp.issubdtype(last.dtype, jnp.integer):
+                raise ValueError(
+                    f"last_seen_T must hold an integer for each of {num_tokens} query tokens, not "
+                    f"{last.dtype} of shape {last.shape}"
+                )
+            arrays["last_seen_T"] = last.astype(jnp.int32)
         if (self.value_width is None) == (v_pages is None):
             raise ValueError("either v_pages or value_width must be given, and not both")
         if self.value_width is not None and self.value_width > k_pages.shape[3]:

@@ -119,6 +119,9 @@ class KernelSet:
                 return "a tree mask with a sliding window"
             if {"tree_mask_TQ", "attention_chunk"} <= options:
                 return "a tree mask with chunks of attention"
+            others = {"tree_mask_TQ", "alibi_slopes", "attention_chunk"}
+            if "last_seen_T" in options and options & others:
+                return "tokens that see later ones, with a tree mask, ALiBi or chunks of attention"
         return reason
 
 

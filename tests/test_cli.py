@@ -26,7 +26,7 @@ from jaxpage.cli.foreign_commands import ANSWERS
 from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
-from jaxpage.models import FAMILIES
+from jaxpage.models import ENCODERS, FAMILIES
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.openapi import REQUESTS
@@ -518,7 +518,9 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     assert report["jaxpage"] == __version__
     names = [line.split(maxsplit=1)[1] for line in lines if line.startswith("architectures")]
     assert names[0] == f"{len(FAMILIES)}, also listed in docs/reference/models.md:"
-    assert " ".join(names[1:]).split(", ") == [*FAMILIES] and max(map(len, names)) < 80
+    place = names.index(f"and {len(ENCODERS)} encoders, which embed or rank texts:")
+    assert " ".join(names[1:place]).split(", ") == [*FAMILIES] and max(map(len, names)) < 80
+    assert " ".join(names[place + 1 :]).split(", ") == [*ENCODERS]
     assert {
         "jax",
         "jaxlib",

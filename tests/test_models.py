@@ -36,7 +36,7 @@ from jaxpage.models import registry
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.registry import FAMILIES, load_family
+from jaxpage.models.registry import ENCODERS, FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support import measured_errors
 from tests.support.dense import dense_attend, logits_of
@@ -1254,7 +1254,9 @@ def test_mimo_is_qwen2():
 
 
 def test_the_registry_counts_the_supported_families_and_gpt2_reads_the_common_names():
-    with pytest.raises(UnsupportedError, match=f"not one of the {len(FAMILIES)} that"):
+    with pytest.raises(
+        UnsupportedError, match=f"not one of the {len(FAMILIES) + len(ENCODERS)} that"
+    ):
         load_family({"architectures": ["NoSuchModel"]})
     assert {config_json(name)["architectures"][0] for name in MODELS} == set(FAMILY_OF)
     config = config_json("gpt2-usual")

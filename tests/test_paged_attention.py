@@ -89,6 +89,27 @@ def test_alibi_lowers_scores_by_distance(backend, contexts, queries, options):
 
 
 @pytest.mark.parametrize(
+    "backend", [name for name in SHARED_BACKENDS if "last_seen_T" in SETS[name].honours]
+)
+@pytest.mark.parametrize(("contexts", "queries"), [ROWS[2], ([80, 3, 70], [80, 3, 33])])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+def test_a_token_may_see_later_ones(backend, contexts, queries, options, page_dtype):
+    """Mistakes planted: the causal order, the whole context, and what the next token sees."""
+    one_shape = {"padding": 128 - sum(queries), "num_blocks": 64, "table_width": 13}
+    types = {"dtype": page_dtype, "page_dtype": page_dtype}
+    case = make_case(1, contexts, queries, heads=(6, 2), width=32, **one_shape, **types)
+    last = np.random.default_rng(3).integers(0, 90, 128).astype(np.int32)
+    got = run(*case.arrays, scale=0.3, **options, last_seen_T=last, backend=backend)
+    want = oracle(case, scale=0.3, **options, last_seen_T=last)
+    tolerance = 2e-6 if page_dtype == "float32" else 0.03
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=tolerance)
+    for wrong in (None, np.full(128, 99), np.roll(last, 1)):
+        other = oracle(case, scale=0.3, **options, last_seen_T=wrong)
+        assert np.abs(np.asarray(got, np.float32) - other).max() > 0.1
+
+
+@pytest.mark.parametrize(
     "backend", [name for name in SHARED_BACKENDS if "attention_chunk" in SETS[name].honours]
 )
 @pytest.mark.parametrize("chunk", [1, 9, 64])
@@ -443,6 +464,7 @@ def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not
     case = vars(make_case(9, [4, 4], [1, 1]))
     zeros = np.zeros(4, np.float32)
     arrays = {"sinks": zeros, "alibi_slopes": zeros, "tree_mask_TQ": np.ones((5, 1), bool)}
+    arrays["last_seen_T"] = np.zeros(5, np.int32)
     options = {"scale": 1.0, name: arrays.get(name, 3)}
     if name == "value_width":
         case["v_pages"] = None

@@ -13,18 +13,20 @@ from typing import Any
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import Hooks
+from jaxpage.assembly.planning.encoders import max_stream_tokens
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import ModelFiles, read_embedding_files
 from jaxpage.checkpoints.tokenizers import ends_of_text
-from jaxpage.device import Embedder, Executables
+from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
 from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
 from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
+from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import gib
@@ -56,11 +58,17 @@ class Built:
     @functools.cached_property
     def embedding(self) -> TextEmbedding:
         """Returns how texts become vectors, as the model's files say."""
-        return TextEmbedding(read_embedding_files(self.model.directory), self.tokenizer)
+        files = read_embedding_files(self.model.directory)
+        if isinstance(self.model.spec, EncoderConfig):
+            files = files.of_encoder(self.model.config, scores_pairs=self.model.spec.scores_pairs)
+        return TextEmbedding(files, self.tokenizer)
 
-    def new_embedder(self) -> Embedder:
-        """Returns an embedder of the model, which has compiled nothing yet."""
+    def new_embedder(self) -> AnyEmbedder:
+        """Returns an embedder of the model; one of a decoder has compiled nothing yet."""
         executables = self.engine.executables
+        if isinstance(self.model.spec, EncoderConfig):
+            max_tokens = max_stream_tokens(self.spec.described)
+            return TextEncoder(self.model.spec, executables, self.spec.encoded, max_tokens)
         weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)
@@ -110,6 +118,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         seed=spec.config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
         strategies=strategies,
+        generates=not spec.encoded,
         **parts,
     )
     if hooks.before_steps:

@@ -13,11 +13,18 @@ from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.planning.drafting import Drafting
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device import Executables, Packings, StepOptions, open_stored_executables, pack_weights
+from jaxpage.device import (
+    Executables,
+    Packings,
+    StepOptions,
+    encoder_jobs,
+    open_stored_executables,
+    pack_weights,
+)
 from jaxpage.device.hardware import make_mesh
 from jaxpage.device.pages import KVPages
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import abstract, abstract_model, make_model
+from jaxpage.models import EncoderConfig, abstract, abstract_model, make_model
 from jaxpage.models.parameters import adapter_weights
 from jaxpage.models.sharding import ShardedWeight, shard_weights, with_sharding
 
@@ -59,6 +66,11 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     hooks.phase(PHASES[4])
     options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
+    further = None
+    if isinstance(files.spec, EncoderConfig):
+        further = encoder_jobs(
+            spec.encoded, spec.memory.max_model_len, files.spec, parameters, options, mesh
+        )
     try:
         executables = Executables(
             spec.menu,
@@ -68,6 +80,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             mesh=mesh,
             target_only=drafting.may_be_off,
             stored=open_stored_executables(mesh),
+            further=further,
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason

@@ -43,6 +43,12 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     spec = engine_spec_of(described)
     if hooks.planned and (sizes := hooks.planned(spec)):
         spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
+    quantization = files.quantization.described if files.quantization else ""
+    if spec.encoded:
+        for warning in notices(spec.described, spec.memory):
+            logger.warning(warning)
+        hooks.show(align([*spec.rows()], num_words=2))
+        return spec
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
     spec = replace(
@@ -50,7 +56,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
         attention=attention_sets(
             kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype
         ),
-        quantization=files.quantization.described if files.quantization else "",
+        quantization=quantization,
     )
     for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
         logger.warning(warning)

@@ -12,7 +12,7 @@ from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafting import open_drafting
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
-from jaxpage.checkpoints import ModelFiles, list_names, open_model
+from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
@@ -74,6 +74,7 @@ def describe(
         lora,
         kernels,
         _dtype_reason(config.dtype, device, stored),
+        read_embedding_files(files.directory).max_tokens,
     )
     return Opened(described, files, tokenizer, sampling_defaults, mesh)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -133,6 +133,9 @@ class EmbeddingFiles:
         similarity: How vectors are compared.
         is_stated: True if the model has such files.
         refusal: What of them is not supported; empty if all is.
+        max_tokens: The tokens of the longest text, if the files say so.
+        pair_activation: The function of `ACTIVATIONS` that makes a score of the number that a
+            cross-encoder gives; None for a model that embeds.
     """
 
     modes: tuple[str, ...] = ("lasttoken",)
@@ -143,6 +146,29 @@ class EmbeddingFiles:
     similarity: Similarity = "cosine"
     is_stated: bool = False
     refusal: str = ""
+    max_tokens: int | None = None
+    pair_activation: str | None = None
+
+    def of_encoder(self, config: Mapping[str, Any], *, scores_pairs: bool) -> EmbeddingFiles:
+        """Returns what the files say of an encoder, where they may say less.
+
+        An encoder without files embeds by the mean of all tokens, as in sentence-transformers.
+
+        Args:
+            config: The content of config.json.
+            scores_pairs: True if the model has a head that scores pairs of texts.
+        """
+        if scores_pairs:
+            refusal = (
+                "this model scores pairs of texts (LLM.rerank, POST /v1/rerank) and has no vectors"
+            )
+            return replace(self, refusal=refusal, pair_activation=_read_pair_activation(config))
+        return self if self.is_stated else replace(self, modes=("mean",), is_stated=True)
+
+    def pair_score(self, number: float) -> float:
+        """Returns the score of a pair, given the number that the head of a cross-encoder made."""
+        assert self.pair_activation is not None, "only a cross-encoder has scores of pairs"
+        return float(ACTIVATIONS[self.pair_activation](np.array(number)))
 
     def check(self) -> None:
         """Raises CheckpointError if something in the files is not supported."""
@@ -230,14 +256,43 @@ def _read(directory: Path) -> EmbeddingFiles:
         pooling, layers = _read_modules(directory)
     else:
         pooling, layers = POOLING_FILE, (Normalize(),)
-    if has_file(directory, TEXT_FILE) and read_object(directory, TEXT_FILE).get("do_lower_case"):
+    texts = read_object(directory, TEXT_FILE) if has_file(directory, TEXT_FILE) else {}
+    if texts.get("do_lower_case"):
         raise CheckpointError(f"{TEXT_FILE}: do_lower_case = true is not supported")
+    max_tokens = texts.get("max_seq_length")
+    if not isinstance(max_tokens, int | None) or (max_tokens is not None and max_tokens < 1):
+        raise CheckpointError(f"{TEXT_FILE}: max_seq_length must be a number of tokens or null")
     config = read_object(directory, pooling)
     include_prompt = config.get("include_prompt", True)
     if not isinstance(include_prompt, bool):
         raise CheckpointError(f"{pooling}: include_prompt must be true or false")
     modes = _read_modes(config, pooling)
-    return EmbeddingFiles(modes, include_prompt, layers, is_stated=True, **_read_prompts(directory))
+    return EmbeddingFiles(
+        modes,
+        include_prompt,
+        layers,
+        is_stated=True,
+        max_tokens=max_tokens,
+        **_read_prompts(directory),
+    )
+
+
+def _read_pair_activation(config: Mapping[str, Any]) -> str:
+    """Returns the function of the scores of a cross-encoder; a sigmoid unless config.json says it.
+
+    Raises:
+        CheckpointError: The function is not known.
+    """
+    newer = config.get("sentence_transformers")
+    stated = newer.get("activation_fn") if isinstance(newer, dict) else None
+    stated = stated or config.get("sbert_ce_default_activation_function")
+    activation = "Sigmoid" if stated is None else str(stated).rpartition(".")[2]
+    if activation not in ACTIVATIONS or (stated and not str(stated).startswith("torch.")):
+        raise CheckpointError(
+            f"config.json: the activation function {quote(stated)} of scores is not one of "
+            f"{_list_names(ACTIVATIONS)} of torch.nn"
+        )
+    return activation
 
 
 def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:

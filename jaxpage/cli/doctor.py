@@ -284,10 +284,12 @@ def _chat_form(model: str) -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    from jaxpage.models import FAMILIES
+    from jaxpage.models import ENCODERS, FAMILIES
 
     yield f"{len(FAMILIES)}, also listed in docs/reference/models.md:"
     yield from textwrap.wrap(", ".join(FAMILIES), LINE_CHARACTERS, break_on_hyphens=False)
+    yield f"and {len(ENCODERS)} encoders, which embed or rank texts:"
+    yield from textwrap.wrap(", ".join(ENCODERS), LINE_CHARACTERS, break_on_hyphens=False)
 
 
 def families_of_packages() -> Iterator[str]:

@@ -33,7 +33,7 @@ from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
 from jaxpage.device.hardware import DeviceSpec, open_devices
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models import KVSpec, ModelSpec, model_weights
+from jaxpage.models import EncoderConfig, KVSpec, ModelSpec, model_weights
 from jaxpage.models.parameters import LoRASpec, num_bytes
 from jaxpage.models.sharding import Divisions
 from jaxpage.settings.engine_config import EngineConfig
@@ -157,6 +157,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
     chosen = subject.option(layout)
     if isinstance(chosen.error, ConfigError | UnsupportedError):
         raise chosen.error
+    if isinstance(subject.spec, EncoderConfig):
+        _print_encoder(subject, chosen, as_json=arguments.json)
+        return
     for notice in notices(subject.describe(layout), chosen.plan) if chosen.plan else ():
         logger.warning(notice)
     count = arguments.devices or 0
@@ -172,6 +175,40 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
         print(json.dumps({**_as_dict(subject, chosen, options, length), **more}, allow_nan=False))
     if chosen.error and not fits:
         raise chosen.error
+
+
+def _print_encoder(subject: Subject, chosen: Option, *, as_json: bool) -> None:
+    """Prints what an encoder takes, which keeps nothing of its texts.
+
+    Raises:
+        CapacityError: It does not fit; the message has the numbers.
+    """
+    if chosen.error:
+        raise chosen.error
+    assert chosen.plan is not None, "there is a plan where there is no error"
+    about = {
+        "model": subject.config.model,
+        "architecture": subject.architecture,
+        "num_parameters": subject.num_parameters,
+        "device": subject.device.name,
+        "dtype": chosen.layout.dtype,
+        "weights_bytes": chosen.plan.weights_bytes,
+        "workspace_bytes": chosen.plan.workspace_bytes,
+        "max_model_len": chosen.plan.max_model_len,
+    }
+    if as_json:
+        print(json.dumps(about))
+        return
+    rows = [
+        (
+            "model",
+            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters",
+        ),
+        ("keys and values", "none: the model is an encoder, which keeps nothing of a text"),
+        ("dtype", chosen.layout.dtype),
+        *chosen.plan.rows(),
+    ]
+    print("\n".join(align(rows, num_words=2)))
 
 
 def spec_of(

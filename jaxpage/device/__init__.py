@@ -13,6 +13,11 @@ from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
     from jaxpage.device.embedder import Embedder  # computes embeddings of prompts
+    from jaxpage.device.encoder import (
+        AnyEmbedder,  # is the type of what computes vectors
+        TextEncoder,  # computes texts with a model whose tokens see each other both ways
+        encoder_jobs,  # gives the calls that compile such a model
+    )
     from jaxpage.device.executables import (
         Executables,  # holds the compiled steps
         check_graphs,  # refuses settings of CUDA graphs that have no effect

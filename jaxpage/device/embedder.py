@@ -66,7 +66,20 @@ class Embedder:
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Returns which prompts are computed together, by their places: each is by itself."""
+        return [[place] for place in range(len(lengths))]
+
     def embed(
+        self, parameters: Any, prompts: Sequence[Sequence[int]], poolings: Sequence[TokenPooling]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns the vector of each prompt of a batch; see `embed_one`."""
+        return [
+            self.embed_one(parameters, token_ids, pooling)
+            for token_ids, pooling in zip(prompts, poolings, strict=True)
+        ]
+
+    def embed_one(
         self, parameters: Any, token_ids: Sequence[int], pooling: TokenPooling
     ) -> npt.NDArray[np.float32]:
         """Returns the hidden states after the final norm as one vector [D], or several in a row.

@@ -102,6 +102,7 @@ class Executables:
         mesh: DeviceMesh,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
+        further: dict[Bucket | str, functools.partial[Any]] | None = None,
         progress: bool,
     ):
         """Compiles all executables, or finds them as files.
@@ -115,6 +116,7 @@ class Executables:
             mesh: The devices.
             target_only: The drafter may be off.
             stored: The executables of earlier starts; None if there are none and none are kept.
+            further: The calls that compile an encoder, by their keys.
             progress: Shows a progress bar.
         """
         self.options = options
@@ -128,6 +130,7 @@ class Executables:
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
             for bucket in menu.buckets
         }
+        jobs |= further or {}
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
@@ -142,6 +145,8 @@ class Executables:
         }
         for group in range(options.tables.num_groups):
             group_pages = self._of_group(pages, group)
+            if not group_pages:
+                continue  # An encoder keeps nothing.
             backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
                 _compile_copy, group_pages, menu.num_copies, backend, mesh
@@ -199,8 +204,8 @@ class Executables:
             draft_depth == 0 and drafter is not None and not drafter.num_layers
         )
         if is_off and bucket in self._target_only:
-            return CompiledStep(self._executable(self._target_only[bucket]), neutral, drafter)
-        return CompiledStep(self._executable(bucket), neutral)
+            return CompiledStep(self.executable(self._target_only[bucket]), neutral, drafter)
+        return CompiledStep(self.executable(bucket), neutral)
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
@@ -209,7 +214,7 @@ class Executables:
     def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
         """Returns the contents of blocks, as far as they are on devices of this process."""
         return self._mesh.of_process(
-            self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
+            self.executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
         )
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
@@ -220,7 +225,7 @@ class Executables:
 
     def _move(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """Runs an executable that moves blocks of one group; returns the pages of all layers."""
-        move = self._executable(name)
+        move = self.executable(name)
         return in_groups(
             pages,
             self.options.layer_groups,
@@ -236,7 +241,7 @@ class Executables:
             if other == group
         )
 
-    def _executable(self, key: Bucket | str) -> Any:
+    def executable(self, key: Bucket | str) -> Any:
         """Returns an executable.
 
         In the first second after a start from files a step may wait until its own is loaded.
@@ -424,6 +429,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
             pages,
         )
     pages = job.args[0]
+    if job.func not in (_compile_copy, _compile_gather, _compile_scatter):
+        return (pages, 0), 0  # of an encoder
     return {
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.assembly import Built
-from jaxpage.device import Embedder
+from jaxpage.device import AnyEmbedder
 from jaxpage.driver.driver import COMMAND_SECONDS, Driver
 from jaxpage.driver.front import HeldPrefix, check_streamable
 from jaxpage.driver.handle import Handle, Update, copy_error
@@ -292,7 +292,7 @@ class AsyncDriver(Driver):
     async def vectors(
         self,
         requests: Sequence[PreparedRequest],
-        embedder: Embedder,
+        embedder: AnyEmbedder,
         poolings: Sequence[TokenPooling],
     ) -> AsyncGenerator[npt.NDArray[np.float32], None]:
         """Yields the pooled vectors of prompts; see `Driver.embedding`.

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device import Embedder
+from jaxpage.device import AnyEmbedder
 from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
@@ -238,7 +238,7 @@ class Driver:
     @contextlib.contextmanager
     def embedding(
         self,
-        embedder: Embedder,
+        embedder: AnyEmbedder,
         prompts: Sequence[PreparedRequest],
         poolings: Sequence[TokenPooling],
     ) -> Iterator[Sequence[PendingAnswer[npt.NDArray[np.float32]]]]:
@@ -522,7 +522,7 @@ class Pinning(AnsweringHandle):
 
 
 class EmbeddingHandle(AnsweringHandle):
-    """Follows prompts whose vectors are computed, one in each turn, all with the same weights.
+    """Follows prompts whose vectors are computed, a batch in each turn, all with the same weights.
 
     Attributes:
         vectors: The answers, each of which gets the vector [D] of a prompt.
@@ -533,7 +533,7 @@ class EmbeddingHandle(AnsweringHandle):
     def __init__(
         self,
         turns: Turns,
-        embedder: Embedder,
+        embedder: AnyEmbedder,
         prompts: Sequence[PreparedRequest],
         poolings: Sequence[TokenPooling],
     ) -> None:
@@ -542,7 +542,9 @@ class EmbeddingHandle(AnsweringHandle):
         ]
         super().__init__(turns, prompts[0], self.vectors)
         self._embedder = embedder
-        self._remaining = iter(list(zip(prompts, poolings, self.vectors, strict=True)))
+        self._prompts = prompts
+        self._poolings = poolings
+        self._remaining = embedder.batches([len(prompt.token_ids) for prompt in prompts])[::-1]
         self._weights: Any = None
 
     @property
@@ -556,13 +558,19 @@ class EmbeddingHandle(AnsweringHandle):
         self._turns.post(Command(self._compute))
 
     def _compute(self, engine: Engine) -> None:
-        """Computes a vector between two steps, and posts the command for the next one."""
+        """Computes a batch between two steps, and posts the command for the next one."""
         if self.is_over:
             return
         try:
-            prompt, pooling, vector = next(self._remaining)
-            vector.set_result(self._embedder.embed(self._weights, prompt.token_ids, pooling))
-            if not self.vectors[-1].done():
+            places = self._remaining.pop()
+            vectors = self._embedder.embed(
+                self._weights,
+                [self._prompts[place].token_ids for place in places],
+                [self._poolings[place] for place in places],
+            )
+            for place, vector in zip(places, vectors, strict=True):
+                self.vectors[place].set_result(vector)
+            if self._remaining:
                 self._turns.post(Command(self._compute))
                 return
         except Exception as error:

@@ -19,6 +19,7 @@ from jaxpage.engine import (
     WakingWeights,
 )
 from jaxpage.engine.calls import (
+    ByPairs,
     ByVectors,
     Prompt,
     RerankMethod,
@@ -148,11 +149,11 @@ class DrivenModel(BuiltModel):
     ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
         """Prepares prompts whose vectors are computed, with how each is pooled."""
         prompts, poolings = self._embedding.add_prompts(prompts, pooling)
-        if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
+        if requests := self._prepare(prompts, self._embedding.params):
             return requests, poolings
         raise ValueError("embed needs at least one prompt")
 
-    def _reranker(self, method: RerankMethod) -> YesNo | ByVectors:
+    def _reranker(self, method: RerankMethod) -> YesNo | ByVectors | ByPairs:
         """Returns the way in which the model ranks.
 
         Raises:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
+from jaxpage.engine.calls.embedding import TextEmbedding
 from jaxpage.engine.thinking import for_prompt
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import (
@@ -27,6 +28,10 @@ from jaxpage.step.thinking import ThinkingBudget
 
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 
+NO_GENERATION = (
+    "this model is an encoder: it embeds and ranks texts (LLM.embed and LLM.rerank, POST "
+    "/v1/embeddings and /v1/rerank), and generates none"
+)
 REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of these fits into float32
 
 
@@ -101,6 +106,7 @@ class Admission:
         read_budget: Callable[[int, ThinkingMarkers], ThinkingBudget] | None,
         has_priorities: bool,
         seed: int,
+        generates: bool = True,
     ):
         """Sets the limits.
 
@@ -112,6 +118,7 @@ class Admission:
             read_budget: Makes the budget for reasoning; None if the model has no tokenizer.
             has_priorities: True if the scheduling policy uses the priorities of requests.
             seed: The engine's seed, from which the seeds of requests are made.
+            generates: False for an encoder.
         """
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -120,6 +127,7 @@ class Admission:
         self._read_budget = read_budget
         self._has_priorities = has_priorities
         self._seed = seed
+        self._generates = generates
         self._num_admitted = 0
 
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
@@ -127,8 +135,11 @@ class Admission:
 
         Raises:
             ValueError: A parameter does not fit the model.
-            UnsupportedError: A parameter cannot be honoured.
+            UnsupportedError: A parameter cannot be honoured, or the model generates nothing.
         """
+        # Only a request for vectors has this very object, whatever others have in common with it.
+        if not self._generates and requested is not TextEmbedding.params:
+            raise UnsupportedError(NO_GENERATION)
         params = requested
         if isinstance(params, BeamSearchParams):
             self._check_width(params)

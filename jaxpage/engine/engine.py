@@ -83,6 +83,7 @@ class Engine:
         seed: int,
         adapters: Adapters | None = None,
         strategies: dict[int, Strategy] | None = None,
+        generates: bool = True,
         speculator: Speculator | None = None,
         new_strategy: NewStrategy | None = None,
         events: Events | None = None,
@@ -99,6 +100,7 @@ class Engine:
             seed: The seed from which requests without a seed get theirs.
             adapters: The LoRA adapters; None if requests may have none.
             strategies: The decoding strategies by sequence id; a speculator may read the same dict.
+            generates: False for an encoder, which computes vectors and scores of texts alone.
             speculator: The proposer of drafts; None for no speculation.
             new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
             events: The listener; None ignores all events.
@@ -119,6 +121,7 @@ class Engine:
             else functools.partial(budget_of, tokenizer, builder.vocab_size),
             has_priorities=scheduler.has_priorities,
             seed=seed,
+            generates=generates,
         )
         self.adapters = adapters
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     from jaxpage.models.parts.decoder_config import (
         DecoderConfig,  # holds what the configs of most families say
     )
+    from jaxpage.models.parts.encoder import (
+        EncoderConfig,  # holds what the configs of encoders say
+    )
     from jaxpage.models.registry import (
+        ENCODERS,  # names the families of encoders by architecture
         ENTRY_POINTS,  # names the group of entry points by which packages add families
         FAMILIES,  # names the families by architecture
         load_family,  # finds the family of a model

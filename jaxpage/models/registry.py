@@ -120,6 +120,19 @@ FAMILIES = {
     "MptForCausalLM": "bloom:Mpt",
 }
 
+# Encoders, which embed texts or score pairs of them, and generate nothing.
+ENCODERS = {
+    "BertModel": "bert:Bert",
+    "BertForMaskedLM": "bert:Bert",
+    "BertForSequenceClassification": "bert:Bert",
+    "RobertaModel": "bert:Roberta",
+    "RobertaForMaskedLM": "bert:Roberta",
+    "RobertaForSequenceClassification": "bert:Roberta",
+    "XLMRobertaModel": "bert:XLMRoberta",
+    "XLMRobertaForMaskedLM": "bert:XLMRoberta",
+    "XLMRobertaForSequenceClassification": "bert:XLMRoberta",
+}
+
 # Names that published files have for architectures of which transformers writes the name otherwise,
 # or that it does not have, because their layers are those of another.
 OTHER_NAMES = {
@@ -160,8 +173,8 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
     Raises:
         CheckpointError: config.json names no architecture.
-        UnsupportedError: The architecture is not one of `FAMILIES`, was not registered, and no
-            installed package has it.
+        UnsupportedError: The architecture is in neither `FAMILIES` nor `ENCODERS`, was not
+            registered, and no installed package has it.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -173,6 +186,8 @@ def load_family(config: Mapping[str, Any]) -> Family:
         if name in MULTIMODAL:
             return _text_family(name, text_module(name, config))
         return load_page(FAMILIES[name])
+    if name in ENCODERS and name not in _registered:
+        return load_page(ENCODERS[name])
     if name not in _registered:
         _register_installed(name, brings_code=bool(config.get("auto_map")))
     return _registered[name]
@@ -191,7 +206,7 @@ def _text_family(architecture: str, module: str) -> Family:
 
 
 def _list_known() -> set[str]:
-    return {*FAMILIES, *_registered, *entry_points(group=ENTRY_POINTS).names}
+    return {*FAMILIES, *ENCODERS, *_registered, *entry_points(group=ENTRY_POINTS).names}
 
 
 def _register_installed(architecture: str, *, brings_code: bool) -> None:

@@ -25,7 +25,7 @@ from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer
-from jaxpage.engine.calls import reranker_of
+from jaxpage.engine.calls import ByPairs, reranker_of
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving.cache_events.kv_events import KVEvents
@@ -128,6 +128,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         no_form=no_form,
         strict_requests=server.strict_requests,
         reranker=reranker_of(built.embedding, server.rerank_method),
+        generates=not built.spec.encoded,
         embedding=built.embedding,
     )
 
@@ -182,17 +183,8 @@ def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatForma
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:
     """Returns instructions for people: a curl line and a program, to be copied as they are."""
-    path = "completions"
-    call = "completions"
-    answer = "choices[0].text"
-    requested: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
-    if getattr(context.tokenizer, "chat_template", None):
-        path = "chat/completions"
-        call = "chat.completions"
-        answer = "choices[0].message.content"
-        requested["messages"] = [{"role": "user", "content": "Once upon a time"}]
-    else:
-        requested["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
+    path, call, answer, fields = _example(context)
+    requested = {"model": context.model_names[0], **fields}
     arguments = ", ".join(f"{name}={value!r}" for name, value in requested.items())
     url = address
     curl = "curl"
@@ -213,12 +205,34 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
         *([f"The page is at {place_of(address, '/ui/')}"] if has_page else []),
         "",
         f'  {curl} {url}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(requested))}',
-        "",
-        f"  {begin}from openai import OpenAI",
-        f'  client = OpenAI(base_url="{url}/v1", api_key={api_key}{client})',
-        f"  print(client.{call}.create({arguments}).{answer})",
     ]
+    if call:
+        lines += [
+            "",
+            f"  {begin}from openai import OpenAI",
+            f'  client = OpenAI(base_url="{url}/v1", api_key={api_key}{client})',
+            f"  print(client.{call}.create({arguments}).{answer})",
+        ]
     return "\n".join(lines)
+
+
+def _example(context: ModelContext) -> tuple[str, str, str, dict[str, Any]]:
+    """Returns a request that the model answers.
+
+    Returns:
+        Its path, the method of OpenAI's client (empty where that has none), the part of the
+        response to show, and the fields besides the model.
+    """
+    text: Any = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
+    if isinstance(context.reranker, ByPairs):
+        return "rerank", "", "", {"query": text, "documents": ["There was a king", "2 + 2 = 4"]}
+    if not context.generates:
+        return "embeddings", "embeddings", "data[0].embedding", {"input": text}
+    if getattr(context.tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": text}]
+        fields = {"max_tokens": 32, "messages": messages}
+        return "chat/completions", "chat.completions", "choices[0].message.content", fields
+    return "completions", "completions", "choices[0].text", {"max_tokens": 32, "prompt": text}
 
 
 def place_of(address: str, path: str) -> str:

@@ -104,11 +104,13 @@ def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
     sinks = arguments.options.sinks
     slopes = arguments.options.alibi_slopes
     tree = arguments.options.tree_mask_TQ
+    last = arguments.options.last_seen_T
     return (
         arguments.block_table_BM.astype(jnp.int32),
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
+        jnp.zeros(0, jnp.int32) if last is None else last,
         jnp.zeros(0, jnp.float32) if sinks is None else sinks,
         jnp.zeros(0, jnp.float32) if slopes is None else slopes,
     )
@@ -158,7 +160,7 @@ SET = dataclasses.replace(
     write_and_attend=write_and_attend,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
-        | {"attention_chunk", "tree_mask_TQ"}
+        | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}
     ),
     supports=_supports,
     platforms=("cpu",),

@@ -29,7 +29,11 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
     tree_mask_TQ = arguments.options.tree_mask_TQ
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     position_C = jnp.arange(num_positions)[None, :]
-    seen_TC = position_C <= rows.position_T[:, None]
+    last_T = rows.position_T
+    if (last_seen_T := arguments.options.last_seen_T) is not None:
+        within_T = jnp.minimum(last_seen_T, arguments.context_len_B[rows.row_T] - 1)
+        last_T = jnp.maximum(last_T, within_T)
+    seen_TC = position_C <= last_T[:, None]
     if tree_mask_TQ is not None:
         place_TC = (
             position_C - (rows.position_T - rows.offset_T)[:, None]
@@ -109,7 +113,7 @@ SET = KernelSet(
     multiply=product.multiply,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
-        | {"attention_chunk", "tree_mask_TQ"}
+        | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}
     ),
     supports=supports,
 )

@@ -119,6 +119,7 @@ def oracle(
     tree_mask_TQ=None,
     sinks=None,
     alibi_slopes=None,
+    last_seen_T=None,
 ) -> np.ndarray:
     """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
     out = np.zeros(case.q_TNH.shape)
@@ -136,7 +137,8 @@ def oracle(
         )
         for token in range(start, stop):
             position = length - (stop - token)
-            seen = [c for c in range(length) if c <= position]
+            last = position if last_seen_T is None else max(position, last_seen_T[token])
+            seen = [c for c in range(length) if c <= last]
             if tree_mask_TQ is not None:
                 first = length - (stop - start)
                 seen = [c for c in range(length) if c < first or tree_mask_TQ[token, c - first]]

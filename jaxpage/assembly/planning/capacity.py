@@ -175,6 +175,8 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
             "num_blocks or kv_cache_memory_bytes "
             "size the pool here"
         )
+    if not plan.block_bytes:  # an encoder: its files may say how long a text is
+        return notices_list
     if config.max_model_len is None and plan.max_model_len < max_length:
         notices_list.append(
             f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the "

@@ -46,6 +46,8 @@ class Described:
         kernels: The kernel set; None if the device is not at hand.
         dtype_reason: The reason why the dtype differs from the checkpoint's or depends on the
             machine, or an empty text.
+        max_text: The tokens of the longest text that an encoder's files allow; None if they say
+            nothing.
     """
 
     config: EngineConfig
@@ -57,3 +59,4 @@ class Described:
     lora: LoRASpec | None = None
     kernels: Backend | None = None
     dtype_reason: str = ""
+    max_text: int | None = None

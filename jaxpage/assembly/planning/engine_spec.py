@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpage.assembly.planning import encoders
 from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.assembly.planning.capacity import plan_memory
 from jaxpage.assembly.planning.described import Described, ModelLayout
@@ -23,6 +24,7 @@ from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
+from jaxpage.models import ModelSpec
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
@@ -45,6 +47,7 @@ class EngineSpec:
         memory: The division of a device's memory.
         attention: The kernel sets by kind of step; empty if the device is not at hand.
         quantization: A description of the weights' quantisation; empty if there is none.
+        encoded: The numbers of tokens for which an encoder is compiled; empty for a decoder.
     """
 
     described: Described
@@ -55,6 +58,7 @@ class EngineSpec:
     memory: MemoryPlan
     attention: str = ""
     quantization: str = ""
+    encoded: tuple[int, ...] = ()
 
     @property
     def config(self) -> EngineConfig:
@@ -162,6 +166,9 @@ class EngineSpec:
         yield "dtype", f"{dtype} ({reason})" if reason else dtype
         if self.quantization:
             yield "quantization", self.quantization
+        if self.encoded:
+            yield "tokens of a call", ", ".join(f"{size:,}" for size in self.encoded)
+            return
         yield (
             "KV dtype",
             dtype if cache == "auto" else f"{cache}, a float32 scale per token and head",
@@ -218,13 +225,10 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     config = described.config
     model = described.model
     layout = described.layout
+    if encoders.is_encoder(model):
+        return _spec_of_encoder(described)
     max_length = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > max_length:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
-            " (original_max_position_embeddings, where the model has LongRoPE; index_topk, where an indexer"
-            " chooses the positions that are attended to: it is not computed)"
-        )
+    check_length(config, model)
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
     weights_bytes = (
@@ -250,6 +254,35 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = menu.swapping(memory.block_bytes)
     return EngineSpec(described, sharding, groups, menu, limits, memory)
+
+
+def _spec_of_encoder(described: Described) -> EngineSpec:
+    """Returns the spec of an engine that only encodes; see `engine_spec_of`."""
+    config = described.config
+    encoders.check_settings(config, described.layout)
+    check_length(config, described.model)
+    sharding = make_sharding(described.model, 1, invariant=False)
+    memory = encoders.plan_encoder_memory(described)
+    return EngineSpec(
+        described,
+        sharding,
+        encoders.NO_CACHE,
+        BucketMenu((), ()),
+        encoders.no_steps(config),
+        memory,
+        encoded=encoders.encoder_sizes(described),
+    )
+
+
+def check_length(config: EngineConfig, model: ModelSpec) -> None:
+    """Raises ConfigError if the settings ask for more positions than the model has."""
+    max_length = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > max_length:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
+            " (original_max_position_embeddings, where the model has LongRoPE; index_topk, where an indexer"
+            " chooses the positions that are attended to: it is not computed)"
+        )
 
 
 def choose_sharding(described: Described) -> Sharding:

@@ -131,6 +131,14 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the table for start-up: names and values."""
+        if not self.block_bytes:  # an encoder keeps nothing of a text
+            return [
+                ("device", self.device),
+                ("available memory", gib(self.available_bytes)),
+                ("weights", gib(self.weights_bytes)),
+                ("workspace", gib(self.workspace_bytes)),
+                ("tokens of a text", f"{self.max_model_len:,}"),
+            ]
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         host = (
             f"{self.num_host_blocks:,}, "

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Bucket,  # is the shape of a step
         BucketMenu,  # holds all shapes of an engine
         make_menu,  # makes it
+        stream_sizes,  # gives the shapes of an encoder
     )
     from jaxpage.device.inputs.step_inputs import (
         Flags,  # names the places of a step's flags

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 # matrix product: no step has fewer rows.
 SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
+SMALLEST_STREAM = 32  # tokens of an encoder; with fewer a call is hardly shorter
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does
 # (docs/lab-log.md).
@@ -225,3 +226,16 @@ def _ladder(first: int, last: int) -> list[int]:
         sizes.append(first)
         first *= 2
     return [*sizes, last]
+
+
+def stream_sizes(longest: int, most: int) -> tuple[int, ...]:
+    """Returns the numbers of tokens for which an encoder is compiled, each twice the last.
+
+    Args:
+        longest: The tokens of the longest text.
+        most: The tokens that texts fill together, where one alone does not fill more.
+    """
+    sizes = [SMALLEST_STREAM]
+    while sizes[-1] < max(longest, most):
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)

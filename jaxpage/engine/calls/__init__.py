@@ -14,6 +14,7 @@ from jaxpage.engine.calls.prompts import (
     one_each,  # gives one set of parameters for each prompt
 )
 from jaxpage.engine.calls.reranking import (
+    ByPairs,  # ranks by the scores of a cross-encoder
     ByVectors,  # ranks by vectors
     RerankMethod,  # names the ways of ranking
     YesNo,  # ranks by the probabilities of two tokens

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from jaxpage.checkpoints import EmbeddingFiles
 from jaxpage.engine.calls.prompts import normalise
 from jaxpage.outputs import Pooling, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show
+from jaxpage.settings.sampling_params import SamplingParams
 
-_MODES = {"last": "lasttoken", "mean": "mean"}
+_MODES = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class TextEmbedding:
         files: What the files say.
         tokenizer: The tokenizer of the model, or None.
     """
+
+    # The parameters of a request whose prompt becomes a vector. Nothing is drawn after the prompt.
+    params: ClassVar[SamplingParams] = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=0
+    )
 
     files: EmbeddingFiles = field(default_factory=EmbeddingFiles)
     tokenizer: Any | None = None

@@ -1,9 +1,10 @@
 """Ranks documents by how well they answer a query.
 
-A model does it in one of two ways. A reranker that is a decoder is asked whether a document answers
-the query, and the score is the probability of "yes" against that of "no" as the next token. Any
-other model embeds query and documents, and the score says how near the two vectors are: the cosine
-of the angle between them, unless the model's files say otherwise.
+A model does it in one of three ways. A cross-encoder reads query and document together, and its
+head gives the score. A reranker that is a decoder is asked whether a document answers the query,
+and the score is the probability of "yes" against that of "no" as the next token. Any other model
+embeds query and documents, and the score says how near the two vectors are: the cosine of the angle
+between them, unless the model's files say otherwise.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ class ByVectors:
 
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
 
+    def inputs(
+        self, query: str, documents: Sequence[str], instruction: str | None
+    ) -> tuple[list[Any], list[TokenPooling]]:
+        """Returns the prompts whose vectors are computed, and how each is pooled; see `texts`."""
+        texts = self.texts(query, documents, instruction)
+        return list(texts), self.poolings(len(documents), instruction)
+
     def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
         """Returns the texts to embed, the query first.
 
@@ -79,6 +87,43 @@ class ByVectors:
         """
         files = self.embedding.files
         return f"Instruct: {instruction}\nQuery:" if instruction else files.query_prompt
+
+
+@dataclass(frozen=True)
+class ByPairs:
+    """Ranks by the score that a cross-encoder gives of a query and a document.
+
+    Attributes:
+        embedding: The files of the model and its tokenizer, which joins the two texts.
+    """
+
+    embedding: TextEmbedding
+
+    def inputs(
+        self, query: str, documents: Sequence[str], instruction: str | None
+    ) -> tuple[list[Any], list[TokenPooling]]:
+        """Returns the prompt of each document, with the query before it.
+
+        Raises:
+            ValueError: There is an instruction, which such a model was not trained with.
+        """
+        if instruction is not None:
+            raise ValueError("instruction is not supported: a cross-encoder takes none")
+        tokenizer = self.embedding.tokenizer
+        assert tokenizer is not None, "a model without one ranks no texts"
+        prompts = []
+        poolings = []
+        for document in documents:
+            encoded = tokenizer(query, document, return_token_type_ids=True)
+            types = encoded["token_type_ids"]
+            second = types.index(1) if 1 in types else None
+            prompts.append({"prompt": document, "prompt_token_ids": encoded["input_ids"]})
+            poolings.append(TokenPooling((), second_text=second))
+        return prompts, poolings
+
+    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+        """Returns the score of each document, given the one number that the head made of it."""
+        return [self.embedding.files.pair_score(float(row[0])) for row in pooled]
 
 
 def _similarity(name: str, query: np.ndarray, document: np.ndarray) -> float:
@@ -180,12 +225,14 @@ def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 
-def reranker_of(embedding: TextEmbedding, method: RerankMethod = "auto") -> YesNo | ByVectors:
+def reranker_of(
+    embedding: TextEmbedding, method: RerankMethod = "auto"
+) -> YesNo | ByVectors | ByPairs:
     """Returns the way in which a model ranks.
 
-    With "auto" a model that has the pooling of sentence-transformers ranks by vectors. Any other
-    one whose tokenizer has the marks of the template, and "yes" and "no" as one token each, ranks
-    by these tokens. The rest ranks by vectors.
+    A cross-encoder has one way. With "auto" a model that has the pooling of sentence-transformers
+    ranks by vectors. Any other one whose tokenizer has the marks of the template, and "yes" and
+    "no" as one token each, ranks by these tokens. The rest ranks by vectors.
 
     Args:
         embedding: The way in which the model embeds texts, with its tokenizer.
@@ -196,6 +243,13 @@ def reranker_of(embedding: TextEmbedding, method: RerankMethod = "auto") -> YesN
         ConfigError: The tokenizer lacks what the method needs.
     """
     check_choice("method", method, ("auto", "yes_no", "embedding"))
+    if embedding.files.pair_activation is not None:
+        if method == "auto":
+            return ByPairs(embedding)
+        raise ConfigError(
+            f"method={method!r} is not supported: this model is a cross-encoder, which scores "
+            "pairs of texts; leave the method out"
+        )
     by_vectors = ByVectors(embedding)
     if method == "embedding" or (method == "auto" and embedding.files.is_stated):
         return by_vectors

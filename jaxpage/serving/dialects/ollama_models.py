@@ -40,7 +40,7 @@ def capabilities_of(context: ModelContext) -> list[str]:
     are about it, because clients leave such models out of the lists for chats.
     """
     is_able = {
-        "completion": True,
+        "completion": context.generates,
         "tools": _takes_tools(context),
         "thinking": context.chat_format.reasoning is not None,
         "embedding": context.embedding.files.is_stated,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.device import Embedder
+from jaxpage.device import AnyEmbedder
 from jaxpage.driver import AsyncDriver
 from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import make_ignored_header, make_refusal, whole_answer
@@ -36,7 +36,11 @@ class EmbeddingRequests:
     """
 
     def __init__(
-        self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: Embedder
+        self,
+        driver: AsyncDriver,
+        preparing: Preparing,
+        context: ModelContext,
+        embedder: AnyEmbedder,
     ):
         self._driver = driver
         self._preparing = preparing

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from jaxpage.engine import PreparedRequest
-from jaxpage.engine.calls import ByVectors, YesNo
+from jaxpage.engine.calls import YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import make_refusal
 from jaxpage.serving.requests.embedding_requests import EmbeddingRequests
@@ -14,12 +14,12 @@ from jaxpage.serving.wire.rerank import RerankAnswer
 
 
 class Reranking(EmbeddingRequests):
-    """Scores documents in the way of the model: by two tokens, or by vectors."""
+    """Scores documents in the way of the model: by two tokens, by vectors, or by its head."""
 
     async def _values(
         self, requested: RerankAnswer, requests: list[PreparedRequest], arrived: float
     ) -> list[float]:
-        if isinstance(requested.reranker, ByVectors):
+        if not isinstance(requested.reranker, YesNo):
             vectors = await super()._values(requested, requests, arrived)
             return requested.reranker.scores(vectors)
         return await self._by_tokens(requested, requested.reranker, requests, arrived)

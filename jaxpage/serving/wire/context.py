@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.engine.calls import ByVectors, TextEmbedding, YesNo
+from jaxpage.engine.calls import ByPairs, ByVectors, TextEmbedding, YesNo
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show
@@ -79,6 +79,7 @@ class ModelContext:
         limits: The bounds of one request.
         reranker: The way in which the model ranks documents.
         embedding: The way in which texts become vectors.
+        generates: False for an encoder, which embeds and ranks alone.
     """
 
     model_names: tuple[str, ...]
@@ -93,8 +94,9 @@ class ModelContext:
     no_form: str | None = None
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
-    reranker: YesNo | ByVectors = field(default_factory=ByVectors)
+    reranker: YesNo | ByVectors | ByPairs = field(default_factory=ByVectors)
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
+    generates: bool = True
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter that a request's `model` names; None for the model itself.

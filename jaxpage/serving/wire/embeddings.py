@@ -19,7 +19,6 @@ from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import EmbeddingRequest
-from jaxpage.settings.sampling_params import SamplingParams
 
 MAX_INPUTS = 2048  # OpenAI's limit
 
@@ -128,7 +127,7 @@ def open_embeddings(
         raise ApiError(
             400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input"
         )
-    params = SamplingParams(max_tokens=1)
+    params = context.embedding.params
     add_special_tokens = request.add_special_tokens is not False
     checked = [context.check_prompt(prompt, "input") for prompt in inputs]
     check_embeds(context.embedding)

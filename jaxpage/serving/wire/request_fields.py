@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from jaxpage.outputs import Pooling
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import (
     MAX_MESSAGES,
@@ -292,7 +293,7 @@ class EmbeddingRequest(with_parameters("vectors", Refusing)):  # type: ignore[mi
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None  # only the model's own width is accepted
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.engine.calls import ByVectors, YesNo, rank
+from jaxpage.engine.calls import ByPairs, ByVectors, YesNo, rank
 from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
@@ -15,7 +15,6 @@ from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import RerankRequest
-from jaxpage.settings.sampling_params import SamplingParams
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
@@ -46,15 +45,22 @@ class RerankAnswer:
         self.poolings: list[TokenPooling] = []
         self._request = request
         self._documents = documents
-        params = SamplingParams(max_tokens=1)
-        if isinstance(self.reranker, ByVectors):
-            self.poolings = self.reranker.poolings(len(documents), request.instruction)
-        else:
+        about = request.query, documents, request.instruction
+        if isinstance(self.reranker, YesNo):
             params = self.reranker.first
-        by_vectors = isinstance(self.reranker, ByVectors)
+            inputs: list[Any] = list(self.reranker.texts(*about))
+        else:
+            params = context.embedding.params
+            inputs, self.poolings = self.reranker.inputs(*about)
         self.prompts = [
-            PromptRequest(context.check_prompt(text, "documents"), params, by_vectors)
-            for text in self.reranker.texts(request.query, documents, request.instruction)
+            PromptRequest(
+                context.check_prompt(
+                    text if isinstance(text, str) else text["prompt_token_ids"], "documents"
+                ),
+                params,
+                isinstance(self.reranker, ByVectors),
+            )
+            for text in inputs
         ]
 
     def prompts_drawing(self, indices: Sequence[int], token: int) -> list[PromptRequest]:
@@ -122,7 +128,7 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
         document if isinstance(document, str) else document.text for document in request.documents
     ]
     context.check_prompt(request.query, "query")
-    if isinstance(context.reranker, YesNo):  # it reads the query again with each document
+    if not isinstance(context.reranker, ByVectors):  # it reads the query with each document
         number = len(request.query) * len(documents) + sum(map(len, documents))
         if number > (longest := context.limits.max_score_characters):
             raise ApiError(
@@ -132,4 +138,7 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
             )
     if isinstance(context.reranker, ByVectors):
         check_embeds(context.reranker.embedding)
+    if isinstance(context.reranker, ByPairs) and request.instruction is not None:
+        message = "instruction is not supported: the model is a cross-encoder, which takes none"
+        raise ApiError(400, message, param="instruction")
     return RerankAnswer(request, context, documents, ignored)

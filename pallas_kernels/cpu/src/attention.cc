@@ -304,8 +304,7 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
     const int64_t head = kv_head * group_size + i % group_size;
     heads[i].start(a, unit, head), heads[i].take(a, unit, head);
   }
-  Unit all = units[num_tokens - 1];
-  all.first = units->first;
+  const Unit all = all_of(units, num_tokens);
   Tile tile, own;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
@@ -377,6 +376,9 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
   if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first)
     unit.first = unit.last - unit.last % a.chunk;
+  if (a.last_seen)
+    unit.last = std::max<int64_t>(
+        unit.last, std::min<int64_t>(a.last_seen[token], a.context_len[row] - 1));
   return unit;
 }
 

@@ -29,6 +29,7 @@ struct Attention {
   const int32_t* context_len;  // [B]
   const int32_t* query_start;  // [B + 1]
   const uint8_t* tree_mask;    // [T, Q], or null: causal
+  const int32_t* last_seen;    // [T]: the last position of the row that is seen, or null: the own
   const float* sinks;          // [N], or null
   const float* slopes;         // [N], of ALiBi, or null
   void* out;                   // [T, N, value_width]

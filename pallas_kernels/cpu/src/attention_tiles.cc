@@ -173,9 +173,7 @@ JAXPAGE_AMX void add(const Attention& a, TileHead* heads, const Tile& tile, cons
 JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tokens, int64_t offset,
                               int per_token) {
   static thread_local Scratch scratch;
-  // All tokens together see the positions from the first one's first to the last one's last.
-  Unit all = units[num_tokens - 1];
-  all.first = units->first;
+  const Unit all = all_of(units, num_tokens);
   const int num_heads = num_tokens * per_token,
             num_blocks = (num_heads + kRowsOfTile - 1) / kRowsOfTile;
   const int num_kv_heads = static_cast<int>(all.kv_end - all.kv_begin);

@@ -203,7 +203,8 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
                ffi::Buffer<ffi::F32>& k_scale, ffi::Buffer<ffi::F32>& v_scale, int64_t num_written,
                ffi::Buffer<ffi::S32>& block_table, ffi::Buffer<ffi::S32>& context_len,
                ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
-               ffi::Buffer<ffi::F32>& sinks, ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
+               ffi::Buffer<ffi::S32>& last_seen, ffi::Buffer<ffi::F32>& sinks,
+               ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
   if (!type_of(q.element_type(), false, &a.query_type) ||
       !type_of(k_pages.element_type(), true, &a.page_type))
     return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
@@ -239,6 +240,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
   if (a.mask_width > kMostDrafts)
     return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
+  a.last_seen = last_seen.element_count() ? last_seen.typed_data() : nullptr;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
@@ -292,11 +294,11 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
                             ffi::Buffer<ffi::F32> k_scale_in, ffi::Buffer<ffi::F32> v_scale_in,
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table,
                             ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
-                            ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
-                            ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
-                            Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
-                            float scale, float softcap, int64_t window, int64_t chunk,
-                            int64_t value_width) {
+                            ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::S32> last_seen,
+                            ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
+                            ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages,
+                            Scales k_scale, Scales v_scale, float scale, float softcap,
+                            int64_t window, int64_t chunk, int64_t value_width) {
   if (k_pages->untyped_data() != k_in.untyped_data() ||
       (v_in.element_count() && v_pages->untyped_data() != v_in.untyped_data()) ||
       (k_scale_in.element_count() &&
@@ -317,16 +319,17 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   a.chunk = chunk;
   a.value_width = value_width;
   return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table,
-             context_len, query_start, tree_mask, sinks, slopes, *out);
+             context_len, query_start, tree_mask, last_seen, sinks, slopes, *out);
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
                   ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
                   ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table,
                   ffi::Buffer<ffi::S32> context_len, ffi::Buffer<ffi::S32> query_start,
-                  ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
-                  ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, float scale,
-                  float softcap, int64_t window, int64_t chunk, int64_t value_width) {
+                  ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::S32> last_seen,
+                  ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
+                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window,
+                  int64_t chunk, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data();
   a.v_pages = v_pages.untyped_data();
@@ -336,7 +339,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   a.chunk = chunk;
   a.value_width = value_width;
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start,
-             tree_mask, sinks, slopes, *out);
+             tree_mask, last_seen, sinks, slopes, *out);
 }
 
 // Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie
@@ -593,6 +596,7 @@ extern "C" int jaxpage_instructions(bool of_int8) {
       .Arg<ffi::Buffer<ffi::S32>>()    \
       .Arg<ffi::Buffer<ffi::S32>>()    \
       .Arg<ffi::Buffer<ffi::PRED>>()   \
+      .Arg<ffi::Buffer<ffi::S32>>()    \
       .Arg<ffi::Buffer<ffi::F32>>()    \
       .Arg<ffi::Buffer<ffi::F32>>()    \
       .Ret<ffi::AnyBuffer>()

@@ -57,6 +57,16 @@ struct Unit {
   }
 };
 
+// Returns a unit that sees what some tokens of a row see together.
+inline Unit all_of(const Unit* units, int num_tokens) {
+  Unit all = units[num_tokens - 1];
+  for (int t = 0; t < num_tokens; ++t) {
+    if (units[t].first < all.first) all.first = units[t].first;
+    if (units[t].last > all.last) all.last = units[t].last;
+  }
+  return all;
+}
+
 // Holds 64 positions and says which of them a unit sees: `begin` to `end`. The vector of the first
 // of these begins at `from`.
 struct Tile {

@@ -1,0 +1,299 @@
+"""Computes an encoder: tables, blocks whose tokens see each other both ways, and a head.
+
+An encoder keeps nothing between calls: no keys, no values and no pages.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.attention import Attention, Projections, Scores
+from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.linear import Linear
+from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.base import KVSpec
+from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.models.config.fields import Fields
+from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
+from jaxpage.models.parts.scope import Scope
+
+SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
+HeadPooling = Literal["cls", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(DecoderConfig):
+    """Holds what the configs of encoders say; see `models.base.ModelSpec`.
+
+    Attributes:
+        reach: For each layer, how many positions to both sides a token sees; None for all.
+        token_types: The rows of the table of token types; 0 for none.
+        first_position: The number of rows before those of positions (RoBERTa).
+        padding_id: The token that takes no position, where `first_position` is not 0.
+        num_labels: The scores that the head gives of a text; 0 for a model without a head.
+        head_pooling: The state that the head takes: that of the first token, or the mean of all.
+        idle_tensors: Globs over the names of tensors of heads that this model does not have.
+    """
+
+    reach: tuple[int | None, ...] = ()
+    token_types: int = 0
+    first_position: int = 0
+    padding_id: int = 0
+    num_labels: int = 0
+    head_pooling: HeadPooling = "cls"
+    idle_tensors: tuple[str, ...] = ()
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Returns whether the model scores pairs of texts, and does not embed (cross-encoder)."""
+        return self.num_labels > 0
+
+    def positions_of(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns the row of each token of a text in the table of positions."""
+        if not self.first_position:
+            return np.arange(len(token_ids), dtype=np.int32)
+        # transformers' RoBERTa gives a padding token in the text no position of its own.
+        counts = token_ids != self.padding_id
+        places = np.cumsum(counts) * counts + self.first_position - 1
+        return places.astype(np.int32)
+
+
+def read_encoder(
+    fields: Fields,
+    *,
+    num_positions: int,
+    epsilon: tuple[str, float] = ("layer_norm_eps", 1e-12),
+    activation: tuple[str, str] = ("hidden_act", "gelu"),
+    head_dim: int | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of an `EncoderConfig` that most configs have under the same names.
+
+    Args:
+        fields: The fields of the config.
+        num_positions: The tokens of the longest text.
+        epsilon: The field of the norms' epsilon, and its default.
+        activation: The field of the activation, and its default.
+        head_dim: The width of a head; None for that of the model over the number of heads.
+    """
+    fields.only(is_decoder=False, position_embedding_type="absolute")
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = head_dim or read_head_dim(fields)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_query_heads": num_heads,
+        "max_position_embeddings": num_positions,
+        "kv": KVSpec(0, num_heads, head_dim, (), decoder_layers=num_layers),
+        "rope": NO_ROTATION,
+        "reach": (None,) * num_layers,
+        "norm_epsilon": fields.number(*epsilon),
+        "activation": fields.activation(*activation),
+        "tie_word_embeddings": False,
+        "num_labels": read_num_labels(fields),
+    }
+
+
+def read_num_labels(fields: Fields) -> int:
+    """Returns the number of scores that the head gives, 0 for an architecture without one.
+
+    One label is a score; more of them are classes, which nothing here makes use of.
+    """
+    architectures = fields.get("architectures", None) or [""]
+    if not str(architectures[0]).endswith(SCORES_PAIRS):
+        return 0
+    labels = fields.get("id2label", None)
+    num_labels = len(labels) if isinstance(labels, dict) else fields.integer("num_labels", 2)
+    if num_labels != 1:
+        fields.note(
+            RefusedField(
+                f"id2label has {num_labels} labels: only models with one, the score of a pair of "
+                "texts, are supported"
+            ),
+            id2label=None,
+            num_labels=1,
+        )
+    return 1
+
+
+def attention_both_ways(
+    config: EncoderConfig,
+    index: int,
+    inputs: Linear,
+    output: Linear,
+) -> Attention:
+    """Returns attention whose tokens see each other, as far as the layer reaches.
+
+    Args:
+        config: The config of the model.
+        index: The number of the layer.
+        inputs: The product for queries, keys and values: three parts in this order.
+        output: The product for the output.
+    """
+    return Attention(
+        index,
+        Projections(inputs, output),
+        head_dim=config.kv.head_dim,
+        rope=config.rope_of(index),
+        scores=Scores(sliding_window=config.reach[index]),
+    )
+
+
+class PostNormBlock(nnx.Module):
+    """Computes `y = norm(x + attention(x))`, then `norm(y + mlp(y))` (Vaswani et al., 2017)."""
+
+    def __init__(self, attention: Attention, attention_norm: Any, mlp: Any, mlp_norm: Any):
+        """Makes the block of its halves and of the norms of their sums with the input."""
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(self, x_TD: Float[Array, "T D"], context: ForwardContext) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
+        attended_TD, _ = self.attention(x_TD, (), context)
+        y_TD = self.attention_norm(x_TD + attended_TD)
+        normed_TD: jax.Array = self.mlp_norm(y_TD + self.mlp(y_TD))
+        return normed_TD
+
+
+class PreNormBlock(nnx.Module):
+    """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. A norm may be None."""
+
+    def __init__(self, attention: Attention, attention_norm: Any | None, mlp: Any, mlp_norm: Any):
+        """Makes the block of its halves and of the norms of their inputs."""
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(self, x_TD: Float[Array, "T D"], context: ForwardContext) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
+        normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        attended_TD, _ = self.attention(normed_TD, (), context)
+        y_TD = x_TD + attended_TD
+        fed_TD: jax.Array = self.mlp(self.mlp_norm(y_TD))
+        return y_TD + fed_TD
+
+
+class ScoreHead(nnx.Module):
+    """Computes the score of a text from one state: two products, with a function in between."""
+
+    def __init__(
+        self,
+        dense: Linear,
+        function: Callable[[jax.Array], jax.Array],
+        output: Linear,
+        norm: Any | None = None,
+    ):
+        """Makes the head; `norm` follows the function."""
+        self.dense = dense
+        self.function = function
+        self.norm = norm
+        self.output = output
+
+    def __call__(self, pooled_RD: Float[Array, "R D"]) -> Float[Array, "R Z"]:
+        """Returns the scores in float32."""
+        inner_RD = self.function(self.dense(pooled_RD))
+        if self.norm is not None:
+            inner_RD = self.norm(inner_RD)
+        return self.output(inner_RD).astype(jnp.float32)
+
+
+class Encoder(nnx.Module):
+    """Computes an encoder. The class is the family, as that of a `Decoder` is.
+
+        class Bert(Encoder, config=BertConfig): ...
+
+    A family makes its tables, its block and its head. The first line of its docstring stands in the
+    list of models.
+    """
+
+    Spec: ClassVar[type[EncoderConfig]]
+    Model: ClassVar[Any]
+    prefix: ClassVar[str | tuple[str, ...]] = ""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
+    renamed: ClassVar[Mapping[str, str]] = {}
+    layers_name: ClassVar[str] = "encoder.layer"
+
+    def __init_subclass__(cls, config: type[EncoderConfig] | None = None, **options: Any) -> None:
+        """Makes the class a family: its model is the class itself, its spec a config."""
+        super().__init_subclass__(**options)
+        cls.Model = cls
+        if config is not None:
+            cls.Spec = config
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        at = Scope(config.name, dtype)
+        self.config = config
+        self.tokens, self.positions, self.types = self.make_tables(config, at)
+        self.table_norm: Any = self.make_table_norm(config, at)
+        self.layers = nnx.List(
+            self.make_block(config, index, at / f"{self.layers_name}.{index}")
+            for index in range(config.num_layers)
+        )
+        self.norm: Any = self.make_norm(config, at)
+        self.head = self.make_head(config, Scope("", dtype)) if config.num_labels else None
+
+    @classmethod
+    @abstractmethod
+    def make_tables(
+        cls, config: Any, at: Scope
+    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
+        """Returns the tables of tokens, positions and token types; None for one not there."""
+
+    @classmethod
+    @abstractmethod
+    def make_table_norm(cls, config: Any, at: Scope) -> Any:
+        """Returns the norm of the sum of the rows of all tables."""
+
+    @classmethod
+    @abstractmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer; see `Decoder.make_block`."""
+
+    @classmethod
+    @abstractmethod
+    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+        """Returns the head of a model that scores pairs."""
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Any | None:
+        """Returns the norm after the last layer; None if there is none."""
+        return None
+
+    def __call__(
+        self,
+        token_ids_T: Int[Array, "T"],
+        token_types_T: Int[Array, "T"],
+        context: ForwardContext,
+    ) -> Float[Array, "T D"]:
+        """Returns the state of each token after the last layer."""
+        hidden_TD = self.tokens(token_ids_T)
+        if self.types is not None:
+            hidden_TD = hidden_TD + self.types(token_types_T)
+        if self.positions is not None:
+            hidden_TD = hidden_TD + self.positions(context.positions_T)
+        hidden_TD = self.table_norm(hidden_TD)
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, context)
+        return hidden_TD if self.norm is None else self.norm(hidden_TD)
+
+    def score(self, pooled_RD: Float[Array, "R D"]) -> Float[Array, "R Z"]:
+        """Returns the scores of texts in float32, given the state that the head takes of each."""
+        assert self.head is not None, "only models with a head score"
+        return self.head(pooled_RD)

@@ -1,0 +1,335 @@
+"""Encoders against transformers and the rules of sentence-transformers: vectors, scores of pairs, bits, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, AsyncLLM
+from jaxpage.device.encoder import TextEncoder
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs import stream_sizes
+from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
+from jaxpage.models import ENCODERS, load_family
+from jaxpage.models.bert import Bert
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from tests.support.encoders import (  # noqa: E402
+    POSITIONS,
+    random_texts,
+    save_encoder,
+    states_of,
+    word_tokenizer,
+    write_json,
+)
+
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
+
+ROBERTA = {"max_position_embeddings": POSITIONS + 1, "pad_token_id": 0}
+# The config of each architecture that is tested: different heads, activations, tables.
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    **{"vocab_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 8},
+}
+# Heads of 16, which the kernel for CPUs takes; those of other forms are 12 wide.
+FORMS: dict[str, dict[str, Any]] = {
+    "BertModel": {"max_position_embeddings": POSITIONS, "hidden_size": 64},
+    "BertForMaskedLM": {"max_position_embeddings": POSITIONS, "hidden_act": "relu"},
+    "RobertaModel": {**ROBERTA, "pad_token_id": 3, "max_position_embeddings": POSITIONS + 4},
+    "XLMRobertaModel": {**ROBERTA, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+}
+PAIRS: dict[str, dict[str, Any]] = {
+    "BertForSequenceClassification": {"max_position_embeddings": POSITIONS},
+    "RobertaForSequenceClassification": ROBERTA,
+    "XLMRobertaForSequenceClassification": ROBERTA,
+}
+LENGTHS = (1, 2, 20, 32, 33, 64, 65, 100, POSITIONS)
+SETTINGS: dict[str, Any] = {"use_tqdm": False, "verbose": False, "max_num_batched_tokens": 128}
+QUERY = "where is the cat"
+DOCUMENTS = ["the cat is here", "a dog", "the cat", "find the cat here , dog . " * 3]
+
+
+def open_llm(directory: Path, **settings: Any) -> LLM:
+    return LLM(str(directory), **{**SETTINGS, **settings})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("bert")
+    return directory, save_encoder(directory, "BertModel", **FORMS["BertModel"])
+
+
+@pytest.fixture(scope="module")
+def llm(saved: tuple[Path, Any]) -> Iterator[LLM]:
+    with open_llm(saved[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
+    directory = tmp_path_factory.mktemp("pairs")
+    model = save_encoder(
+        directory,
+        "BertForSequenceClassification",
+        num_labels=1,
+        **PAIRS["BertForSequenceClassification"],
+    )
+    with open_llm(directory) as made:
+        yield made, model
+
+
+@pytest.mark.parametrize("architecture", FORMS)
+def test_states_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, architecture, **FORMS[architecture])
+    texts = random_texts(LENGTHS)
+    with open_llm(tmp_path) as llm:
+        pooled = {
+            mode: llm.embed(texts, pooling=mode, normalize=False, use_tqdm=False)
+            for mode in ("mean", "cls", "last")
+        }
+    for index, text in enumerate(texts):
+        states_TD = states_of(model, text)
+        expected = {"mean": states_TD.mean(axis=0), "cls": states_TD[0], "last": states_TD[-1]}
+        for mode, vector in expected.items():
+            np.testing.assert_allclose(pooled[mode][index], vector, atol=1e-5)
+
+
+def test_a_padding_token_in_a_text_takes_no_position(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "RobertaModel", **FORMS["RobertaModel"])
+    text = [9, 3, 10, 3, 3, 11]
+    with open_llm(tmp_path) as llm:
+        found = llm.embed(text, pooling="mean", normalize=False, use_tqdm=False)[0]
+    np.testing.assert_allclose(found, states_of(model, text).mean(axis=0), atol=1e-5)
+    assert llm.memory.max_model_len == POSITIONS
+
+
+@pytest.mark.parametrize("architecture", PAIRS)
+def test_scores_of_pairs_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, architecture, num_labels=1, **PAIRS[architecture])
+    check_scores(tmp_path, model)
+
+
+def check_scores(directory: Path, model: Any) -> None:
+    tokenizer = word_tokenizer()
+    has_types = getattr(model.config, "type_vocab_size", 0) > 1
+    expected = []
+    for document in DOCUMENTS:
+        inputs = dict(tokenizer(QUERY, document, return_tensors="pt"))
+        if not has_types:
+            del inputs["token_type_ids"]
+        with torch.no_grad():
+            expected.append(float(model(**inputs).logits[0, 0].double().sigmoid()))
+    with open_llm(directory) as llm:
+        results = llm.rerank(QUERY, DOCUMENTS)
+    order = np.argsort([-score for score in expected]).tolist()
+    assert [result.index for result in results] == order
+    found = [result.relevance_score for result in sorted(results, key=lambda each: each.index)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {*FORMS, *PAIRS, "RobertaForMaskedLM", "XLMRobertaForMaskedLM"} >= {*ENCODERS}
+
+
+def test_a_text_has_the_same_bits_alone_and_among_any_others(llm: LLM) -> None:
+    """In a stream of another size, too, and at another place in it."""
+    texts = random_texts([*LENGTHS, *(1 + 7 * number % POSITIONS for number in range(40))])
+    together = llm.embed(texts, pooling="mean", normalize=False, use_tqdm=False)
+    back = llm.embed(texts[::-1], pooling="mean", normalize=False, use_tqdm=False)[::-1]
+    np.testing.assert_array_equal(together, back)
+    for text, vector in zip(texts, together, strict=True):
+        alone = llm.embed(text, pooling="mean", normalize=False, use_tqdm=False)[0]
+        np.testing.assert_array_equal(alone, vector)
+
+
+def test_a_pair_has_the_same_bits_alone_and_among_others(ranker: tuple[LLM, Any]) -> None:
+    llm, _ = ranker
+    documents = [f"the cat {'is here ' * number}" for number in range(1, 24)]
+    together = {each.index: each.relevance_score for each in llm.rerank(QUERY, documents)}
+    for index, document in enumerate(documents):
+        assert llm.rerank(QUERY, [document])[0].relevance_score == together[index]
+
+
+def test_texts_share_a_stream_with_those_of_similar_length() -> None:
+    assert stream_sizes(128, 128) == (32, 64, 128) and stream_sizes(100, 20) == (32, 64, 128)
+    config = Bert.Spec.from_config({**BERT, "hidden_size": 64})
+    for in_cpp, batches in ((False, [[1], [4], [3, 2, 0], [5]]), (True, [[1], [4, 3], [2, 0, 5]])):
+        backend = SimpleNamespace(attention_backend=Backend("auto", in_cpp=in_cpp))
+        executables = SimpleNamespace(options=backend)
+        encoder = TextEncoder(config, executables, stream_sizes(128, 128), 128)  # type: ignore[arg-type]
+        assert encoder.batches([10, 128, 30, 33, 70, 1]) == batches
+        assert encoder.batches([]) == []
+        assert [len(batch) for batch in encoder.batches([1] * 40)] == (
+            [16, 16, 8] if in_cpp else [4] * 10
+        )
+
+
+def files_of(directory: Path, pooling: dict[str, Any], *more: str, **prompts: Any) -> None:
+    kinds = ("Transformer", "Pooling", *more)
+    modules = [
+        {
+            "idx": index,
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    write_json(directory / "modules.json", modules)
+    write_json(directory / "1_Pooling" / "config.json", pooling)
+    write_json(
+        directory / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False}
+    )
+    if prompts:
+        write_json(directory / "config_sentence_transformers.json", prompts)
+
+
+def test_the_files_of_sentence_transformers_are_followed(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "BertModel", **FORMS["BertModel"])
+    modes = {"pooling_mode_cls_token": True, "pooling_mode_mean_sqrt_len_tokens": True}
+    files_of(
+        tmp_path,
+        modes,
+        "Normalize",
+        prompts={"query": "query : ", "document": "passage : "},
+        default_prompt_name="query",
+    )
+    tokenizer = word_tokenizer()
+    with open_llm(tmp_path) as llm:
+        [found] = llm.embed("the cat", use_tqdm=False)
+        ranked = llm.rerank("the cat", ["a dog", "cat"])
+        assert llm.memory.max_model_len == 64
+        with pytest.raises(ValueError, match="65 tokens are more than max_model_len = 64"):
+            llm.embed(random_texts([65])[0], use_tqdm=False)
+
+    def vector(text: str) -> np.ndarray:
+        states_TD = states_of(model, tokenizer(text)["input_ids"])
+        whole = np.concatenate([states_TD[0], states_TD.sum(axis=0) / np.sqrt(len(states_TD))])
+        return whole / np.linalg.norm(whole)
+
+    np.testing.assert_allclose(found, vector("query : the cat"), atol=1e-5)
+    for result in ranked:
+        expected = vector("query : the cat") @ vector(f"passage : {result.document}")
+        assert abs(result.relevance_score - expected) < 1e-5
+
+
+def test_without_files_a_vector_is_the_mean_of_length_one(saved: Any, llm: LLM) -> None:
+    text = random_texts([9])[0]
+    mean = states_of(saved[1], text).mean(axis=0)
+    found = llm.embed(text, use_tqdm=False)[0]
+    np.testing.assert_allclose(found, mean / np.linalg.norm(mean), atol=1e-5)
+    cut = llm.embed(text, 8, use_tqdm=False)[0]
+    np.testing.assert_allclose(cut, mean[:8] / np.linalg.norm(mean[:8]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stated", "function"),
+    [
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "tanh"),
+    ],
+)
+def test_the_function_of_scores_is_that_of_the_files(
+    stated: Any, function: str, ranker: tuple[LLM, Any]
+) -> None:
+    llm, _ = ranker
+    files = llm._embedding.files.of_encoder(stated, scores_pairs=True)
+    assert files.pair_score(0.5) == {"identity": 0.5, "tanh": float(np.tanh(0.5))}[function]
+    with pytest.raises(CheckpointError, match="'custom.Thing'"):
+        files.of_encoder(
+            {"sentence_transformers": {"activation_fn": "custom.Thing"}}, scores_pairs=True
+        )
+
+
+def test_an_encoder_generates_nothing(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate([5, 6]),
+        # These have all that the parameters of a request for vectors have.
+        lambda: llm.generate([5, 6], dataclasses.replace(llm._embedding.params)),
+        lambda: llm.stream([5, 6]),
+        lambda: llm.score([5], [6]),
+        lambda: llm.pin_prefix([5, 6]),
+    ):
+        with pytest.raises(UnsupportedError, match=r"is an encoder: it embeds and ranks texts"):
+            call()
+
+
+def test_a_cross_encoder_has_no_vectors(ranker: tuple[LLM, Any]) -> None:
+    llm, _ = ranker
+    with pytest.raises(CheckpointError, match="scores pairs of texts"):
+        llm.embed("the cat", use_tqdm=False)
+    with pytest.raises(ConfigError, match="cross-encoder"):
+        llm.rerank(QUERY, DOCUMENTS, method="embedding")
+    with pytest.raises(ValueError, match="instruction"):
+        llm.rerank(QUERY, DOCUMENTS, instruction="find")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_blocks": 9}, {"enable_lora": True}, {"kv_cache_dtype": "int8"}, {"event_log": "x"}],
+)
+def test_settings_of_a_kv_cache_are_refused(settings: dict[str, Any], saved: Any) -> None:
+    [(name, _)] = settings.items()
+    with pytest.raises(UnsupportedError, match=rf"{name} = .*is an encoder"):
+        open_llm(saved[0], **settings)
+
+
+def test_a_longer_length_than_the_positions_is_refused(saved: Any) -> None:
+    with pytest.raises(ConfigError, match=f"max_model_len is 200, .*end at {POSITIONS}"):
+        open_llm(saved[0], max_model_len=200)
+
+
+def test_classes_are_refused(tmp_path: Path) -> None:
+    save_encoder(tmp_path, "BertForSequenceClassification", num_labels=3)
+    with pytest.raises(CheckpointError, match="id2label has 3 labels"):
+        open_llm(tmp_path)
+
+
+def test_weights_are_replaced_and_put_to_sleep(saved: Any, llm: LLM) -> None:
+    text = random_texts([40])[0]
+    before = llm.embed(text, use_tqdm=False)
+    weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
+    [name] = [key for key in weights if key.endswith("layer.1.output.dense.bias")]
+    llm.update_parameters({**weights, name: np.ones(64, np.float32)})
+    assert not np.array_equal(llm.embed(text, use_tqdm=False), before)
+    llm.update_parameters(weights)
+    np.testing.assert_array_equal(llm.embed(text, use_tqdm=False), before)
+    llm.sleep()
+    llm.wake_up()
+    np.testing.assert_array_equal(llm.embed(text, use_tqdm=False), before)
+
+
+def test_an_event_loop_embeds_likewise(saved: Any, llm: LLM) -> None:
+    texts = random_texts(LENGTHS)
+
+    async def vectors() -> Any:
+        settings = {key: value for key, value in SETTINGS.items() if key.startswith("max")}
+        async with AsyncLLM(str(saved[0]), **settings) as other:
+            return await other.embed(texts)
+
+    np.testing.assert_array_equal(asyncio.run(vectors()), llm.embed(texts, use_tqdm=False))
+
+
+def test_from_parameters_takes_an_encoder(saved: Any, llm: LLM) -> None:
+    config = json.loads((saved[0] / "config.json").read_text())
+    weights = {name: tensor.numpy() for name, tensor in saved[1].state_dict().items()}
+    text = random_texts([30])[0]
+    with LLM.from_parameters(config, weights, max_num_batched_tokens=128) as other:
+        np.testing.assert_array_equal(
+            other.embed(text, use_tqdm=False), llm.embed(text, use_tqdm=False)
+        )
+
+
+def test_each_family_says_what_it_is() -> None:
+    for architecture in ENCODERS:
+        family = load_family({"architectures": [architecture]})
+        assert (family.__doc__ or "").partition("\n")[0].endswith(".")
