@@ -156,9 +156,10 @@ class AnswerReader(BufferedReader):
         is_call = form is not None and form.trigger.startswith(marker)
         if form is not None and is_call and (yield from self._read_calls(form.opening)):
             return
-        is_bare = bare is not None and bare.marker.startswith(marker)
-        if form is not None and is_bare and (yield from self._read_bare_calls(form, bare)):
-            return
+        if form is not None and bare is not None and bare.marker.startswith(marker):
+            has_calls = yield from self._read_bare_calls(form, bare)
+            if has_calls:
+                return
         for close in content.closes:
             if first_chunk(close).startswith(marker) and (yield from self._read_close(close)):
                 return

@@ -130,8 +130,11 @@ def shares_of(template: str, style: Style, num_words: int) -> list[float]:
         reasoning_parser="auto",
         max_model_len=1 << 20,
     )
+    assert served.tokenizer is not None
     tokens = served.tokenizer.backend_tokenizer
-    messages, before, shares = first_messages(num_words), [], []
+    messages = first_messages(num_words)
+    before: list[int] = []
+    shares: list[float] = []
     for turn in range(NUM_TURNS):
         prompt = prompt_of(messages, served)
         ids = tokens.encode(prompt, add_special_tokens=False).ids

@@ -36,14 +36,14 @@ def about_ollama(context: ModelContext) -> dict[str, Any]:
 def capabilities_of(context: ModelContext) -> list[str]:
     """Returns what a model can do, in Ollama's words.
 
-    Every model generates, and has vectors of texts; "embedding" is only said of those whose files
+    Every model has vectors of texts; "embedding" is only said of encoders and of those whose files
     are about it, because clients leave such models out of the lists for chats.
     """
     is_able = {
         "completion": context.generates,
         "tools": _takes_tools(context),
         "thinking": context.chat_format.reasoning is not None,
-        "embedding": context.embedding.files.is_stated,
+        "embedding": context.embedding.files.is_stated or not context.generates,
     }
     return [name for name, value in is_able.items() if value]
 
