@@ -156,10 +156,10 @@ class AnswerReader(BufferedReader):
         is_call = form is not None and form.trigger.startswith(marker)
         if form is not None and is_call and (yield from self._read_calls(form.opening)):
             return
-        if form is not None and bare is not None and bare.marker.startswith(marker):
-            has_calls = yield from self._read_bare_calls(form, bare)
-            if has_calls:
-                return
+        if bare is not None and not bare.marker.startswith(marker):
+            bare = None
+        if form is not None and bare is not None and (yield from self._read_bare_calls(form, bare)):
+            return
         for close in content.closes:
             if first_chunk(close).startswith(marker) and (yield from self._read_close(close)):
                 return

@@ -218,12 +218,10 @@ class ToolForm:
             tags = TAG.findall(self.end if self.begin.strip() else self.close)
             close = tags[-1] if tags else ""
             call = ToolForm(self.name, "object", open=outer, close=close, other_keys=ARGUMENT_KEYS)
-            items = replace(
-                call, begin=outer + "[", open="", close="", between=",", end="]" + close
-            )
             if self.begin.strip() or self.payload != "object" or self.name_path != ("name",):
                 variants.append(call)
-            variants.append(items)
+            in_list = replace(call, begin=outer + "[", open="", close="")
+            variants.append(replace(in_list, between=",", end="]" + close))
         return tuple(variant for variant in dict.fromkeys(variants) if variant != self)
 
     @property
