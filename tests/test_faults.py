@@ -274,6 +274,8 @@ def _streamed(text: str) -> Any:
     assert (done, rest) == ("data: [DONE]", ""), text
     texts: dict[int, str] = {}
     for event in events:
+        if event.startswith(":"):  # the comment of a stream that was silent
+            continue
         chunk = json.loads(event.removeprefix("data: "))
         if "error" in chunk:
             return chunk

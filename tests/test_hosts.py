@@ -707,7 +707,7 @@ def test_a_rank_that_hangs_is_seen_in_time(directory):
         body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 235, "ignore_eos": True}
         body |= {"stream": True, "return_token_ids": True}  # a chunk for each token
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-            lines = answer.iter_lines()
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
             assert json.loads(next(lines).removeprefix("data: "))["choices"], "it runs"
             follower.process.send_signal(signal.SIGSTOP)
             stopped = time.monotonic()

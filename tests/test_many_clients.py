@@ -165,6 +165,8 @@ async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
     assert answer.text.endswith("data: [DONE]\n\n")
     texts: dict[int, str] = {}
     for line in answer.text.split("\n\n")[:-2]:
+        if line.startswith(":"):  # the comment of a stream that was silent
+            continue
         for choice in json.loads(line.removeprefix("data: "))["choices"]:
             new = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             texts[choice["index"]] = texts.get(choice["index"], "") + new

@@ -638,7 +638,7 @@ def test_the_curl_lines_of_the_readme(client: openai.OpenAI, server: Running) ->
         )
     completion, stream, models = answers
     assert json.loads(completion)["choices"][0]["text"]
-    *events, last = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    *events, last = [line.removeprefix("data: ") for line in stream.splitlines() if line[:1] == "d"]
     assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
     assert last == "[DONE]"
     assert json.loads(models)["data"][0]["id"] == "demo"
