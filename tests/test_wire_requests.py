@@ -307,7 +307,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool()], "tool_choice": "required"}, "tool_choice", "--tool-parser"),
     ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "must be"),
     ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
-    ({"tools": [tool()] * 129}, "tools", "at most 128"),
+    ({"tools": [tool()] * 513}, "tools", "at most 512"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "must match"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not in tools"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},

@@ -20,7 +20,7 @@ from jaxpage.settings.argument_checks import INT32_MAX
 from jaxpage.shapes import MAX_BIASES
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 
 Item = TypeVar("Item")
 # Validation stops at the first error: a body has room for a million wrong items.
