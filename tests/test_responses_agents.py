@@ -56,7 +56,6 @@ LOOK: dict[str, Any] = {
     },
 }
 PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes a file."}
-NONE: Any = object()
 
 
 @functools.cache
