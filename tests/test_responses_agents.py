@@ -56,7 +56,6 @@ LOOK: dict[str, Any] = {
     },
 }
 PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes a file."}
-NONE: Any = object()
 
 
 @functools.cache
@@ -521,7 +520,10 @@ def test_events_are_the_whole_response_whatever_the_cut(
     for item in final["output"]:
         if item["type"] == "reasoning":
             assert decode_reasoning(item["encrypted_content"]) == item["content"][0]["text"]
-    assert {item["status"] for item in final["output"][:-1]} <= {"completed"}
+    *before, last_item = final["output"]
+    if last_item["type"] == "message" and not last_item["content"][0]["text"]:
+        before = before[:-1]  # the answer was cut before it said anything
+    assert {item["status"] for item in before} <= {"completed"}
     assert final["output"][-1]["status"] == final["status"]
     tools: Any = [LOOK, PATCH]
     state: Any = ResponseStreamState(input_tools=tools, text_format=openai.omit)

@@ -136,7 +136,7 @@ class MessageAnswer(InBlocks):
             delta = {"type": "text_delta", "text": text}
         return [self._of_block("delta", delta=delta)]
 
-    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         stop = self._of_block("stop")
         if block.kind != "reasoning":
             return [stop]

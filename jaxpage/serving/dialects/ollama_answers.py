@@ -74,7 +74,7 @@ class OllamaAnswer(InBlocks):
     def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [] if block.is_call else [self._part({block.kind: text})]
 
-    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         said = self._call_of(block) if block.is_call else {}
         return [self._part(said)] if said else []
 

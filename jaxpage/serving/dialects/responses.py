@@ -128,11 +128,7 @@ class ResponseAnswer(InBlocks):
         request = self._request
         params = self.prompts[0].params
         is_cut = self._ending.get("finish_reason") == "length"
-        last = len(self._blocks) - 1
-        output = [
-            self._item(index, self._status if index == last else "completed")
-            for index in range(last + 1)
-        ]
+        output = [self._item(index, self._status_of(index)) for index in range(len(self._blocks))]
         text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
         return {
             "id": self.id,
@@ -175,6 +171,11 @@ class ResponseAnswer(InBlocks):
         if not self._ending:
             return "in_progress"
         return "incomplete" if self._ending["finish_reason"] == "length" else "completed"
+
+    def _status_of(self, index: int) -> str:
+        """Returns the status of an item: that of the answer if nothing is said after it."""
+        later = self._blocks[index + 1 :]
+        return "completed" if any(block.is_call or block.text for block in later) else self._status
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage
@@ -229,7 +230,7 @@ class ResponseAnswer(InBlocks):
     def _add_to_block(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         return [self._text_event(block.kind, "delta", delta=text)] if text else []
 
-    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
         status = self._status if is_last else "completed"
         done = self._event("output_item.done", output_index=index, item=self._item(index, status))

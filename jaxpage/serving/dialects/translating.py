@@ -187,7 +187,7 @@ class InBlocks(Translated):
         """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         events = self._next_block(AnswerBlock("content")) if self._lacks_content() else []
-        return [*events, *self._close_block(self._blocks[-1], is_last=True), *self._end()]
+        return [*events, *self._close_block(self._blocks[-1]), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
@@ -221,7 +221,7 @@ class InBlocks(Translated):
         return [*events, *self._add_to_block(block, part.text)]
 
     def _next_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
-        events = self._close_block(self._blocks[-1], is_last=False) if self._blocks else []
+        events = self._close_block(self._blocks[-1]) if self._blocks else []
         self._blocks.append(block)
         return [*events, *self._open_block(block)]
 
@@ -237,8 +237,8 @@ class InBlocks(Translated):
         """Returns the events that add text to the last block."""
         raise NotImplementedError
 
-    def _close_block(self, block: AnswerBlock, *, is_last: bool) -> list[dict[str, Any]]:
-        """Returns the events that close the block so far last; `is_last` if none follows."""
+    def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
+        """Returns the events that close the last block."""
         raise NotImplementedError
 
     def _end(self) -> list[dict[str, Any]]:
