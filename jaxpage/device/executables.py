@@ -116,7 +116,7 @@ class Executables:
             mesh: The devices.
             target_only: The drafter may be off.
             stored: The executables of earlier starts; None if there are none and none are kept.
-            further: The calls that compile an encoder, by their keys.
+            further: Compile an encoder, by key.
             progress: Shows a progress bar.
         """
         self.options = options
@@ -143,10 +143,8 @@ class Executables:
             num_draws: _neutral(num_draws, options, mesh)
             for num_draws in {b.num_processed for b in menu.buckets}
         }
-        for group in range(options.tables.num_groups):
+        for group in {*options.layer_groups}:
             group_pages = self._of_group(pages, group)
-            if not group_pages:
-                continue  # An encoder keeps nothing.
             backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
                 _compile_copy, group_pages, menu.num_copies, backend, mesh
@@ -429,13 +427,12 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
             pages,
         )
     pages = job.args[0]
-    if job.func not in (_compile_copy, _compile_gather, _compile_scatter):
-        return (pages, 0), 0  # of an encoder
-    return {
+    moves = {
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),
         _compile_scatter: ((pages, 0, 0), pages),
-    }[job.func]
+    }
+    return moves.get(job.func, ((pages, 0), 0))  # else of an encoder, with one array as its result
 
 
 def _by_first_use(menu: BucketMenu) -> list[Bucket]:

@@ -20,7 +20,7 @@ from jaxpage.serving.metrics.metrics import PREFIX
 from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sources import PREFIX as PREFIX_OF_VARIABLES
 from tests.support import measured_errors, published_models
-from tests.support.reference_models import INTRODUCTION, TESTS, models
+from tests.support.reference_models import INTRODUCTION, TESTS, encoders, models
 from tests.support.settings_files import told
 
 END = "<!-- The end of what is generated. -->"
@@ -82,6 +82,9 @@ def _models() -> Iterator[str]:
     yield ""
     for header, rows in models():
         yield from _table(header, rows)
+    yield "[Encoders](../guides/reranking.md#encoders) keep nothing of a text and generate none (`tests/test_encoders.py`):"
+    yield ""
+    yield from _table(*encoders())
     yield "The tests of each column, in `tests/`:"
     yield ""
     for column, tests in TESTS.items():

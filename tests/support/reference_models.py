@@ -17,11 +17,12 @@ from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.parameters.lora_layers import lora_targets
+from jaxpage.models.parts.encoder import SCORES_PAIRS
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import METHODS
-from jaxpage.models.registry import FAMILIES, load_family, load_page
+from jaxpage.models.registry import ENCODERS, FAMILIES, load_family, load_page
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors
 from tests.support.model_configs import MODELS, config_json
@@ -135,6 +136,16 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         ),
         used,
     )
+
+
+def encoders() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of encoders: header and rows."""
+    rows = []
+    for architecture, entry in ENCODERS.items():
+        what = (load_page(entry).__doc__ or "").strip().splitlines()[0]
+        use = "scores of pairs" if architecture.endswith(SCORES_PAIRS) else "vectors"
+        rows.append((f"`{architecture}`", what, use))
+    return ("encoder", "what it is", "gives"), rows
 
 
 def _refused(cases: list[str]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxpage.checkpoints.config_file import MODELOPT_FILE
 from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
-from jaxpage.checkpoints.finding.fetched import FETCHABLE, check_fetched, path_of_fetched
+from jaxpage.checkpoints.finding.fetched import FETCHABLE, check_fetched, model_of_fetched
 from jaxpage.checkpoints.gguf.header import looks_like_gguf
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, weight_map
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
@@ -124,7 +124,7 @@ def _own(name: str) -> Path | None:
     """Returns the place of a model whose name is jaxpage's own; None for other names."""
     if name in PACKAGED:
         return DEMO / name[len("demo/") :]
-    return path_of_fetched(name) if name in FETCHABLE else None
+    return model_of_fetched(name) if name in FETCHABLE else None
 
 
 def resolve_model_config(model: str | os.PathLike[str], revision: str | None = None) -> Path:
