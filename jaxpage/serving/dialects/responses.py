@@ -232,7 +232,7 @@ class ResponseAnswer(InBlocks):
 
     def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
         index = len(self._blocks) - 1
-        status = self._status if is_last else "completed"
+        status = self._status_of(index) if self._ending else "completed"
         done = self._event("output_item.done", output_index=index, item=self._item(index, status))
         if block.is_call:
             _, text_field = _call_names(block.kind)
