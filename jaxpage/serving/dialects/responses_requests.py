@@ -25,7 +25,6 @@ from jaxpage.serving.requests.response_store import OwnerResponses
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.tool_fields import TextFormat
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import names_in
 
@@ -106,8 +105,6 @@ class RequestedConversation:
 def chat_of(request: ResponsesRequest) -> dict[str, Any]:
     """Returns the body of the chat but for its messages."""
     text_format = request.text.format if request.text else None
-    if _demands_call(request):
-        text_format = None  # the answer has no text
     if isinstance(text_format, ResponsesSchemaFormat):
         schema = text_format.model_dump(by_alias=True, exclude={"type"})
         response_format: dict[str, Any] | None = {"type": "json_schema", "json_schema": schema}
@@ -128,14 +125,6 @@ def chat_of(request: ResponsesRequest) -> dict[str, Any]:
         "verbosity": request.text.verbosity if request.text else None,
         **{name: getattr(request, theirs) for name, theirs in _NAMES.items()},
     }
-
-
-def _demands_call(request: ResponsesRequest) -> bool:
-    """Returns whether the answer is nothing but calls."""
-    choice = request.tool_choice
-    if isinstance(choice, ResponsesAllowedTools):
-        choice = choice.mode
-    return bool(request.tools) and (choice == "required" or isinstance(choice, ResponsesToolName))
 
 
 def _chat_tool(tool: Any) -> dict[str, Any]:
@@ -216,12 +205,6 @@ def without_effect(request: ResponsesRequest, *, is_stored: bool) -> list[str]:
         ]
     if request.service_tier not in (None, "auto", "default"):
         paths.append("service_tier")
-    if (
-        _demands_call(request)
-        and request.text
-        and not isinstance(request.text.format, TextFormat | None)
-    ):
-        paths.append("text.format")
     if request.store and not is_stored:
         paths.append("store")
     return paths
