@@ -194,7 +194,7 @@ RECORDED = {
 def test_a_recorded_request_of_an_agent(runs: Runs, name: str, called: str | None) -> None:
     """A template that takes one message of the system, at the beginning, shows it, and the answer has the call or no call."""
     recorded = json.loads(
-        (DRIVERS.parent / "support" / "agent_requests" / f"{name}.json").read_text()
+        (DRIVERS.parent / "support" / "recorded_requests" / f"{name}.json").read_text()
     )
     prompts = runs.server.device.prompts
     num_prompts = len(prompts)
