@@ -15,7 +15,7 @@ from jaxpage.errors import CapacityError, QueueFull, ShuttingDown
 from jaxpage.serving.several import table
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
-from tests.support.table_fuzzing import failure, fuzz, random_case
+from tests.support.table_fuzzing import Case, Event, Kind, failure, fuzz, random_case
 
 
 class Fake:
@@ -284,6 +284,15 @@ def test_the_queue_has_an_end_and_a_stop_ends_it():
 def test_whatever_comes_the_table_keeps_its_promises(chance):
     case = random_case(chance)
     assert failure(case) is None, case.program()
+
+
+def test_an_order_to_unload_before_a_request_of_the_same_moment_does_not_end_its_model():
+    """The fuzzer knows which of the two the table got first: the client's, whose task begins a turn later, is second."""
+    kinds = (Kind("a", 1),)
+    events = (Event(1.0, "leave", "a", 1.5), Event(1.0, "expire", "a"))
+    assert failure(Case(kinds, events)) is None
+    later = (events[0], Event(1.5, "expire", "a"))
+    assert failure(Case(kinds, later)) is None
 
 
 ALWAYS_USABLE = property(lambda slot: slot.model is not None and not slot.is_asleep)
