@@ -68,7 +68,7 @@ install_agent_clients() {
     local packages name
     for packages in litellm openai-agents 'pydantic-ai-slim[openai,anthropic]' 'langchain langchain-openai langchain-anthropic langchain-ollama' \
         'instructor anthropic' 'smolagents[openai]' \
-        'llama-index-core llama-index-llms-openai-like llama-index-llms-anthropic llama-index-llms-ollama'; do
+        'llama-index-core llama-index-llms-openai-like llama-index-llms-anthropic llama-index-llms-ollama anthropic<1'; do
         name=${packages%%[ \[]*}
         "$2" -m venv "$AGENT_CLIENTS/$name"
         # shellcheck disable=SC2086 # several words are several packages

@@ -44,6 +44,7 @@ class Client:
     driver: str
     environment: str
     routes: tuple[str, ...]
+    has_stable_prompts: bool = True  # what it sends back does not depend on how an answer came
 
     def command(self, directory: Path) -> list[str]:
         """Returns the beginning of the command line; it skips the test if that cannot run.
@@ -76,9 +77,12 @@ CLIENTS = [
     Client("drive_litellm.py", "litellm", ("chat", "messages", "ollama")),
     Client("drive_openai_agents.py", "openai-agents", ("chat", "responses")),
     Client("drive_pydantic_ai.py", "pydantic-ai-slim", ("chat", "responses", "messages")),
-    Client("drive_langchain.py", "langchain", ("chat", "responses", "messages", "ollama")),
-    Client("drive_instructor.py", "instructor", ("chat", "responses", "messages")),
-    Client("drive_smolagents.py", "smolagents", ("chat",)),
+    # It reads no reasoning in streams of responses.
+    Client("drive_langchain.py", "langchain", ("chat", "responses", "messages", "ollama"), False),
+    # A tool of a stream has another name.
+    Client("drive_instructor.py", "instructor", ("chat", "responses", "messages"), False),
+    # It orders results by the ids of their calls.
+    Client("drive_smolagents.py", "smolagents", ("chat",), False),
     Client("drive_llama_index.py", "llama-index-core", ("chat", "messages", "ollama")),
     Client("drive_ai_sdk.mjs", "node", ("chat", "compatible", "responses", "messages", "ollama")),
     Client("drive_openai.mjs", "node", ("chat", "responses")),
@@ -91,6 +95,8 @@ CASES = [
     for route in client.routes
     for stream in ("whole", "streamed")
 ]
+# ChatOllama streams even where its whole answer is asked for.
+ALWAYS_STREAMS = {("drive_langchain.py", "ollama")}
 # litellm numbers the calls of a stream's line, and Ollama's streams have one call a line, so the
 # arguments of two calls become one text. It is so with Ollama itself.
 BROKEN = {("drive_litellm.py", "ollama", "streamed")}
@@ -161,14 +167,16 @@ def test_a_conversation_with_tools(
         request.applymarker(pytest.mark.xfail(reason="a mistake of the client"))
     outcome = runs.outcome(client, route, stream)
     assert "error" not in outcome.printed, outcome.printed["error"]
-    assert outcome.printed["calls"] == CALLS
+    # Some clients run the calls of one answer at the same time.
+    assert sorted(map(str, outcome.printed["calls"])) == sorted(map(str, CALLS))
     forces_calls = client.driver == "drive_instructor.py"  # each answer is a call
     assert outcome.printed["texts"] == ([] if forces_calls else TEXTS)
     if "reasoning" in outcome.printed:
         assert outcome.printed["reasoning"] == REASONING
     num_answers = len(CALLS) if forces_calls else len(REASONING)
-    assert outcome.paths == [(PATHS[route], stream == "streamed")] * num_answers
-    if not forces_calls:
+    if (client.driver, route) not in ALWAYS_STREAMS:
+        assert outcome.paths == [(PATHS[route], stream == "streamed")] * num_answers
+    if client.has_stable_prompts:
         assert outcome.prompts == runs.outcome(client, route, "whole").prompts
 
 
