@@ -10,16 +10,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpage import LLM, AsyncLLM
 from jaxpage.device.encoder import TextEncoder
+from jaxpage.device.encoder_step import (
+    attend_in_cpp,
+    attend_in_xla,
+    pack_texts,
+    split_inputs,
+)
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs import stream_sizes
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import ENCODERS, load_family
 from jaxpage.models.bert import Bert
+from pallas_kernels import AttentionOptions
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -36,6 +44,17 @@ pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
 ROBERTA = {"max_position_embeddings": POSITIONS + 1, "pad_token_id": 0}
 # The config of each architecture that is tested: different heads, activations, tables.
+MODERN = {
+    **{"max_position_embeddings": POSITIONS, "local_attention": 12, "num_hidden_layers": 3},
+    **{
+        "pad_token_id": 0,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "global_attn_every_n_layers": 2,
+}
 BERT = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -47,11 +66,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {"max_position_embeddings": POSITIONS, "hidden_act": "relu"},
     "RobertaModel": {**ROBERTA, "pad_token_id": 3, "max_position_embeddings": POSITIONS + 4},
     "XLMRobertaModel": {**ROBERTA, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "ModernBertModel": {**MODERN, "hidden_size": 64, "norm_bias": True},
+    "ModernBertForMaskedLM": {**MODERN, "attention_bias": True, "mlp_bias": True},
+    "NomicBertModel": {"max_position_embeddings": POSITIONS, "hidden_size": 64},
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {"max_position_embeddings": POSITIONS},
     "RobertaForSequenceClassification": ROBERTA,
     "XLMRobertaForSequenceClassification": ROBERTA,
+    "ModernBertForSequenceClassification": {**MODERN, "classifier_pooling": "mean"},
 }
 LENGTHS = (1, 2, 20, 32, 33, 64, 65, 100, POSITIONS)
 SETTINGS: dict[str, Any] = {"use_tqdm": False, "verbose": False, "max_num_batched_tokens": 128}
@@ -172,6 +195,28 @@ def test_texts_share_a_stream_with_those_of_similar_length() -> None:
         assert [len(batch) for batch in encoder.batches([1] * 40)] == (
             [16, 16, 8] if in_cpp else [4] * 10
         )
+
+
+@pytest.mark.parametrize("reach", [None, 6])
+@pytest.mark.parametrize("lengths", [(100,), (33, 1, 30), (64, 64), (5, 3, 2)])
+def test_both_ways_to_attend_agree(reach: int | None, lengths: tuple[int, ...]) -> None:
+    """The kernel for CPUs and plain XLA, with what follows a text and without."""
+    heads = np.random.default_rng(5).standard_normal((3, sum(lengths), 2, 16)).astype(np.float32)
+    options = AttentionOptions(scale=0.25, sliding_window=reach)
+    found = []
+    for alignment, attend in ((1, attend_in_cpp), (32, attend_in_xla)):
+        texts = [(np.zeros(length, np.int32),) * 3 for length in lengths]
+        packed, starts = pack_texts(texts, 128, alignment)
+        spread = np.full((3, 128, 2, 16), 9.0, np.float32)  # what is no text must not matter
+        places = np.concatenate(
+            [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)]
+        )
+        spread[:, places] = heads
+        inputs = split_inputs(jnp.asarray(packed), 128)
+        more = (128, 128) if alignment == 1 else ()
+        out, _ = attend(inputs, *more)(0, *map(jnp.asarray, spread), (), options)
+        found.append(np.asarray(out)[places])
+    np.testing.assert_allclose(*found, atol=2e-6)
 
 
 def files_of(directory: Path, pooling: dict[str, Any], *more: str, **prompts: Any) -> None:

@@ -154,9 +154,9 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
     """
     start_R = inputs.start_R
     block_table_RM = jnp.minimum(start_R[:, None] + jnp.arange(longest), num_tokens - 1)
-    query_start = jnp.concatenate([start_R, (start_R + inputs.length_R).max()[None]])
     # Rows without a text come last: they start and end where the last text ends.
-    query_start = jnp.minimum(query_start, query_start[-1])
+    end = jnp.where(inputs.length_R > 0, start_R + inputs.length_R, 0).max()
+    query_start = jnp.append(jnp.minimum(start_R, end), end)
     row_T = jnp.searchsorted(start_R, jnp.arange(num_tokens), side="right") - 1
     place_T = jnp.arange(num_tokens) - start_R[row_T]
 

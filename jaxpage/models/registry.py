@@ -131,6 +131,10 @@ ENCODERS = {
     "XLMRobertaModel": "bert:XLMRoberta",
     "XLMRobertaForMaskedLM": "bert:XLMRoberta",
     "XLMRobertaForSequenceClassification": "bert:XLMRoberta",
+    "ModernBertModel": "modernbert:ModernBert",
+    "ModernBertForMaskedLM": "modernbert:ModernBert",
+    "ModernBertForSequenceClassification": "modernbert:ModernBert",
+    "NomicBertModel": "nomic_bert:NomicBert",
 }
 
 # Names that published files have for architectures of which transformers writes the name otherwise,
