@@ -429,6 +429,21 @@ def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(
     manager.check()
 
 
+def test_equal_blocks_of_one_step_become_one_in_each_group() -> None:
+    groups = [BlockTables(BlockPool(10), 2), BlockTables(BlockPool(20, first=10), 2)]
+    manager = BlockManager(groups, PrefixIndex(2))
+    tokens = [1, 2, 3, 4, 5]
+    manager.begin([(number, 5, manager.nothing) for number in range(2)])
+    before = manager.num_free
+    for number in range(2):
+        manager.cache(number, 4, tokens, [], None)
+    assert manager.num_free == before + 4
+    for group in groups:
+        first, second = (group.tables[number].blocks for number in range(2))
+        assert first[:2] == second[:2] and first[2] != second[2]
+    manager.check()
+
+
 def test_who_writes_into_a_cached_block_again_has_it_cached_no_more() -> None:
     """Its own copy holds other tokens; they are noted when they are computed."""
     manager = cached_manager(6, [1, 2, 3, 4, 5, 6, 7, 8])
