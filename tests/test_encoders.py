@@ -378,3 +378,41 @@ def test_each_family_says_what_it_is() -> None:
     for architecture in ENCODERS:
         family = load_family({"architectures": [architecture]})
         assert (family.__doc__ or "").partition("\n")[0].endswith(".")
+
+
+def test_a_server_embeds_and_ranks_and_generates_nothing(
+    saved: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    import httpx
+
+    from jaxpage.assembly import build_engine
+    from jaxpage.driver.async_driver import AsyncDriver
+    from jaxpage.settings.engine_config import EngineConfig
+    from tests.support.served import served_engine
+
+    built = build_engine(EngineConfig(model=str(saved[0]), max_num_batched_tokens=128))
+    driver = AsyncDriver(built)
+    driver.start()
+    try:
+        with served_engine(driver, built) as address, httpx.Client(base_url=address) as client:
+            texts = ["the cat", "a dog is here"]
+            body = {"model": "demo", "input": texts}
+            answer = client.post("/v1/embeddings", json=body).json()
+            shown = client.post("/api/show", json={"model": "demo"}).json()
+            refused = client.post("/v1/completions", json={"model": "demo", "prompt": "the"})
+            ranked = {"model": "demo", "query": "a cat", "documents": texts}
+            results = client.post("/v1/rerank", json=ranked).json()["results"]
+            facts = client.get("/v1/capabilities").json()["model"]
+    finally:
+        assert driver.stop(60)
+    vectors = np.array([row["embedding"] for row in answer["data"]])
+    tokenizer = word_tokenizer()
+    for text, vector in zip(texts, vectors, strict=True):
+        mean = states_of(saved[1], tokenizer(text)["input_ids"]).mean(axis=0)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+    assert answer["usage"]["prompt_tokens"] == sum(
+        len(tokenizer(text)["input_ids"]) for text in texts
+    )
+    assert shown["capabilities"] == ["embedding"] and facts["generates"] is False
+    assert refused.status_code == 400 and "is an encoder" in refused.json()["error"]["message"]
+    assert sorted(result["index"] for result in results) == [0, 1]
