@@ -25,6 +25,7 @@ from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.posting import json_body
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.requests.generating import Generating
+from jaxpage.serving.requests.stored_responses import open_store
 from jaxpage.serving.several.models_file import read_models_file
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import LoadFailed
@@ -558,7 +559,7 @@ def test_a_stream_lives_while_its_model_is_loaded(
     async def work() -> None:
         for seconds in (4, 12):
             table: Any = Table(seconds, fails=fails)
-            board = Switchboard(table, entries, config, has_own_memory=False)
+            board = Switchboard(table, entries, config, open_store(config), has_own_memory=False)
 
             async def read(function: Callable[[], Any], size: int) -> Any:
                 return function()

@@ -111,7 +111,9 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             assert llm._driver.num_places == llm._driver.engine.scheduler.max_num_seqs + 9
             assert await llm.score(PROMPTS[0], CONTINUATIONS[0]) == scores[0][0]
             np.testing.assert_array_equal(await llm.embed(PROMPTS, pooling="mean"), vectors)
-            with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
+            with pytest.raises(
+                ValueError, match="pooling must be one of last, mean, cls, not 'max'"
+            ):
                 await llm.embed(PROMPTS, pooling="max")  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="embed needs at least one prompt"):
                 await llm.embed([])

@@ -23,12 +23,13 @@ from jaxpage.engine import Reporter
 from jaxpage.engine.calls import YesNo
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from jaxpage.serving.batches import routes, store
+from jaxpage.serving.batches import store
 from jaxpage.serving.batches.lines import Line, write_answer
 from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, outline
 from jaxpage.serving.batches.store import Store
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.http import connection, loop_turns
+from jaxpage.serving.http.pages import page_of
 from jaxpage.serving.http.parser import HTTPParser
 from jaxpage.serving.requests.preparing import LARGE_ANSWER_VALUES, LARGE_SIZE, Preparing
 from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
@@ -588,8 +589,8 @@ def test_the_texts_of_a_request_share_its_limits() -> None:
     error = refused(reader.read, part, "messages[9].x")
     assert error.param == "messages[9].x" and "with the texts before it" in error.message
     arguments = {"name": "f", "arguments": f'{{"a": {part}}}'}
-    calls = [{"id": "1", "function": arguments}]
-    messages = [USER, *([{"role": "assistant", "tool_calls": calls}] * 4)]
+    calls = [[{"id": str(place), "function": arguments}] for place in range(4)]
+    messages = [USER, *({"role": "assistant", "tool_calls": each} for each in calls)]
     error = refused(open_chat, {"model": "demo", "messages": messages}, context())
     assert error.param == "messages[3].tool_calls[0].function.arguments"
 
@@ -759,7 +760,7 @@ def test_queries_that_are_refused(query: str, param: str, server: Running) -> No
 def test_limits_of_lists(limit: int) -> None:
     scope = {"type": "http", "query_string": f"limit={limit}".encode(), "headers": []}
     records = [{"id": f"{number}"} for number in range(20)]
-    page = json.loads(bytes(routes._page(Request(scope), records, {"limit"}, 5).body))
+    page = json.loads(bytes(page_of(Request(scope), records, {"limit"}, 5).body))
     assert len(page["data"]) == min(limit, 20) and page["has_more"] == (limit < 20)
 
 

@@ -635,9 +635,12 @@ class Witness:
     def __init__(self):
         self.seen = []
 
-    def embed(self, weights, token_ids, pooling):
+    def batches(self, lengths):
+        return [[place] for place in range(len(lengths))]
+
+    def embed(self, weights, prompts, poolings):
         self.seen.append(first := jax.tree.leaves(weights)[0])
-        return np.full(3, np.asarray(first).ravel()[0], np.float32)
+        return [np.full(3, np.asarray(first).ravel()[0], np.float32) for _ in prompts]
 
 
 def same_weights(engine):

@@ -122,7 +122,7 @@ def test_scores_that_cannot_be_had(arguments: Any, text: str, llm: LLM) -> None:
 
 
 def test_a_pooling_that_is_unknown(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
+    with pytest.raises(ValueError, match="pooling must be one of last, mean, cls, not 'max'"):
         llm.embed([1, 2], pooling="max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="embed needs at least one prompt"):
         llm.embed([])

@@ -317,7 +317,9 @@ def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared: Kept) -> No
 
 def test_a_dialect_says_what_each_of_its_paths_does() -> None:
     for dialect in DIALECTS:
-        assert set(dialect.operations) == {*dialect.exchanges, *dialect.vectors}
+        assert set(dialect.operations) == {
+            *(*dialect.exchanges, *dialect.conversations, *dialect.vectors)
+        }
         assert dialect.operations.items() <= OPERATIONS.items()
 
 

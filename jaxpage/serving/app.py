@@ -295,6 +295,7 @@ class Server:
 
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        paths = list(dict.fromkeys(paths))  # a path has a route for each of its methods
         return json_answer(
             {
                 "name": "jaxpage",

@@ -121,8 +121,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (
         UnsupportedError,
         "llama-grouped",
-        "BertForMaskedLM",
-        {"architectures": ["BertForMaskedLM"]},
+        "T5ForConditionalGeneration",
+        {"architectures": ["T5ForConditionalGeneration"]},
     ),
     (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
     (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),

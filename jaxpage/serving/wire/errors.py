@@ -38,6 +38,7 @@ _PARAMETERS_OF_REQUESTS = (
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
     (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
 )
+_IS_TOO_LONG = re.compile(r"The prompt has|[0-9]+ tokens are more than")
 _OF_GRAMMAR = re.compile(
     r"(structured_outputs)(?:=\{.*?(?:\}|\.\.\.)|=a \w+ too large to print)?(?= is refused: | cannot be honoured: |: )",
     re.DOTALL,
@@ -161,7 +162,7 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
         return ApiError(503, message or "The server is too busy", headers=RETRY_AFTER)
     if type(error) is not ValueError and not isinstance(error, UnsupportedError | CapacityError):
         return ApiError(500, INTERNAL)
-    if message.startswith("The prompt has") and "max_model_len" in message:
+    if _IS_TOO_LONG.match(message) and "max_model_len" in message:
         return ApiError(
             400,
             message,
