@@ -953,7 +953,7 @@ def test_any_request_of_the_document_is_answered_as_it_says(
     operations = [found.ok() for found in document.get_all_operations()]
     assert len(operations) >= 12
     for operation in operations:
-        if mode.is_negative and operation.method == "get":
+        if mode.is_negative and operation.method in ("get", "delete"):
             continue  # nothing in it could be wrong
 
         @hypothesis.settings(

@@ -19,13 +19,13 @@ Enter by these names:
 - `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
 """
 
-from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
 from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
 from jaxpage.chat_forms.grammar import grammar_of, grammar_of_text
 from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
 from jaxpage.chat_forms.probes import Render
+from jaxpage.chat_forms.tools import Tools
 
 __all__ = [
     "CONTENT_FORMS",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import re
 
-from jaxpage.chat_forms.calls import CallReader, Tools
+from jaxpage.chat_forms.calls import CallReader
 from jaxpage.chat_forms.forms import BareCall, ContentForm, ReasoningForm, ToolForm
 from jaxpage.chat_forms.markers import TOOL_NAME, before_placeholder, first_chunk, leading_space
 from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import BufferedReader, MismatchError, Parser, attempt, fits
+from jaxpage.chat_forms.tools import Tools
 
 _FENCE = re.compile("`{3,}")
 _SEPARATORS = (";", ",")  # models write them between calls in JSON, whatever the template has

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from jaxpage.chat_forms.forms import ListForm, ToolForm, ValueForm
-from jaxpage.chat_forms.literals import as_json, literal, read_literal, read_nested_literal
+from jaxpage.chat_forms.literals import literal, read_literal, read_nested_literal
 from jaxpage.chat_forms.markers import (
     KEY,
     before_placeholder,
@@ -25,60 +24,11 @@ from jaxpage.chat_forms.text_buffer import (
     attempt,
     fits,
 )
+from jaxpage.chat_forms.tools import Tools
 from jaxpage.chat_forms.values import property_of, type_of, types_of, value_of
 
-_QUALIFIED = re.compile(r"(?:functions?\.)?(.+?)(?::\d+)?")
 _MAX_NAME = 256  # characters of a name or a key
 _MAX_DEPTH = 32  # of lists within lists that are not written as JSON
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Holds the tools that may be called, with the schemas of their arguments.
-
-    Attributes:
-        schemas: The schemas by name; None if any name is that of a tool.
-    """
-
-    schemas: Mapping[str, Any] | None = None
-
-    def resolve(self, name: Any) -> str:
-        """Returns the name of a tool, which models write as `functions.NAME` or with a number, too.
-
-        Raises:
-            MismatchError: No tool has this name.
-        """
-        if not isinstance(name, str) or not name:
-            raise MismatchError
-        if self.schemas is None or name in self.schemas:
-            return name
-        qualified = _QUALIFIED.fullmatch(name)
-        if qualified is None or qualified[1] not in self.schemas:
-            raise MismatchError
-        return qualified[1]
-
-    def schema(self, name: str) -> Any:
-        """Returns the schema of the arguments of a tool, or None."""
-        return None if self.schemas is None else self.schemas.get(self.resolve(name))
-
-    def call(self, name: Any, arguments: Any) -> AnswerPiece:
-        """Returns the call that a name and arguments are.
-
-        Args:
-            name: The name of the tool.
-            arguments: An object, its text, or None for no arguments.
-
-        Raises:
-            MismatchError: No tool has this name, or the arguments are no object.
-        """
-        name = self.resolve(name)
-        if isinstance(arguments, str):
-            arguments = read_literal(arguments) if arguments.strip() else None
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, dict):
-            raise MismatchError
-        return AnswerPiece("call", as_json(arguments), name)
 
 
 class CallReader:
@@ -96,7 +46,6 @@ class CallReader:
             tails: The markers that an answer may end with.
         """
         self.form = form
-        self._form = form
         self._tools = tools
         self._buffer = buffer
         # One of these follows a call whose closing marker is missing.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms.answer import AnswerReader
-from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
 from jaxpage.chat_forms.forms import (
     ContentForm,
@@ -19,6 +18,7 @@ from jaxpage.chat_forms.forms import (
 from jaxpage.chat_forms.headed import HeadedReader
 from jaxpage.chat_forms.markers import trailing_space
 from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
+from jaxpage.chat_forms.tools import Tools
 
 
 @dataclass(frozen=True)

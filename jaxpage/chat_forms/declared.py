@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.forms import REASONING_FIELDS
 from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
 from jaxpage.chat_forms.text_buffer import MismatchError
+from jaxpage.chat_forms.tools import Tools
 
 # (tools, prompt) -> transformers' `ResponseParser`.
 NewResponseParser = Callable[[Sequence[Mapping[str, Any]], str], Any]

@@ -14,7 +14,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from jaxpage.chat_forms.calls import CallReader, Tools
+from jaxpage.chat_forms.calls import CallReader
 from jaxpage.chat_forms.forms import HeaderForm, ToolForm
 from jaxpage.chat_forms.markers import first_chunk
 from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
@@ -26,6 +26,7 @@ from jaxpage.chat_forms.text_buffer import (
     attempt,
     fits,
 )
+from jaxpage.chat_forms.tools import Tools
 
 _MAX_HEADER = 512  # characters
 

@@ -15,7 +15,7 @@ from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokeniz
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
-from jaxpage.serving.wire.exchange import Exchange
+from jaxpage.serving.wire.exchange import Exchange, open_chat
 
 VOCAB_SIZE = 2048
 MODEL = "demo"
@@ -73,6 +73,14 @@ def context(**settings: Any) -> ModelContext:
             derived = derive_form(settings.get("tokenizer", given["tokenizer"])).form
         given["chat_format"] = choose_form(derived, *parsers)
     return ModelContext(**{**given, **settings})
+
+
+def prompt_of(
+    messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], served: ModelContext
+) -> str:
+    """The prompt of a chat, as the server renders it."""
+    body = {"model": MODEL, "messages": list(messages), "tools": tools}
+    return str(open_chat(body, served).prompts[0].prompt)
 
 
 @dataclass

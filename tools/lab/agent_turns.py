@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 # Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jaxpage.serving.wire.exchange import open_chat
 from tests.support.chat_templates import TEMPLATES, THOUGHT
-from tests.support.wire import context, with_template
+from tests.support.wire import context, prompt_of, with_template
 
 NUM_TURNS = 12
 NEW_QUESTION = 6  # the turn in which the user asks again; the others begin with a tool's result
@@ -101,17 +100,11 @@ def next_messages(turn: int, call_id: str) -> list[dict[str, Any]]:
     return [result, answer, {"role": "user", "content": "And which one?"}]
 
 
-def prompt_of(messages: Sequence[dict[str, Any]], served: Any) -> str:
-    """Returns the prompt of a conversation, as the server renders it."""
-    body = {"model": "demo", "messages": list(messages), "tools": [TOOL]}
-    return str(open_chat(body, served).prompts[0].prompt)
-
-
 def answer_of(messages: Sequence[dict[str, Any]], message: dict[str, Any], served: Any) -> str:
     """Returns what a template renders of an answer, without the prompt before it."""
-    asked = prompt_of(messages, served)
+    asked = prompt_of(messages, [TOOL], served)
     answered = prompt_of(
-        [*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], served
+        [*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], [TOOL], served
     )
     begin = num_shared(asked, answered)
     path = json.loads(message["tool_calls"][0]["function"]["arguments"])["path"]
@@ -136,7 +129,7 @@ def shares_of(template: str, style: Style, num_words: int) -> list[float]:
     before: list[int] = []
     shares: list[float] = []
     for turn in range(NUM_TURNS):
-        prompt = prompt_of(messages, served)
+        prompt = prompt_of(messages, [TOOL], served)
         ids = tokens.encode(prompt, add_special_tokens=False).ids
         if before:
             shares.append(num_shared(before, ids) / len(before))

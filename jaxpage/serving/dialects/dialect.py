@@ -105,8 +105,8 @@ class Dialect:
         vectors: What opens a request for embeddings, by path.
         descriptions: Those of the transforms that describe a model, which need not be loaded.
         lists: How models are listed, by path.
-        operations: What the paths of `exchanges`, `conversations` and `vectors` do, as the semantic conventions of
-            OpenTelemetry for generative AI call it, such as "chat".
+        operations: What the paths of `exchanges`, `conversations` and `vectors` do, as the semantic
+            conventions of OpenTelemetry for generative AI call it, such as "chat".
         versions: The version that clients are told, by path.
         document: What the OpenAPI document says.
         key_header: A header that may have the API key in place of `Authorization`; empty for none.

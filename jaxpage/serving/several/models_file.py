@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,6 +123,12 @@ def read_models_file(path: Path, server: ServerConfig) -> tuple[tuple[ModelEntry
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(entries), fields.memory
+
+
+def models_by_name(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
+    """Returns the names of models by the names that requests call them, those of adapters too."""
+    adapters = {adapter: name for name, entry in entries.items() for adapter in entry.adapters}
+    return {**adapters, **{name: name for name in entries}}
 
 
 def _entry(value: Any, place: str, keep_alive: str | float, server: ServerConfig) -> ModelEntry:

@@ -38,7 +38,7 @@ from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.requests.shared_answers import Shared
 from jaxpage.serving.requests.stored_responses import StoredResponses
 from jaxpage.serving.several.model_requests import ModelRequest, receive_again
-from jaxpage.serving.several.models_file import ModelEntry
+from jaxpage.serving.several.models_file import ModelEntry, models_by_name
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.shown_models import ShownModels, not_loaded
@@ -91,10 +91,7 @@ class Switchboard:
         self._table = table
         self._entries = entries
         self._seconds = config.request_timeout_seconds or math.inf
-        self._models = {
-            **{adapter: name for name, entry in entries.items() for adapter in entry.adapters},
-            **{name: name for name in entries},
-        }
+        self._models = models_by_name(entries)
         self._created = int(time.time())
         # The length of each model that was ever loaded.
         self._lengths: dict[str, int] = {}
