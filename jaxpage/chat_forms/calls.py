@@ -56,6 +56,9 @@ class CallReader:
         self._openings = tuple(text for text in openings if re.match(r"\s*[<\[]", text))
         self._schema: Any = None  # of the arguments of the call, which references lead into
         self._depth = 0  # of lists that are not written as JSON
+        # Where all closing markers of a value are quoted, by the marker and those after it: the
+        # begin and the end in the whole answer.
+        self._quoted: dict[tuple[str, tuple[str, str]], tuple[int, int]] = {}
 
     def call(self, opened: str, close: str | None = None) -> Parser[AnswerPiece]:
         """Reads a call with the markers around it.
@@ -362,7 +365,13 @@ class CallReader:
         A marker that nothing of the form follows is quoted in the text, and part of it.
         """
         buffer, begin = self._buffer, self._buffer.position
-        stop = first_chunk(close.replace(KEY, key))
+        close = close.replace(KEY, key)
+        stop = first_chunk(close)
+        start = buffer.num_forgotten + begin
+        first, last = self._quoted.get((close, follow), (0, 0))
+        if first <= start < last:
+            # An earlier attempt has found no end of a text up to there.
+            start, buffer.position = first, last - buffer.num_forgotten
         while True:
             end, _ = yield from buffer.find((stop,))
             buffer.position = end
@@ -371,6 +380,7 @@ class CallReader:
                     if (yield from buffer.comes(marker)):
                         return buffer.text[begin:end].removesuffix(leading_space(close))
             buffer.position = end + 1
+            self._quoted[close, follow] = (start, buffer.num_forgotten + end + 1)
 
 
 def _is_schema(arguments: Any) -> bool:

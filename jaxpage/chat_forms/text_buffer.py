@@ -49,6 +49,7 @@ class TextBuffer:
 
     def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
         self.text = text
+        self.num_forgotten = 0  # characters that `forget` has removed
         self.position = 0
         self.reached = 0  # to which the last attempt that failed had read
         self.has_ended = has_ended
@@ -67,6 +68,7 @@ class TextBuffer:
     def forget(self) -> None:
         """Removes what was read but its last character, if it is much; nobody may go back then."""
         if self.position > _KEPT:
+            self.num_forgotten += self.position - 1
             self.text = self.text[self.position - 1 :]
             self.position = 1
 
