@@ -97,9 +97,6 @@ CASES = [
 ]
 # ChatOllama streams even where its whole answer is asked for.
 ALWAYS_STREAMS = {("drive_langchain.py", "ollama")}
-# litellm numbers the calls of a stream's line, and Ollama's streams have one call a line, so the
-# arguments of two calls become one text. It is so with Ollama itself.
-BROKEN = {("drive_litellm.py", "ollama", "streamed")}
 
 
 @dataclass
@@ -159,12 +156,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, compiled_when_used: None) -> 
 
 
 @pytest.mark.parametrize(("client", "route", "stream"), CASES)
-def test_a_conversation_with_tools(
-    runs: Runs, client: Client, route: str, stream: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_conversation_with_tools(runs: Runs, client: Client, route: str, stream: str) -> None:
     """All calls run with their arguments, all texts come, and the model sees the same prompts in both ways."""
-    if (client.driver, route, stream) in BROKEN:
-        request.applymarker(pytest.mark.xfail(reason="a mistake of the client"))
     outcome = runs.outcome(client, route, stream)
     assert "error" not in outcome.printed, outcome.printed["error"]
     # Some clients run the calls of one answer at the same time.

@@ -164,8 +164,14 @@ def test_every_architecture_is_tested() -> None:
     assert {*FORMS, *PAIRS, "RobertaForMaskedLM", "XLMRobertaForMaskedLM"} >= {*ENCODERS}
 
 
-def test_a_text_has_the_same_bits_alone_and_among_any_others(llm: LLM) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_has_the_same_bits_alone_and_among_any_others(
+    saved: Any, llm: LLM, dtype: str, request: pytest.FixtureRequest
+) -> None:
     """In a stream of another size, too, and at another place in it."""
+    if dtype != "float32":
+        llm = LLM(str(saved[0]), dtype=dtype, max_num_batched_tokens=128)
+        request.addfinalizer(llm.shutdown)
     texts = random_texts([*LENGTHS, *(1 + 7 * number % POSITIONS for number in range(40))])
     together = llm.embed(texts, pooling="mean", normalize=False, use_tqdm=False)
     back = llm.embed(texts[::-1], pooling="mean", normalize=False, use_tqdm=False)[::-1]
