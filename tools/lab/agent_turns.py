@@ -2,12 +2,13 @@
 
     python -m tools.lab.agent_turns                                     # by kinds of templates
     python -m tools.lab.agent_turns --url http://127.0.0.1:8000         # what a server reports
+    python -m tools.lab.agent_turns --url http://127.0.0.1:8000 --api messages
 
 Without a server nothing is generated: the prompts of a conversation of twelve turns are rendered
 and tokenized as the server does it, and answers are what the template renders of them, in several
 styles. The share of a turn is the part of the prompt and the answer before that its prompt begins
 with; the prefix cache holds that part, up to a block. With `--url` an agent asks for a call in each
-turn, and the shares are those of `usage.prompt_tokens_details.cached_tokens`.
+turn, and the shares are those of the cached tokens in the answers.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from tests.support.wire import context, prompt_of, with_template
 NUM_TURNS = 12
 NEW_QUESTION = 6  # the turn in which the user asks again; the others begin with a tool's result
 WORDS = "The agent reads files, writes files and runs tests before it answers a question. "
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "read_file",
         "description": "Reads lines of a file.",
         "parameters": {
             "type": "object",
-            "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+            # The bounds end the call of a model that writes at random.
+            "properties": {
+                "path": {"type": "string", "maxLength": 32},
+                "lines": {"type": "integer", "minimum": 0, "maximum": 999},
+            },
             "required": ["path", "lines"],
         },
     },
@@ -151,37 +156,154 @@ def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
+class Turn(NamedTuple):
+    """Holds what a server says of one turn.
+
+    Attributes:
+        num_prompt: The tokens of the prompt.
+        num_cached: Those of them that were in the prefix cache.
+        num_total: The tokens of prompt and answer.
+        call_id: The id of the call in the answer.
+        said: The answer, as the next request of the API has it.
+    """
+
+    num_prompt: int
+    num_cached: int
+    num_total: int
+    call_id: str
+    said: list[dict[str, Any]]
+
+
+def read_chat(answer: dict[str, Any]) -> Turn:
+    """Returns a turn of chat completions."""
+    usage, message = answer["usage"], answer["choices"][0]["message"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    call_id = message["tool_calls"][0]["id"]
+    return Turn(usage["prompt_tokens"], cached, usage["total_tokens"], call_id, [message])
+
+
+def read_message(answer: dict[str, Any]) -> Turn:
+    """Returns a turn of Messages, which count cached tokens apart."""
+    usage, content = answer["usage"], answer["content"]
+    cached = usage["cache_read_input_tokens"]
+    num_prompt = usage["input_tokens"] + cached
+    (call_id,) = [block["id"] for block in content if block["type"] == "tool_use"]
+    said = [{"role": "assistant", "content": content}]
+    return Turn(num_prompt, cached, num_prompt + usage["output_tokens"], call_id, said)
+
+
+def read_response(answer: dict[str, Any]) -> Turn:
+    """Returns a turn of Responses, whose answer is an item for each part."""
+    usage, items = answer["usage"], answer["output"]
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    (call_id,) = [item["call_id"] for item in items if item["type"] == "function_call"]
+    return Turn(usage["input_tokens"], cached, usage["total_tokens"], call_id, items)
+
+
+class Api(NamedTuple):
+    """Says how an API asks for one call.
+
+    Attributes:
+        path: The path.
+        history: The field with the messages.
+        body: The other fields.
+        read: Reads an answer.
+        result: Writes the result of a call, from the one of a chat.
+    """
+
+    path: str
+    history: str
+    body: dict[str, Any]
+    read: Callable[[dict[str, Any]], Turn]
+    result: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+_FUNCTION = TOOL["function"]
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        "messages",
+        {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_tokens": 200,
+        },
+        read_chat,
+        dict,
+    ),
+    "messages": Api(
+        "/v1/messages",
+        "messages",
+        {
+            "tools": [
+                {
+                    "name": _FUNCTION["name"],
+                    "description": _FUNCTION["description"],
+                    "input_schema": _FUNCTION["parameters"],
+                }
+            ],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "max_tokens": 200,
+        },
+        read_message,
+        lambda result: {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": result["tool_call_id"],
+                    "content": result["content"],
+                }
+            ],
+        },
+    ),
+    "responses": Api(
+        "/v1/responses",
+        "input",
+        {
+            "tools": [{"type": "function", **_FUNCTION}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_output_tokens": 200,
+        },
+        read_response,
+        lambda result: {
+            "type": "function_call_output",
+            "call_id": result["tool_call_id"],
+            "output": result["content"],
+        },
+    ),
+}
+
+
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer of a server to a chat."""
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    """Returns the answer of a server."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=600) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 
 
-def measure_server(url: str, num_words: int) -> None:
+def measure_server(url: str, api: Api, num_words: int) -> None:
     """Prints what a server reports of twelve turns."""
     with urllib.request.urlopen(f"{url}/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
-    messages = first_messages(num_words)
+    history = first_messages(num_words)
+    # The same prompts by another API are in the prefix cache already.
+    history[0]["content"] = f"{api.path}\n{history[0]['content']}"
     before, total, cached = 0, 0, 0
-    for turn in range(NUM_TURNS):
-        body = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required"}
-        answer = ask(
-            url, {**body, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
-        )
-        usage, message = answer["usage"], answer["choices"][0]["message"]
-        hit = usage["prompt_tokens_details"]["cached_tokens"]
-        share = f"{hit / before:.3f}" if before else "-"
-        print(f"| {turn + 1} | {usage['prompt_tokens']:,} | {hit:,} | {share} |", flush=True)
+    for number in range(NUM_TURNS):
+        body = {"model": model, "temperature": 0, **api.body, api.history: history}
+        turn = api.read(ask(url + api.path, body))
+        share = f"{turn.num_cached / before:.3f}" if before else "-"
+        print(f"| {number + 1} | {turn.num_prompt:,} | {turn.num_cached:,} | {share} |", flush=True)
         if before:
-            total, cached = total + before, cached + hit
-        before = usage["total_tokens"]
-        messages += [message, *next_messages(turn, message["tool_calls"][0]["id"])]
+            total, cached = total + before, cached + turn.num_cached
+        before = turn.num_total
+        result, *others = next_messages(number, turn.call_id)
+        history = [*history, *turn.said, api.result(result), *others]
     print(f"all turns after the first: {cached:,} of {total:,} tokens, {cached / total:.3f}")
 
 
@@ -189,10 +311,13 @@ def main() -> None:
     """Prints a table of shares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a server; without it prompts are only rendered")
+    parser.add_argument(
+        "--api", choices=APIS, default="chat", help="by which API a server is asked"
+    )
     parser.add_argument("--words", type=int, default=6_000, help="words before the first question")
     arguments = parser.parse_args()
     if arguments.url:
-        measure_server(arguments.url.rstrip("/"), arguments.words)
+        measure_server(arguments.url.rstrip("/"), APIS[arguments.api], arguments.words)
         return
     print("| template | " + " | ".join(STYLES) + " |\n|---|" + "---|" * len(STYLES))
     for name, template in KINDS.items():
