@@ -191,6 +191,14 @@ def test_a_tool_that_cannot_be_honoured_is_refused(
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
+@pytest.mark.parametrize("space", ["", "\n", "\n\n"])
+def test_white_space_may_stand_between_required_calls(space: str) -> None:
+    """Templates write a line break before each call, and models write what templates write."""
+    held = open_chat(chat([F], tool_choice="required"), KNOWN).prompts[0].params.structured_outputs
+    assert admits(held, space + CALL + space + CALL)
+    assert not admits(held, CALL + space + "x") and not admits(held, "\n" * 5 + CALL)
+
+
 # A format of the text
 
 SCHEMA = {

@@ -31,7 +31,7 @@ from jaxpage.chat_forms.markers import (
 from jaxpage.chat_forms.values import property_of, types_of
 
 _PATTERNS = {CALL_INDEX: "/[0-9]+/", CALL_ID: "/[a-zA-Z0-9]{9}/"}
-_SPACE = r"/[ \n]{0,4}/"  # what may stand between reasoning and text
+_SPACE = r"/[ \n]{0,4}/"  # what may stand between reasoning, text and calls
 _ANY_TEXT = r"/(.|\n)*/"
 _CONSTRAINT = "<|constrain|>"
 _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
@@ -122,9 +122,11 @@ class _Writer:
         form = self._form
         calls = [self._call(name, schema) for name, schema in schemas.items()]
         self._rules.append("call: " + " | ".join(calls))
-        start = f"start: {before}{self.literal(form.first_opening)} call"
+        space = self._rule(_SPACE)
+        start = f"start: {before}{space} {self.literal(form.first_opening.lstrip())} call"
         if several and (form.opening + form.between).strip():
-            start += f" ({self.literal(form.between + form.open)} call)*"
+            opened = (form.between + form.open).lstrip()
+            start += f" ({space} {self.literal(opened)} call)*"
         start += f" {self.literal(form.end)}"
         return "\n".join([start, *self._rules]) + "\n"
 
