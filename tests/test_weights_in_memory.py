@@ -347,8 +347,14 @@ def test_requests_that_run_are_waited_for_or_ended(
 ) -> None:
     """One that comes meanwhile waits, and has the new weights. The engine is held until all three have come, in order."""
     running, _, _ = server
-    held = threading.Event()
-    running.loop.call(lambda engine: held.wait(60))
+    holds, held = threading.Event(), threading.Event()
+
+    def hold(engine: Any) -> None:
+        holds.set()
+        held.wait(60)
+
+    running.loop.call(hold)
+    assert holds.wait(60)  # what waits from here on are the requests
     with ThreadPoolExecutor(3) as pool:
 
         def post(path: str, place: int, body: dict[str, Any]) -> Any:
