@@ -81,6 +81,17 @@ def test_a_call_of_a_custom_tool_has_its_input() -> None:
     assert without_ids(streamed_calls(open_chat(body, KNOWN), *text)) == [wanted]
 
 
+def test_a_chunk_has_one_call() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    exchange = open_chat(chat([F], stream=True), KNOWN)
+    scripts = [Scripted([call * 3])]
+    chunks = exchange.chunks(0, output(exchange, scripts))
+    calls = [
+        choice["delta"].get("tool_calls", []) for chunk in chunks for choice in chunk["choices"]
+    ]
+    assert [[call["index"] for call in part] for part in calls if part] == [[0], [1], [2]]
+
+
 @pytest.mark.parametrize("arguments", ['{"text": "a"}', '{"input": 1}', "{}"])
 def test_an_input_under_another_name_stays_as_the_model_wrote_it(arguments: str) -> None:
     text = f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>'

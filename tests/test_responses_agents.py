@@ -968,8 +968,9 @@ ASK: dict[str, Any] = {
     "model": "demo",
     "tools": [LOOK],
     "tool_choice": "required",
+    "parallel_tool_calls": False,
     "temperature": 0,
-    "max_output_tokens": 64,
+    "max_output_tokens": 96,
 }
 
 

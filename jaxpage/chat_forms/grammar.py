@@ -122,11 +122,9 @@ class _Writer:
         form = self._form
         calls = [self._call(name, schema) for name, schema in schemas.items()]
         self._rules.append("call: " + " | ".join(calls))
-        space = self._rule(_SPACE)
-        start = f"start: {before}{space} {self.literal(form.first_opening.lstrip())} call"
+        start = f"start: {before}{self._spaced(form.first_opening)} call"
         if several and (form.opening + form.between).strip():
-            opened = (form.between + form.open).lstrip()
-            start += f" ({space} {self.literal(opened)} call)*"
+            start += f" ({self._spaced(form.between + form.open)} call)*"
         start += f" {self.literal(form.end)}"
         return "\n".join([start, *self._rules]) + "\n"
 
@@ -159,6 +157,21 @@ class _Writer:
         text, space = self._json({}), self._rule(_SPACE)
         start = f"start: {before}{space} ({text} | {self.literal(marker)} <[*]>*)"
         return "\n".join([start, *self._rules]) + "\n"
+
+    def _spaced(self, marker: str) -> str:
+        """Returns an expression for a marker after some white space.
+
+        The white space and the text after it are one terminal: the grammar's lexer would take a
+        line break alone for the beginning of another marker.
+        """
+        marker = marker.lstrip()
+        text = self._special_text.split(PLACEHOLDER.split(marker)[0])[0]
+        if not text:
+            return f"{self._rule(_SPACE)} {self.literal(marker)}"
+        pattern = re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
+        spaced = self._rule(f"{_SPACE[:-1]}{pattern}/")
+        rest = marker[len(text) :]
+        return f"{spaced} {self.literal(rest)}" if rest else spaced
 
     def literal(self, marker: str, name: str = "", key: str = "") -> str:
         """Returns an expression for a marker."""

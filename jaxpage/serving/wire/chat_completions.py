@@ -291,7 +291,8 @@ class _Reader:
             if not (is_text or self._several or not self.num_calls or piece.kind == "arguments"):
                 continue
             name = _FIELDS.get(piece.kind, "tool_calls")
-            if not parts or parts[-1][0] != name:
+            # Clients such as LlamaIndex read one call of a chunk, as OpenAI sends them.
+            if not parts or parts[-1][0] != name or piece.kind == "call":
                 parts.append((name, []))
             if is_text:
                 parts[-1][1].append(piece.text)
