@@ -377,8 +377,8 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
   if (a.chunk > 0 && unit.last - unit.last % a.chunk > unit.first)
     unit.first = unit.last - unit.last % a.chunk;
   if (a.last_seen)
-    unit.last = std::max<int64_t>(
-        unit.last, std::min<int64_t>(a.last_seen[token], a.context_len[row] - 1));
+    unit.last =
+        std::max<int64_t>(unit.last, std::min<int64_t>(a.last_seen[token], a.context_len[row] - 1));
   return unit;
 }
 
