@@ -29,7 +29,11 @@ await main(async (address, route, stream, tool) => {
         return { type: "tool_result", tool_use_id: id, content: tool.call(name, input) };
       });
       if (results.length === 0) {
-        texts.push(of("text").map((block) => block.text).join(""));
+        texts.push(
+          of("text")
+            .map((block) => block.text)
+            .join(""),
+        );
         break;
       }
       messages.push({ role: "user", content: results });

@@ -7,7 +7,11 @@ async function chat(client, stream, tool) {
   const tools = [
     {
       type: "function",
-      function: { ...FUNCTION, parse: JSON.parse, function: (args) => tool.call("get_weather", args) },
+      function: {
+        ...FUNCTION,
+        parse: JSON.parse,
+        function: (args) => tool.call("get_weather", args),
+      },
     },
   ];
   const texts = [];
