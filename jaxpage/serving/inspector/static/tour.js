@@ -307,9 +307,7 @@ export class Tour {
       this.problem = "";
       await this.applyPace();
       await preset.run(this);
-      const state = await (await request(this.pathOf("/debug/state"))).json();
-      this.show(state);
-      const requests = state.requests.filter(({ number }) => number > before);
+      const requests = await this.finishedSince(before);
       if (this.running.signal.aborted) this.tell("Stopped.");
       else if (this.problem) this.tell(`A request failed: ${this.problem}`, true);
       else this.tell(requests.length ? preset.outcome(requests, this) : "");
@@ -319,6 +317,22 @@ export class Tour {
     } finally {
       this.busy(null);
       await this.applyPace();
+    }
+  }
+
+  /**
+   * Returns the requests after the one with the number `before`, as the engine has them at the end.
+   * A snapshot may be a tenth of a second old, so the first one may show a request that still runs.
+   */
+  async finishedSince(before) {
+    for (let tries = 0; ; tries++) {
+      const state = await (await request(this.pathOf("/debug/state"))).json();
+      const requests = state.requests.filter(({ number }) => number > before);
+      if (tries === 20 || requests.every(({ state: phase }) => phase === "finished")) {
+        this.show(state);
+        return requests;
+      }
+      await new Promise((resolve) => setTimeout(resolve, 50));
     }
   }
 
