@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO, Literal
+
+from jaxpage.errors import ConfigError
 
 
 def make_private(directory: Path) -> None:
@@ -26,6 +29,32 @@ def make_private(directory: Path) -> None:
         raise PermissionError(errno.EPERM, "it is for all users: name a directory in it")
     if status.st_mode & 0o077:
         directory.chmod(0o700)
+
+
+def lock_directory(directory: Path, setting: str) -> BinaryIO:
+    """Makes a directory private, and returns its lock, which one process holds until it closes it.
+
+    Args:
+        directory: The directory.
+        setting: The setting that names it, for errors.
+
+    Raises:
+        ConfigError: The directory cannot be used, or another server uses it.
+    """
+    try:
+        make_private(directory)
+        lock = open_private(directory / "lock", "wb")
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot use {directory}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        reason = f"cannot use {directory}: {error.strerror}"
+        if isinstance(error, BlockingIOError):
+            reason = f"another server uses {directory}"
+        raise ConfigError(f"{setting}: {reason}") from None
+    return lock
 
 
 def open_private(path: Path, mode: Literal["wb", "xb", "a+b"]) -> BinaryIO:

@@ -22,29 +22,9 @@ from jaxpage.serving.wire.efforts import fields_for_thinking
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.reading import read
+from tests.support.chat_templates import STRICT_QWEN
 from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
 
-# As Qwen3's.
-TEMPLATE = """\
-{% if tools %}<|im_start|>tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
-<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking is false %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 TOOL = {"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}
@@ -55,7 +35,7 @@ REQUESTS = Path(__file__).parent / "support" / "agent_requests"
 @functools.cache
 def qwen(*, strict: bool = False) -> ModelContext:
     return context(
-        tokenizer=with_template(TEMPLATE),
+        tokenizer=with_template(STRICT_QWEN),
         tool_parser="auto",
         reasoning_parser="auto",
         max_model_len=8192,

@@ -94,9 +94,9 @@ def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> W
         CheckpointError: The checkpoint cannot be read again.
     """
     num_sleeps = runner.num_sleeps  # before `kept`, which may become that of a later sleep
-    kept = runner.kept
-    if kept is not None:
-        return WakingWeights(to_device(kept), num_sleeps)
+    host_weights = runner.kept
+    if host_weights is not None:
+        return WakingWeights(to_device(host_weights), num_sleeps)
     adapters = adapters_of(files, spec)
     drafting = spec.described.drafting
     parameters = load_parameters(files, spec, runner.packed, adapters, drafting=drafting)

@@ -31,7 +31,7 @@ from jaxpage.chat_forms.markers import (
 from jaxpage.chat_forms.values import property_of, types_of
 
 _PATTERNS = {CALL_INDEX: "/[0-9]+/", CALL_ID: "/[a-zA-Z0-9]{9}/"}
-_SPACE = r"/[ \n]{0,4}/"  # what may stand between reasoning, text and calls
+_SPACE = r"/[ \n]{0,4}/"  # white space that may come before text and before a call
 _ANY_TEXT = r"/(.|\n)*/"
 _CONSTRAINT = "<|constrain|>"
 _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
@@ -122,9 +122,9 @@ class _Writer:
         form = self._form
         calls = [self._call(name, schema) for name, schema in schemas.items()]
         self._rules.append("call: " + " | ".join(calls))
-        start = f"start: {before}{self._spaced(form.first_opening)} call"
+        start = f"start: {before}{self._write_after_space(form.first_opening)} call"
         if several and (form.opening + form.between).strip():
-            start += f" ({self._spaced(form.between + form.open)} call)*"
+            start += f" ({self._write_after_space(form.between + form.open)} call)*"
         start += f" {self.literal(form.end)}"
         return "\n".join([start, *self._rules]) + "\n"
 
@@ -158,7 +158,7 @@ class _Writer:
         start = f"start: {before}{space} ({text} | {self.literal(marker)} <[*]>*)"
         return "\n".join([start, *self._rules]) + "\n"
 
-    def _spaced(self, marker: str) -> str:
+    def _write_after_space(self, marker: str) -> str:
         """Returns an expression for a marker after some white space.
 
         The white space and the text after it are one terminal: the grammar's lexer would take a
@@ -170,8 +170,8 @@ class _Writer:
             return f"{self._rule(_SPACE)} {self.literal(marker)}"
         pattern = re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
         spaced = self._rule(f"{_SPACE[:-1]}{pattern}/")
-        rest = marker[len(text) :]
-        return f"{spaced} {self.literal(rest)}" if rest else spaced
+        following = marker[len(text) :]
+        return f"{spaced} {self.literal(following)}" if following else spaced
 
     def literal(self, marker: str, name: str = "", key: str = "") -> str:
         """Returns an expression for a marker."""

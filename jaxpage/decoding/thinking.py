@@ -4,7 +4,7 @@ With a budget of 3 tokens and the marker `</think>`, which is three tokens of th
 
     <think>  a  b  c  </  think  >  d ...        the model would go on; the marker is forced
     <think>  a  b  </  think  >  d ...           the model ends it; nothing is forced
-    <think>  a  b  </  think  >  d ...           `</` was the third token; its rest is forced
+    <think>  a  b  </  think  >  d ...           `</` was the third token; the remainder is forced
 
 What has come is compared as bytes, because a model may write a marker with other tokens than the
 tokenizer. A place depends on the tokens of the sequence alone, so drafts, preemption and replays
@@ -55,8 +55,8 @@ def follow(budget: ThinkingBudget, place: ReasoningPlace, token_id: int) -> Reas
     if place.forced:
         if token_id != place.forced[0]:
             return _OVER
-        rest = place.forced[1:]
-        return place._replace(forced=rest) if rest else _close(budget, place)
+        remaining = place.forced[1:]
+        return place._replace(forced=remaining) if remaining else _close(budget, place)
     text = place.tail + budget.bytes_of(token_id)
     if place.is_open:
         return _read(budget, place._replace(num_tokens=place.num_tokens + 1), text)

@@ -124,7 +124,7 @@ class TextEncoder:
         batches: list[list[int]] = []
         room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            taken = self._taken(lengths[place])
+            taken = self._align(lengths[place])
             if taken > room or len(batches[-1]) == num_rows_of(self._size(self._most)):
                 batches.append([])
                 room = max(self._most, taken)
@@ -143,7 +143,7 @@ class TextEncoder:
             poolings: The pooling of each text.
         """
         # A stream with room for the tokens, and for as many texts.
-        taken = sum(self._taken(len(text)) for text in texts)
+        taken = sum(self._align(len(text)) for text in texts)
         size = self._size(max(taken, 8 * len(texts)))
         filled = [
             self._inputs(np.asarray(text, np.int32), pooling)
@@ -162,7 +162,7 @@ class TextEncoder:
         """Returns the smallest stream that has room for so many tokens."""
         return next(size for size in self._sizes if size >= num_tokens)
 
-    def _taken(self, num_tokens: int) -> int:
+    def _align(self, num_tokens: int) -> int:
         """Returns the tokens that a text takes in a stream, up to where the next may start."""
         return -(-num_tokens // self._alignment) * self._alignment
 

@@ -11,8 +11,9 @@ plain XLA a text begins at a tile of queries.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,14 +162,8 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
     place_T = jnp.arange(num_tokens) - start_R[row_T]
 
     def attend(
-        layer_index: int,
-        q_TNH: jax.Array,
-        k_TKH: jax.Array | None,
-        v_TKH: jax.Array | None,
-        layer_pages: LayerPages,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerPages]:
-        assert k_TKH is not None and v_TKH is not None, "an encoder's layers have all three"
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions
+    ) -> jax.Array:
         reach = options.sliding_window
         last_T = inputs.length_R[row_T] - 1 if reach is None else place_T + reach
         window = None if reach is None else reach + 1
@@ -183,33 +178,43 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
                 scale=options.scale, sliding_window=window, last_seen_T=last_T
             ),
         )
-        return attend_to_pages(arguments, backend="cpu"), layer_pages
+        return attend_to_pages(arguments, backend="cpu")
 
-    return attend
+    return without_pages(attend)
 
 
 def attend_in_xla(inputs: EncoderInputs) -> Attend:
     """Returns the operation that attention layers call, in plain XLA; see `attend_in_cpp`."""
+    return without_pages(functools.partial(attend_both_ways, inputs))
 
-    def attend(
+
+def without_pages(attend: Callable[..., jax.Array]) -> Attend:
+    """Returns the operation that attention layers call, which passes pages on as they are.
+
+    Args:
+        attend: Attends with queries, keys and values, given the options.
+    """
+
+    def attend_in_layer(
         layer_index: int,
         q_TNH: jax.Array,
         k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         options: AttentionOptions,
+        /,
     ) -> tuple[jax.Array, LayerPages]:
         assert k_TKH is not None and v_TKH is not None, "an encoder's layers have all three"
-        return attend_both_ways(q_TNH, k_TKH, v_TKH, inputs, options), layer_pages
+        return attend(q_TNH, k_TKH, v_TKH, options), layer_pages
 
-    return attend
+    return attend_in_layer
 
 
 def attend_both_ways(
+    inputs: EncoderInputs,
     q_TNH: Float[Array, "T N H"],
     k_TNH: Float[Array, "T N H"],
     v_TNH: Float[Array, "T N H"],
-    inputs: EncoderInputs,
     options: AttentionOptions,
 ) -> Float[Array, "T N H"]:
     """Returns for each token `softmax(scale q . k) v` over the tokens of its text.

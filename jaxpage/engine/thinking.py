@@ -12,7 +12,7 @@ from jaxpage.step.thinking import ThinkingBudget
 
 # A prompt that opens the reasoning has at most white space after the marker.
 _TAIL_TOKENS = 64
-_SPACE = "\u2581"  # what stands for a space in the names of tokens without bytes
+_SPACE = "\u2581"  # the name of a token without bytes has it in place of a space
 # Some tokenizers put a space before the first word of a text, but not after a line break.
 _BEFORE = ("", "\n")
 

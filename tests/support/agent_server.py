@@ -29,33 +29,10 @@ from jaxpage.decoding.grammars import matcher_of, source_of, tokenizer_of
 from jaxpage.engine.engine import Engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.plan import StepPlan, StepResult
+from tests.support.chat_templates import STRICT_QWEN
 from tests.support.executables import SharedExecutables, when_used
 from tests.support.running import Running, demo_with_template, serving
 
-# As Qwen3.5's: calls are objects in tags, reasoning comes before them, a variable turns it off, and a
-# message of the system may only come first.
-TEMPLATE = """\
-{% if tools %}<|im_start|>tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}\
-{{ raise_exception('System message must be at the beginning.') }}{% endif %}\
-{% if m.role not in ('system', 'user', 'assistant', 'tool') %}\
-{{ raise_exception('Unexpected message role.') }}{% endif %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking is false %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _PLACES = re.compile(r"What is the weather in (.+?)\?")
 _REPORT = re.compile(r"[A-Z][a-z]+: \w+ and \d+ degrees")
@@ -322,7 +299,7 @@ def agent_server(
         max_model_len: The most tokens of a conversation.
         settings: Settings of the server.
     """
-    model = demo_with_template(directory, TEMPLATE)
+    model = demo_with_template(directory, STRICT_QWEN)
     built = build_scripted(directory, max_model_len)
     device = ScriptedDevice(built.engine)
     built.engine.builder.build = lambda plan, masks, slots: plan

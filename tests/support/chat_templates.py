@@ -376,3 +376,28 @@ STRAY = TEMPLATES["a response in the same answer"].replace(
     "{% macro strip(text) %}{% for part in text.split('<channel|>') %}{{ part.split('<|channel>')[0] }}{% endfor %}{% endmacro %}"
     "{% for m in messages %}", 1
 ).removesuffix("{% endif %}") + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"  # fmt: skip
+
+# As Qwen3.5's: calls are objects in tags, reasoning comes before them, a variable turns it off, and a
+# message of the system may only come first.
+STRICT_QWEN = """\
+{% if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}\
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}\
+{% if m.role not in ('system', 'user', 'assistant', 'tool') %}\
+{{ raise_exception('Unexpected message role.') }}{% endif %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""

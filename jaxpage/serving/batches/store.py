@@ -12,7 +12,6 @@ new one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.errors import ConfigError
-from jaxpage.private_files import make_private, open_private
+from jaxpage.private_files import lock_directory, open_private
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show
 
@@ -63,19 +62,14 @@ class Store:
         self._changing = threading.Lock()  # guards both; nobody waits for the disk with it
         self._writing = threading.Lock()
         self._reserved: list[int] = []  # the bytes of files that are being written
+        self._lock = lock_directory(directory, "batch_directory")
         try:
-            make_private(directory)
-            self._lock = open_private(directory / "lock", "wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in sorted(directory.glob("*.json")):
                 self._load(path)
             for path in directory.iterdir():
                 # Other users could read what earlier versions have written.
                 if _ID.fullmatch(path.stem) and path.stat().st_mode & 0o077:
                     path.chmod(0o600)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(f"batch_directory: another server uses {directory}") from None
         except OSError as error:
             raise ConfigError(
                 f"batch_directory: cannot use {directory}: {error.strerror}"

@@ -86,8 +86,6 @@ class MessageAnswer(InBlocks):
         super().__init__(open_chat, body, context, request.model, ignored)
 
     def _answer(self) -> dict[str, Any]:
-        usage = self._usage
-        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "id": self.id,
             "type": "message",
@@ -95,13 +93,18 @@ class MessageAnswer(InBlocks):
             "model": self.model,
             "content": [self._write_block(block) for block in self._blocks],
             **self._stop(),
-            "usage": {
-                "input_tokens": usage["prompt_tokens"]
-                - num_cached,  # this API counts cached tokens apart
-                "cache_read_input_tokens": num_cached,
-                "cache_creation_input_tokens": 0,
-                "output_tokens": usage["completion_tokens"],
-            },
+            "usage": self._write_usage(),
+        }
+
+    def _write_usage(self) -> dict[str, int]:
+        """Returns the counts of tokens; this API counts cached ones apart."""
+        usage = self._usage
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
         }
 
     def _stop(self) -> dict[str, str | None]:
@@ -144,9 +147,8 @@ class MessageAnswer(InBlocks):
         return [self._of_block("delta", delta=signature), stop]
 
     def _end(self) -> list[dict[str, Any]]:
-        usage = self._answer()["usage"]
         return [
-            {"type": "message_delta", "delta": self._stop(), "usage": usage},
+            {"type": "message_delta", "delta": self._stop(), "usage": self._write_usage()},
             {"type": "message_stop"},
         ]
 

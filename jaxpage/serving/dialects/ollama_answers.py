@@ -84,11 +84,11 @@ class OllamaAnswer(InBlocks):
     def _answer(self) -> dict[str, Any]:
         said: dict[str, Any] = {}
         for block in self._blocks:
-            for name, value in self._said_in(block).items():
+            for name, value in self._write_block(block).items():
                 said[name] = said[name] + value if name in said else value
         return {**self._line(said), **self._ending_fields()}
 
-    def _said_in(self, block: AnswerBlock) -> dict[str, Any]:
+    def _write_block(self, block: AnswerBlock) -> dict[str, Any]:
         return self._call_of(block) if block.is_call else {block.kind: block.text}
 
     def _call_of(self, block: AnswerBlock) -> dict[str, Any]:

@@ -78,10 +78,10 @@ def write_tags(models: Sequence[ListedModel]) -> dict[str, Any]:
 
 def write_loaded(models: Sequence[ListedModel]) -> dict[str, Any]:
     """Returns the list of the models in memory, with the times at which they go."""
-    return {"models": [_loaded(model) for model in models]}
+    return {"models": [_write_in_memory(model) for model in models]}
 
 
-def _loaded(model: ListedModel) -> dict[str, Any]:
+def _write_in_memory(model: ListedModel) -> dict[str, Any]:
     entry = {**_card(model), "context_length": model.context_length}
     if model.num_bytes is None:
         return entry

@@ -102,8 +102,10 @@ class ResponseAnswer(InBlocks):
         chat = {**chat_of(request), "messages": [message.body for message in messages]}
         paths = (*conversation.ignored, *(message.paths[""] for message in dropped))
         self._responses = responses
-        self._conversation = b"".join(encode_parts(conversation.items))
-        self._is_stored = request.store is not False and responses.has_room(self._conversation)
+        self._conversation = b""
+        if may_store := request.store is not False and responses.keeps:
+            self._conversation = b"".join(encode_parts(conversation.items))
+        self._is_stored = may_store and responses.has_room(self._conversation)
         ignored = (*ignored_fields, *without_effect(request, is_stored=self._is_stored))
         ignored += name_paths(tuple(dict.fromkeys(paths)))
         super().__init__(open_chat, chat, context, request.model, ignored)

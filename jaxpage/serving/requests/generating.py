@@ -35,9 +35,8 @@ from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # the most in one answer, which has some hundred MB then
-PROGRESS_SECONDS = (
-    0.5  # so often a stream that is asked to looks how much of its prompt is computed
-)
+# So often a stream that is asked to looks how much of its prompt is computed.
+PROGRESS_SECONDS = 0.5
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
 
@@ -153,10 +152,13 @@ class Generating:
         stream = stream_of(scope)
         stream.is_wanted = True
         await stream.begin(headers)
+        chat = exchange if isinstance(exchange, ChatAnswer) and exchange.reports_progress else None
+        seconds = None if chat is None else PROGRESS_SECONDS
         try:
-            async with aclosing(updates_of(submitted, _progress_seconds(exchange))) as updates:
+            async with aclosing(updates_of(submitted, seconds)) as updates:
                 async for deltas in updates:
-                    await stream.send(_progress_of(exchange, submitted, stream.frame))
+                    if chat is not None:
+                        await stream.send(_progress_of(chat, submitted[0], stream.frame))
                     for index, delta in deltas:
                         record.add(index, delta)
                     for number, group in portions(deltas):
@@ -230,18 +232,10 @@ async def updates_of(
                 waited[submitted[index].next_delta()] = index
 
 
-def _progress_seconds(exchange: Exchange) -> float | None:
-    reports_progress = isinstance(exchange, ChatAnswer) and exchange.reports_progress
-    return PROGRESS_SECONDS if reports_progress else None
-
-
-def _progress_of(exchange: Exchange, submitted: list[AwaitedHandle], frame: Frame) -> bytes:
-    """Returns what a stream says of its prompt, if it is asked to and there is something new."""
-    if not isinstance(exchange, ChatAnswer) or not exchange.reports_progress:
-        return b""
-    (handle,) = submitted
+def _progress_of(chat: ChatAnswer, handle: AwaitedHandle, frame: Frame) -> bytes:
+    """Returns what a stream says of its prompt, if there is something new."""
     num_tokens = len(handle.request.token_ids)
-    chunks = exchange.progress_chunks(num_tokens, handle.num_computed_tokens, handle.metrics)
+    chunks = chat.progress_chunks(num_tokens, handle.num_computed_tokens, handle.metrics)
     return b"".join(map(frame, chunks))
 
 

@@ -11,7 +11,6 @@ Each response has its whole conversation, so that it is of use whatever becomes 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from jaxpage.errors import ConfigError
-from jaxpage.private_files import make_private, open_private
+from jaxpage.private_files import lock_directory, open_private
 
 logger = logging.getLogger(__name__)
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -248,19 +247,7 @@ class _Files:
         self._look_up = look_up
         self._num_faults = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-responses")
-        try:
-            make_private(directory)
-            self._lock = open_private(directory / "lock", "wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(
-                f"response_store_directory: another server uses {directory}"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"response_store_directory: cannot use {directory}: {error.strerror}"
-            ) from None
+        self._lock = lock_directory(directory, "response_store_directory")
 
     def load(self) -> Iterator[tuple[str, _KeptResponse]]:
         """Yields the responses of the directory, the oldest first.

@@ -1,12 +1,14 @@
-"""Holds what a request says of its model, and gives its body again."""
+"""Holds which requests name a model, what they say of it, and gives their bodies again."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive
 
 from jaxpage.serving.dialects.dialect import Stay
+from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.wire.rerank import RERANK_PATHS
 
 
 class ModelRequest(NamedTuple):
@@ -37,3 +39,10 @@ def receive_again(raw: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return receive_next
+
+
+def paths_of_requests(document: dict[str, Any]) -> set[str]:
+    """Returns the paths of the OpenAPI document that a loaded model answers, and their aliases."""
+    posts = {path for path, item in document["paths"].items() if "post" in item}
+    descriptions = {path for dialect in DIALECTS for path in dialect.descriptions}
+    return {*posts, *RERANK_PATHS} - descriptions

@@ -37,7 +37,11 @@ from jaxpage.serving.requests.preparing import Readers
 from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.requests.shared_answers import Shared
 from jaxpage.serving.requests.stored_responses import StoredResponses
-from jaxpage.serving.several.model_requests import ModelRequest, receive_again
+from jaxpage.serving.several.model_requests import (
+    ModelRequest,
+    paths_of_requests,
+    receive_again,
+)
 from jaxpage.serving.several.models_file import ModelEntry, models_by_name
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
@@ -50,7 +54,6 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.serving.wire.openapi import openapi
-from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show
 
 
@@ -105,12 +108,9 @@ class Switchboard:
         )
         self._openapi = encode(document)
         self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
-        posts = {path for path, item in document["paths"].items() if "post" in item}
-        posts |= {*RERANK_PATHS}
-        posts -= {path for dialect in DIALECTS for path in dialect.descriptions}
         self.routes: list[BaseRoute] = [
             *(route for dialect in DIALECTS for route in self._routes_of(dialect)),
-            *(post_route(path, self._answer) for path in posts),
+            *(post_route(path, self._answer) for path in paths_of_requests(document)),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),

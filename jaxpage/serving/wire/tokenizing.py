@@ -13,7 +13,7 @@ from jaxpage.serving.wire.request_fields import (
     TokenizeRequest,
 )
 from jaxpage.serving.wire.templates import render
-from jaxpage.serving.wire.tool_choice import functions_of, passed_over
+from jaxpage.serving.wire.tool_choice import functions_of, name_passed_over
 
 
 class Transformed(NamedTuple):
@@ -76,7 +76,7 @@ def _conversation(
     request, ignored = read(body, TokenizeChatRequest, context)
     tools = request.tools or []
     rendered = render(request, context, list(functions_of(tools).values()))
-    return rendered.text, request, (*ignored, *passed_over(tools), *rendered.ignored_fields)
+    return rendered.text, request, (*ignored, *name_passed_over(tools), *rendered.ignored_fields)
 
 
 @quotes

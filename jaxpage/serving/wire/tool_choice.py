@@ -163,7 +163,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         return ToolUse()
     functions = functions_of(tools)
-    use = ToolUse(ignored=passed_over(tools))
+    use = ToolUse(ignored=name_passed_over(tools))
     _check_names(tools, functions)
     if choice == "none":
         return use
@@ -186,12 +186,12 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         use = _pass_over_format(use, request)
         return _name(use, choice, tools, functions, context)
     if isinstance(choice, AllowedToolsChoice):
-        allowed = [
-            _index_of(tools, tool)
+        allowed = {
+            _index_of(tools, functions, tool)
             for tool in choice.allowed_tools.tools
             if not isinstance(tool, OtherTool)
-        ]
-        functions = {index: functions[index] for index in sorted(set(allowed))}
+        }
+        functions = {index: functions[index] for index in sorted(allowed)}
         choice = choice.allowed_tools.mode
     if context.chat_format.tool_form is None or (
         choice == "required" and context.chat_format.tools is None
@@ -199,15 +199,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
     use = use._replace(callable=list(functions.values()))
     if choice == "required":
-        if not functions:
-            message = "tool_choice demands a call of tools of which none is a function"
-            raise ApiError(400, message, param="tool_choice")
-        for index in functions:
-            if grammar_of_input(tools[index]) is not None:
-                message = f"tools[{index}].custom.format: a grammar is enforced only where tool_choice names the tool"
-                raise ApiError(400, message, param=f"tools[{index}].custom.format")
-        use = _pass_over_format(use, request)
-        return _enforce(use._replace(must_call=True), functions, context)
+        return _require(_pass_over_format(use, request), tools, functions, context)
     if "tools" not in template_of(context, use.callable):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
     # Nothing keeps the model from calling what the prompt shows.
@@ -219,6 +211,20 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         message = "response_format is not supported with tools that may be called: the model has no form of calls that a grammar holds"
         raise ApiError(400, message, param="response_format")
     return use._replace(text_format=text_format, parameter=request.format_parameter)
+
+
+def _require(
+    use: ToolUse, tools: list[AnyTool], functions: dict[int, FunctionTool], context: ModelContext
+) -> ToolUse:
+    """Returns the use of tools of which one or more must be called."""
+    if not functions:
+        message = "tool_choice demands a call of tools of which none is a function"
+        raise ApiError(400, message, param="tool_choice")
+    for index in functions:
+        if grammar_of_input(tools[index]) is not None:
+            message = f"tools[{index}].custom.format: a grammar is enforced only where tool_choice names the tool"
+            raise ApiError(400, message, param=f"tools[{index}].custom.format")
+    return _enforce(use._replace(must_call=True), functions, context)
 
 
 def _pass_over_format(use: ToolUse, request: ChatCompletionRequest) -> ToolUse:
@@ -234,7 +240,7 @@ def functions_of(tools: list[AnyTool]) -> dict[int, FunctionTool]:
     return {index: tool for index, tool in functions.items() if tool is not None}
 
 
-def passed_over(tools: list[AnyTool]) -> tuple[str, ...]:
+def name_passed_over(tools: list[AnyTool]) -> tuple[str, ...]:
     """Returns the paths of the tools that run on another vendor's server."""
     paths = (f"tools[{index}]" for index, tool in enumerate(tools) if isinstance(tool, OtherTool))
     return name_paths(tuple(paths))
@@ -248,7 +254,7 @@ def _name(
     context: ModelContext,
 ) -> ToolUse:
     """Returns the use of the one tool that the request names."""
-    index = _index_of(tools, choice)
+    index = _index_of(tools, functions, choice)
     function = functions[index]
     use = use._replace(callable=[function], must_call=True, several=False, name=choice.name)
     grammar = grammar_of_input(tools[index])
@@ -315,14 +321,14 @@ def _check_names(tools: list[AnyTool], functions: dict[int, FunctionTool]) -> No
         names.add(name)
 
 
-def _index_of(tools: list[AnyTool], choice: NamedFunction | NamedCustomTool) -> int:
+def _index_of(
+    tools: list[AnyTool],
+    functions: dict[int, FunctionTool],
+    choice: NamedFunction | NamedCustomTool,
+) -> int:
     """Returns the place of the tool that a choice names."""
-    for index, tool in enumerate(tools):
-        function = as_function(tool)
-        if function is not None and (tool.type, function.function.name) == (
-            choice.type,
-            choice.name,
-        ):
+    for index, tool in functions.items():
+        if (tools[index].type, tool.function.name) == (choice.type, choice.name):
             return index
     raise ApiError(
         400, f"tool_choice names {show(choice.name)}, which is not in tools", param="tool_choice"
