@@ -18,7 +18,15 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, CachedBlocks, Prefix, PrefixIndex
+from jaxpage.memory import (
+    BlockManager,
+    BlockPool,
+    BlockTables,
+    CachedBlocks,
+    Pin,
+    Prefix,
+    PrefixIndex,
+)
 from jaxpage.memory.prefix_index import blake2b_256
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.running_set import RunningSet
@@ -767,6 +775,21 @@ def test_blocks_that_depend_on_the_next_token_are_found_before_it_alone() -> Non
     compute(2, [7, 7, 2], 2, 3)
     assert manager.find([7, 7, 1, 0], [], None).num_tokens == 2
     assert manager.find([7, 7, 2, 0], [], None) == manager.nothing
+
+
+def test_the_last_token_of_a_pin_is_computed_again_where_it_depends_on_the_next_one() -> None:
+    """Request 1 continues the pinned tokens 1, 2 with another token than the request of the pin."""
+    manager = BlockManager([BlockTables(BlockPool(20), 1)], PrefixIndex(1, num_following=1))
+    manager.reserve(0, 0, 3)
+    manager.cache(0, 3, [1, 2, 3], [], None)
+    manager.pin(-1, 0, Pin((1, 2), None))
+    tokens = [1, 2, 8, 9]
+    pinned = manager.find_pinned(tokens, None)
+    assert pinned.num_tokens == 1
+    manager.begin([(1, len(tokens), pinned)])
+    manager.cache(1, len(tokens), tokens, [], None)
+    manager.check()
+    assert manager.find([*tokens, 7], [], None).num_tokens == 3
 
 
 def _point_elsewhere(index: PrefixIndex) -> None:

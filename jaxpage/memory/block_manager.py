@@ -241,17 +241,20 @@ class BlockManager:
     def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> Prefix:
         """Returns the blocks of the pin that has the longest prefix in common with these tokens.
 
-        The last token is left out, as in `find`. The last block may be partly filled where the
-        whole pin is found or where the tokens end within it; a sequence that writes to it copies it
-        first.
+        The last token is left out, as in `find`; so is the last token of the pin where its content
+        depends on the token after it (see `PrefixIndex`). The last block may be partly filled where
+        the whole pin is found or where the tokens end within it; a sequence that writes to it
+        copies it first.
         """
         longest = self.nothing
+        following = self._num_following
         for pin_id, pin in self.pins.items():
             if pin.salt != salt:
                 continue
-            most = min(len(pin.token_ids), len(token_ids) - 1)
-            num_tokens = _num_common(token_ids, pin.token_ids, most)
-            if num_tokens < most:
+            num_pinned = len(pin.token_ids)
+            num_common = _num_common(token_ids, pin.token_ids, min(num_pinned, len(token_ids)))
+            num_tokens = min(num_common - following, len(token_ids) - 1)
+            if num_tokens < min(num_pinned - following, len(token_ids) - 1):
                 num_tokens = num_tokens // self.block_size * self.block_size
             if num_tokens <= longest.num_tokens:
                 continue
@@ -311,8 +314,11 @@ class BlockManager:
         Args:
             num_computed: The number of the sequence's tokens that are computed.
         """
-        following = 0 if self.cached is None else self.cached.index.num_following
-        return (num_computed - following) // self.block_size
+        return (num_computed - self._num_following) // self.block_size
+
+    @property
+    def _num_following(self) -> int:
+        return 0 if self.cached is None else self.cached.index.num_following
 
     def cache(
         self,
