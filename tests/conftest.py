@@ -78,8 +78,7 @@ if "--check-shapes" in sys.argv or _CHECKED in os.environ:
 from tests.support import durations  # noqa: E402
 from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
-# An executable of XLA on a CPU takes 250 to 430 memory maps or more, and Linux gives a process 65,530.
-_EXECUTABLES = SharedExecutables(max_maps=35_000)
+_EXECUTABLES = SharedExecutables()
 _DURATIONS = durations.read()
 _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
 

@@ -35,6 +35,8 @@ if jax.__version_info__ < (0, 11, 0):  # later ones have no such option
 UNOPTIMIZED_FLAGS = " ".join(
     f"--{name}={str(value).lower()}" for name, (value, _) in _OPTIONS.items()
 )
+# An executable takes 250 to 430 memory maps or more, and Linux gives a process 65,530.
+MAX_MAPS = 35_000
 _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {
@@ -102,7 +104,7 @@ class SharedExecutables:
     When the process has more memory maps than `max_maps`, those that were used least recently are forgotten.
     """
 
-    def __init__(self, *, max_maps: int = sys.maxsize) -> None:
+    def __init__(self, *, max_maps: int = MAX_MAPS) -> None:
         self._max_maps = max_maps
         self._kept: collections.OrderedDict[object, tuple[Any, object]] = collections.OrderedDict()
         self._first_seen: dict[str, dict[str, object]] = {}
