@@ -9,6 +9,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import candidates, first_that_takes
@@ -90,8 +91,9 @@ def grouped_product(
     return y_PO
 
 
-def has_grouped_product(platform: str, *, backend: str = "auto", interpret: bool = False) -> bool:
-    """Returns whether any set that would be tried on this platform has a kernel for it."""
+def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bool:
+    """Returns whether any set that would be tried has a kernel for it."""
+    platform = target_device().platform
     return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))
 
 

@@ -3,6 +3,7 @@ planted, and lowered for CUDA."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -11,7 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedWeight, grouped_product, quantized_product
+from pallas_kernels import (
+    QuantizedWeight,
+    grouped_product,
+    has_grouped_product,
+    quantized_product,
+)
 from pallas_kernels.compat import describe_gpu
 from pallas_kernels.quantized_weight import FP4
 from pallas_kernels.triton import product
@@ -240,6 +246,28 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
         text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
     assert text.count("call @_multiply") == 3
+
+
+@pytest.mark.parametrize(("capability", "converts"), [("8.0", False), ("8.9", True)])
+def test_float8_is_decoded_from_its_bits_where_the_gpu_cannot_convert_it(capability, converts):
+    weight, _ = make_weight("fp8", (8, 256, 768), 128, "blocks")
+
+    def multiply(x, counts):
+        return grouped_product(x, weight, counts, backend="triton")
+
+    arguments = (
+        jax.ShapeDtypeStruct((64, 768), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    with describe_gpu(capability=capability):
+        text = str(jax.make_jaxpr(multiply)(*arguments))
+    assert ("new_dtype=float8_e4m3fn" in text) == converts
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_the_kernels_of_a_gpu_that_is_described_are_found(described):
+    with describe_gpu() if described else contextlib.nullcontext():
+        assert has_grouped_product() == described
 
 
 def kernel_with(**wrong):

@@ -111,9 +111,7 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
-    has_groups = has_grouped_product(
-        jax.default_backend(), backend=backend.name, interpret=backend.interpret
-    )
+    has_groups = has_grouped_product(backend=backend.name, interpret=backend.interpret)
     return LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),

@@ -15,6 +15,7 @@ import jax
 
 from jaxpage.device.hardware.backends import Backend
 from pallas_kernels import Call, candidates
+from pallas_kernels.compat import target_device
 
 
 class SelectionKernels(NamedTuple):
@@ -48,10 +49,11 @@ def selection_kernels(backend: Backend) -> Iterator[None]:
 
 
 def _find(backend: Backend) -> SelectionKernels | None:
-    for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
+    device = target_device()
+    for each in candidates(backend.name, device.platform, interpret=backend.interpret):
         if each.cutoffs is None or each.top_candidates is None:
             continue
-        if each.refusal(jax.devices()[0], Call(interpret=backend.interpret)) is None:
+        if each.refusal(device, Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
             return SelectionKernels(bound(each.cutoffs), bound(each.top_candidates))
     return None

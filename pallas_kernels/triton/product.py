@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.triton import backend as tb
@@ -321,7 +322,7 @@ def multiply_grouped(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     code = None if quantized is None else quantized.code
     num_groups, num_out = values.shape[:2]
-    has = capability(jax.devices()[0])
+    has = capability(target_device())
     shapes = (x_PI.shape[0], x_PI.shape[1]), (num_groups, num_out)
     cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=has is None or has in ROOMY)
     config = Config(

@@ -7,13 +7,14 @@ import dataclasses
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from tools import bench_kernels, bench_step, gpu_slot
-from tools.lab import bench_engine, slot_parts, slot_results
-from tools.lab.kernel_lab import specs
+from tools.lab import bench_engine, slot_parts, slot_results, step_times
+from tools.lab.kernel_lab import environment, parts, specs
 from tools.lab.kernel_lab.bounds import Ceilings
 from tools.lab.kernel_lab.check import Check
 from tools.lab.kernel_lab.children import Child
@@ -64,24 +65,31 @@ def started(tmp_path: Path) -> list[str]:
 
 
 def test_the_order_is_that_of_what_matters_most(tmp_path):
-    found = list(slot_parts.groups(Check(directory=tmp_path), tmp_path / "state"))
-    names = [part.name for group in found for part in group]
-    right, rest = found[0], found[1:]
-    assert {"parity triton", "parity mosaic", "pages"} <= {part.name for part in right}
-    order = [
-        "products",
+    groups = list(slot_parts.groups(Check(directory=tmp_path), tmp_path / "state"))
+    names = [part.name for group in groups for part in group]
+    assert names == [
+        "canary",
+        "parity triton",
+        "pages",
         "steps",
         "steps without graphs",
-        "steps skip-profiled",
-        "contiguous",
-        "bench triton",
         "engine",
+        "engine without graphs",
+        "bench triton",
+        "products",
+        "contiguous",
+        "sampler",
+        "steps skip-profiled",
+        "parity fa3",
+        "bench fa3",
+        "parity mosaic",
+        "bench mosaic",
+        "tune",
     ]
-    order += ["engine without graphs", "bench fa3", "tune"]
-    assert [name for name in names if name in order] == order
-    assert all(len(group) == 1 and group[0].child.alone for group in rest)
-    assert not any(part.child.alone for part in right)
-    children = {part.name: part.child for group in found for part in group}
+    assert [part.name for group in groups if len(group) > 1 for part in group] == names[1:3]
+    children = {part.name: part.child for group in groups for part in group}
+    shared = {"parity triton", "pages", "parity fa3", "parity mosaic"}
+    assert {name for name, child in children.items() if not child.alone} == shared
     for child in children.values():
         assert child.environment["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "state" / "cache")
         assert child.needs_s < child.limit_s < 300 and child.to.parent == tmp_path
@@ -89,11 +97,27 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
     assert children["steps without graphs"].environment["XLA_FLAGS"].endswith("command_buffer=")
     assert "SKIP_PROFILED" in children["steps skip-profiled"].environment["XLA_FLAGS"]
     assert "XLA_FLAGS" not in children["steps"].environment
+    labels = {label(spec) for spec in chosen(slot_parts.REAL.specs)}
+    pages = ("", " int8", " uint8")
+    assert labels == {
+        *(f"llama-3-8b decode {rows}x2048{each}" for rows in (16, 64) for each in pages),
+        "llama-3-8b chunk 2048+0",
+    }
+
+
+def test_what_a_library_that_never_ran_could_spoil_runs_without_it(tmp_path):
+    """FlashAttention-3 is the first choice for prompt chunks as soon as its wheel is there."""
+    groups = list(slot_parts.groups(Check(directory=tmp_path), tmp_path / "state"))
+    children = {part.name: part.child for group in groups for part in group}
+    for name in ("canary", "steps", "steps without graphs", "steps skip-profiled"):
+        assert bench_step.parse(children[name].command[2:]).backend == "triton"
     steps = bench_step.cases(bench_step.parse(children["steps"].command[2:]))
     assert [(case.rows, case.chunk, case.num_layers) for case in steps] == [
-        *((rows, 0, None) for rows in (2, 64, 8, 256)),
+        *((rows, 0, None) for rows in (1, 64, 8, 256)),
         (1, 2048, None),
     ]
+    for name in ("engine", "engine without graphs"):
+        assert bench_engine.parse(children[name].command[2:]).backend == "triton"
     engine = bench_engine.parse(children["engine"].command[2:])
     assert (engine.model, engine.rows, engine.chunk, engine.trace) == (
         "8b",
@@ -101,16 +125,56 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
         2048,
         256,
     )
-    assert (
-        engine.seconds < children["engine"].limit_s
-        and bench_kernels.parse(children["tune"].command[2:]).tune
+    assert engine.seconds < children["engine"].limit_s
+    assert bench_kernels.parse(children["tune"].command[2:]).tune
+
+
+@pytest.mark.parametrize(("program", "graphs"), [("", True), ("os.abort()", False)])
+def test_all_parts_run_without_graphs_if_a_step_of_a_tiny_model_fails(tmp_path, program, graphs):
+    flag = slot_parts.NO_GRAPHS
+    says = f"exit({flag!r} in os.environ.get('XLA_FLAGS', ''))"
+    parts = [[part(tmp_path, "canary", program)], [part(tmp_path, "steps", says)]]
+    made = slot(tmp_path, parts)
+    made.run(made.open_parts((), False), time.monotonic() + 60)
+    assert made.results.verdict("canary") == (PASSED if graphs else FAILED)
+    assert made.results.verdict("steps") == (PASSED if graphs else FAILED)
+
+
+def test_one_row_is_timed_in_the_smallest_step():
+    [case] = bench_step.cases(
+        bench_step.parse(["--models", "tiny", "--rows", "1", "--contexts", "64"])
     )
-    labels = {label(spec) for spec in chosen(slot_parts.REAL.specs)}
-    pages = ("", " int8", " uint8")
-    assert labels == {
-        *(f"llama-3-8b decode {rows}x2048{each}" for rows in (16, 64) for each in pages),
-        "llama-3-8b chunk 2048+0",
-    }
+    assert (case.bucket.num_rows, case.num_blocks) == (2, 1 + 4)
+    assert step_times.time_step(case, dtype="float32", round_s=0.001).step > 0
+
+
+def test_products_keep_their_time():
+    """Fourteen shapes are checked, and timed with and without their format: 36 compilations."""
+    began = time.monotonic()
+    found = list(parts.PARTS["products"](parts.Options(interpret=True, seconds=11)))
+    assert time.monotonic() - began < 40
+    assert found[-1].check == "products: timings"
+    assert LEFT_OUT in {one.status for one in found}
+    assert FAILED not in {one.status for one in found}
+
+
+def test_a_pool_that_is_too_small_leaves_out_what_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_engine, "opened", lambda *_: Slow(num_slots=100 * 32))
+    to = tmp_path / "engine.jsonl"
+    sizes = ["--model", "tiny", "--rows", "1,100,101", "--context", "8", "--new", "12"]
+    assert bench_engine.main([*sizes, "--trace", "3", "--to", str(to)]) == 0
+    left_out = [one for one in read(to) if one.status == LEFT_OUT]
+    assert [(one.check, one.summary) for one in left_out] == [
+        ("engine decode 101 rows", "the KV pool holds 100 sequences of 20 tokens")
+    ]
+
+
+def test_the_next_part_waits_until_a_killed_one_has_left_the_gpu(tmp_path, monkeypatch):
+    answers = ["4711", "4711", ""]
+    monkeypatch.setattr(environment, "_output", lambda command: answers.pop(0))
+    assert environment.wait_for_gpu() and not answers
+    monkeypatch.setattr(environment, "_output", lambda command: "4711")
+    assert not environment.wait_for_gpu(limit_s=0.0)
 
 
 def test_a_rehearsal_fails_where_a_package_lacks(tmp_path, monkeypatch, capsys):
@@ -301,6 +365,9 @@ def test_a_record_is_of_a_gpu(tmp_path, capsys):
 
 class Slow(contextlib.AbstractContextManager):
     """An LLM whose every new token takes two milliseconds."""
+
+    def __init__(self, num_slots=1_000_000):
+        self.memory = types.SimpleNamespace(num_slots=num_slots)
 
     def __exit__(self, *_):
         pass

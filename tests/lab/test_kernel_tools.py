@@ -815,7 +815,7 @@ def test_products_are_compared_and_timed(monkeypatch):
     packed = next(spec for spec in specs.PRODUCTS if spec.code == "int4" and spec.num_groups == 1)
     chosen = [packed, specs.PRODUCTS[0]]
     monkeypatch.setattr(products, "PRODUCTS", chosen)
-    *found, last = parts.PARTS["products"](parts.Options(interpret=True))
+    *found, last = parts.PARTS["products"](parts.Options(interpret=True, seconds=600))
     assert len(found) == 2 and {one.status for one in found} == {PASSED} == {last.status}
     assert [float(row[1]) > 0 for row in last.tables[0].rows] == [True, True]
     assert [row[2] == "-" for row in last.tables[0].rows] == [False, True]

@@ -31,6 +31,7 @@ from tools.lab.kernel_lab.findings import (
     LEFT_OUT,
     PASSED,
     Finding,
+    LeftOut,
     append,
     first_line,
     judged,
@@ -111,6 +112,12 @@ class Bench:
         size: int = MODELS[self.arguments.model]["vocab_size"]
         return size
 
+    @property
+    def num_slots(self) -> int:
+        """Returns how many tokens the KV pool holds."""
+        slots: int = self.llm.memory.num_slots
+        return slots
+
     def prompts(self, count: int, length: int) -> list[list[int]]:
         """Returns random prompts of one length."""
         return [self.random.integers(5, self.vocab_size, length).tolist() for _ in range(count)]
@@ -123,7 +130,15 @@ class Bench:
         return time.perf_counter() - began
 
     def decode(self, rows: int, **sampling: Any) -> Finding:
-        """Times a decode step of this many rows."""
+        """Times a decode step of this many rows.
+
+        Raises:
+            LeftOut: The KV pool does not hold them all.
+        """
+        length = self.arguments.context + self.arguments.new
+        num_fitting = self.num_slots // (-(-length // BLOCK_SIZE) * BLOCK_SIZE)
+        if rows > num_fitting:
+            raise LeftOut(f"the KV pool holds {num_fitting} sequences of {length} tokens")
         prompts, more = self.prompts(rows, self.arguments.context), self.arguments.new - FEW
         self.seconds(prompts, FEW, **sampling)  # the first step of a shape is slower
         short = self.seconds(prompts, FEW, **sampling)
@@ -193,7 +208,7 @@ class Results:
 
 
 def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
-    """Opens an engine with random weights that fits the requests."""
+    """Opens an engine with random weights, and as many blocks as fit beside them."""
     config = dict(MODELS[arguments.model])
     return LLM.from_parameters(
         config,
@@ -202,7 +217,6 @@ def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
         max_num_batched_tokens=min(arguments.chunk, 2048),
         max_model_len=max(arguments.context + arguments.new, arguments.chunk + 8, 1024),
         block_size=BLOCK_SIZE,
-        num_blocks=65 + max(rows) * -(-(arguments.context + arguments.new) // BLOCK_SIZE),
         dtype=arguments.dtype,
         attention_backend=arguments.backend,
         enable_prefix_caching=False,

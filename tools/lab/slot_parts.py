@@ -12,8 +12,9 @@ from pallas_kernels.sets import KERNEL_BACKENDS
 from tools.lab.kernel_lab.check import Check
 from tools.lab.kernel_lab.children import Child
 
-PRODUCTS_AND_SAMPLER = ("products", "sampler")  # names of parts in tools.lab.kernel_lab
+FIRST = KERNEL_BACKENDS[0]  # the kernel set with which steps and the engine run
 SWEPT = "fa3"  # the kernel set that is timed with several numbers of splits, last
+CANARY = "canary"  # the part whose failure turns CUDA graphs off in all parts after it
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 SKIP_PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"
 
@@ -45,6 +46,7 @@ class Part:
 class Sizes:
     """Holds arguments of the programs, for the real run or for a miniature on a CPU."""
 
+    canary: str
     steps: str
     few_steps: str
     specs: str
@@ -54,18 +56,21 @@ class Sizes:
     tune: str
 
 
+_CANARY = "--models tiny --rows 2 --contexts 64 --round 0.01"
 REAL = Sizes(
-    steps="--models 8b --rows 2,64,8,256 --contexts 1024 --chunks 2048 --seconds 150",
-    few_steps="--models 8b --rows 2 --contexts 1024 --seconds 80",
+    canary=f"{_CANARY} --backend {FIRST}",
+    steps=f"--models 8b --rows 1,64,8,256 --contexts 1024 --chunks 2048 --backend {FIRST} --seconds 150",
+    few_steps=f"--models 8b --rows 1 --contexts 1024 --backend {FIRST} --seconds 80",
     specs="llama-3-8b decode 16x2048,llama-3-8b decode 64x2048,llama-3-8b chunk 2048+0",
     contiguous="",
-    engine="--model 8b --rows 1,8,64,256 --context 1024 --new 64 --seconds 210",
-    few_engine="--model 8b --rows 1,64 --context 1024 --new 64 --seconds 110",
+    engine=f"--model 8b --rows 1,8,64,256 --context 1024 --new 64 --backend {FIRST} --seconds 190",
+    few_engine=f"--model 8b --rows 1,64 --context 1024 --new 64 --backend {FIRST} --seconds 110",
     tune="--minutes 1.8",
 )
 _TINY_STEPS = "--models tiny --rows 2 --contexts 64 --chunks 32 --round 0.01"
 _TINY_ENGINE = "--model tiny --dtype float32 --rows 1,2 --context 64 --new 16 --chunk 128 --trace 8 --seconds 590"
 SMALL = Sizes(
+    canary=_CANARY,
     steps=_TINY_STEPS,
     few_steps=_TINY_STEPS,
     specs="llama-3-8b decode 16x2048,llama-3-8b chunk 2048+0",
@@ -79,7 +84,8 @@ SMALL = Sizes(
 def groups(check: Check, state: Path) -> Iterator[list[Part]]:
     """Yields groups of parts that run at the same time.
 
-    Correctness of the kernels comes first; then whole steps, kernels, the engine, and the tuner.
+    The first call on a GPU has time for about half of them. So the parts of the first kernel set
+    come first: whether its kernels are right, whole steps, the engine, and what its kernels take.
 
     Args:
         check: Makes the processes.
@@ -90,90 +96,88 @@ def groups(check: Check, state: Path) -> Iterator[list[Part]]:
 
 
 def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
-    shows = "results against float64"
-    right = [
-        Part(check.part("parity", name, needs_s=45, limit_s=170), shows, may_lack=name == SWEPT)
-        for name in KERNEL_BACKENDS
-    ]
-    yield [
-        *right,
-        Part(
-            check.part("pages", needs_s=40, limit_s=150), "writes and copies of pages against XLA"
+    canary = check.tool(CANARY, "bench_step.py", *sizes.canary.split(), needs_s=20, limit_s=40)
+    yield [Part(canary, "a step of a tiny model; if it fails, the rest runs without CUDA graphs")]
+    pages = check.part("pages", needs_s=40, limit_s=100)
+    shows = "writes and copies of pages against XLA"
+    yield [_parity(check, FIRST, limit_s=100), Part(pages, shows)]
+    steps = check.tool("steps", "bench_step.py", *sizes.steps.split(), needs_s=90, limit_s=170)
+    yield from _with_and_without_graphs(
+        Part(steps, "whole steps of an 8B shape, and their parts"),
+        check.tool(
+            "steps without graphs",
+            "bench_step.py",
+            *sizes.few_steps.split(),
+            needs_s=40,
+            limit_s=100,
         ),
-    ]
-    for name in PRODUCTS_AND_SAMPLER:
-        yield [
-            Part(
-                check.part(name, needs_s=40, limit_s=100, seconds=80, alone=True),
-                f"GPU check: {name}",
-            )
-        ]
-    yield from _whole_steps(check, sizes)
-    contiguous = ["--specs", sizes.specs, *sizes.contiguous.split()]
-    tool = check.tool(
-        "contiguous", "lab/time_contiguous_attention.py", *contiguous, needs_s=30, limit_s=70
     )
-    yield [Part(tool, "torch's attention over contiguous keys and values", may_lack=True)]
+    file = "lab/bench_engine.py"
+    engine = check.tool("engine", file, *sizes.engine.split(), needs_s=120, limit_s=210)
+    yield from _with_and_without_graphs(
+        Part(engine, "LLM.generate: rows, a prompt, top-p, a trace"),
+        check.tool(
+            "engine without graphs", file, *sizes.few_engine.split(), needs_s=80, limit_s=130
+        ),
+    )
     specs = ["--specs", sizes.specs]
-    for name in KERNEL_BACKENDS:
-        if name != SWEPT:
-            timed = check.part(
-                "bench", name, *specs, needs_s=40, limit_s=110, seconds=95, alone=True
-            )
-            yield [Part(timed, "attention alone, with measured ceilings")]
-    yield from _engine(check, sizes)
-    swept = ["--splits", "1,2,4,8,16", *specs]
-    timed = check.part("bench", SWEPT, *swept, needs_s=40, limit_s=80, seconds=65, alone=True)
-    yield [Part(timed, "the same by FlashAttention-3, by number of splits", may_lack=True)]
-    tune = [
-        *sizes.tune.split(),
-        "--tune",
-        "--tuned-directory",
-        str(state / "tuned"),
-        "--backends",
-        "triton" if check.interpret else "triton,fa3,mosaic",
-    ]
+    yield [_bench(check, FIRST, *specs)]
+    products = check.part("products", needs_s=40, limit_s=100, seconds=80, alone=True)
+    yield [Part(products, "products of experts and of weights of few bits")]
+    yield from _later_parts(check, sizes, specs)
+    tune = [*sizes.tune.split(), "--tune", "--tuned-directory", str(state / "tuned")]
+    tune += ["--backends", FIRST if check.interpret else ",".join(KERNEL_BACKENDS)]
     tune += ["--specs", "llama-3-8b decode 1x2048" if check.interpret else sizes.specs]
-    yield [
-        Part(
-            check.tool("tune", "bench_kernels.py", *tune, needs_s=120, limit_s=140), "faster tiles"
-        )
-    ]
+    tuner = check.tool("tune", "bench_kernels.py", *tune, needs_s=120, limit_s=140)
+    yield [Part(tuner, "faster tiles")]
 
 
-def _whole_steps(check: Check, sizes: Sizes) -> Iterator[list[Part]]:
-    few = sizes.few_steps.split()
-    steps = check.tool("steps", "bench_step.py", *sizes.steps.split(), needs_s=90, limit_s=180)
-    yield [Part(steps, "whole steps of an 8B shape, and their parts")]
-    plain = check.tool("steps without graphs", "bench_step.py", *few, needs_s=40, limit_s=100)
-    yield [
-        Part(_with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="steps")
-    ]
-    skipping = check.tool("steps skip-profiled", "bench_step.py", *few, needs_s=40, limit_s=90)
-    yield [Part(_with_flag(skipping, SKIP_PROFILED), "whether updates of graphs cost time")]
-
-
-def _engine(check: Check, sizes: Sizes) -> Iterator[list[Part]]:
-    engine = check.tool(
-        "engine", "lab/bench_engine.py", *sizes.engine.split(), needs_s=150, limit_s=250
+def _later_parts(check: Check, sizes: Sizes, specs: list[str]) -> Iterator[list[Part]]:
+    """Yields the parts of the other kernel sets, of the sampler and of other libraries."""
+    contiguous = check.tool(
+        "contiguous",
+        "lab/time_contiguous_attention.py",
+        *specs,
+        *sizes.contiguous.split(),
+        needs_s=30,
+        limit_s=70,
     )
-    yield [Part(engine, "LLM.generate: rows, a prompt, top-p, a trace")]
-    plain = check.tool(
-        "engine without graphs",
-        "lab/bench_engine.py",
-        *sizes.few_engine.split(),
-        needs_s=80,
-        limit_s=130,
+    yield [Part(contiguous, "torch's attention over contiguous keys and values", may_lack=True)]
+    sampler = check.part("sampler", needs_s=30, limit_s=80, alone=True)
+    yield [Part(sampler, "the selection of top-k and top-p")]
+    few_steps = sizes.few_steps.split()
+    skipping = check.tool(
+        "steps skip-profiled", "bench_step.py", *few_steps, needs_s=40, limit_s=90
     )
-    yield [
-        Part(
-            _with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="engine"
-        )
-    ]
+    yield [Part(with_flag(skipping, SKIP_PROFILED), "whether updates of graphs cost time")]
+    for name in KERNEL_BACKENDS:
+        if name != FIRST:
+            yield [_parity(check, name, limit_s=60)]
+            splits = ["--splits", "1,2,4,8,16"] if name == SWEPT else []
+            yield [_bench(check, name, *splits, *specs)]
 
 
-def _with_flag(child: Child, flag: str) -> Child:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+def _parity(check: Check, name: str, *, limit_s: float) -> Part:
+    parity = check.part("parity", name, needs_s=40, limit_s=limit_s)
+    return Part(parity, "results against float64", may_lack=name == SWEPT)
+
+
+def _bench(check: Check, name: str, *arguments: str) -> Part:
+    bench = check.part("bench", name, *arguments, needs_s=40, limit_s=90, seconds=75, alone=True)
+    return Part(bench, "attention alone, with measured ceilings", may_lack=name == SWEPT)
+
+
+def _with_and_without_graphs(part: Part, plain: Child) -> Iterator[list[Part]]:
+    """Yields a part, and the one that runs if it fails."""
+    yield [part]
+    shows = "whether CUDA graphs were the reason"
+    yield [Part(with_flag(plain, NO_GRAPHS), shows, if_failed=part.name)]
+
+
+def with_flag(child: Child, flag: str) -> Child:
+    """Returns the process with one more flag of XLA."""
+    before = child.environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    flags = f"{before} {flag}".strip()
     return dataclasses.replace(child, environment={**child.environment, "XLA_FLAGS": flags})
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxpage.device.attention import make_attend
 from jaxpage.device.executables import compile_ahead, compiler_options
 from jaxpage.device.hardware.backends import Backend
-from jaxpage.device.inputs.buckets import Bucket, BucketMenu
+from jaxpage.device.inputs.buckets import SMALLEST_ROWS, Bucket, BucketMenu
 from jaxpage.device.inputs.step_inputs import TableShape, unpack
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
@@ -85,7 +85,8 @@ class StepCase:
         """Returns the bucket of the step."""
         if self.chunk:
             return Bucket(self.chunk, CHUNK_ROWS, self.chunk)
-        return Bucket(self.rows, self.rows, 1)
+        num_rows = max(self.rows, SMALLEST_ROWS)
+        return Bucket(num_rows, num_rows, 1)
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 
 _FIELDS = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 _ROOT = Path(__file__).parents[3]
+_BUSY_S = 10.0  # the longest wait for processes that were killed to leave the GPU
 
 
 def describe() -> dict[str, str]:
@@ -67,6 +68,21 @@ def _nvidia_smi() -> dict[str, str]:
     return {
         f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()
     }
+
+
+def wait_for_gpu(limit_s: float = _BUSY_S) -> bool:
+    """Waits until no process uses the GPU, and returns whether that is so.
+
+    A process that was killed may keep its memory for a moment. It asks nvidia-smi, and returns True
+    at once where that is not there.
+    """
+    end = time.monotonic() + limit_s
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    while is_busy := bool(_output(command)):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.5)
+    return not is_busy
 
 
 def _output(command: list[str]) -> str:

@@ -122,9 +122,13 @@ def _sampler(options: Options) -> Iterator[Finding]:
 
 def _products(options: Options) -> Iterator[Finding]:
     """Checks the first kernel set, because the others share its product kernel."""
-    backend, measured = KERNEL_BACKENDS[0], measured_ceilings(options.interpret)
+    small = options.interpret
     yield from products.findings(
-        backend, measured, interpret=options.interpret, small=options.interpret
+        KERNEL_BACKENDS[0],
+        lambda: measured_ceilings(small),
+        interpret=small,
+        small=small,
+        seconds=options.seconds,
     )
 
 

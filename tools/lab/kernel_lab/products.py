@@ -8,6 +8,7 @@ sum of the absolute values that are added up; weights of few bits are rounded to
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,13 +19,22 @@ import numpy as np
 from pallas_kernels.quantized_product import grouped_product
 from pallas_kernels.quantized_weight import FP4, QuantizedWeight
 from tools.lab.kernel_lab.bounds import Ceilings
-from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, Table, first_line, judged
+from tools.lab.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    Table,
+    first_line,
+    judged,
+)
 from tools.lab.kernel_lab.specs import PRODUCTS, ProductSpec
 from tools.lab.kernel_lab.timing import median_of_rounds
 
 TOLERANCE = 2.0**-7
 CHECKED = 48  # outputs that are computed in float64: half of them the first, half the last
 NUM_CALLS = 20  # calls of a timed program
+LAST_S = 10.0  # the time before the end in which no further product is begun
 NUM_WEIGHTS = 2  # weights that take turns, so that no call finds its own in the cache
 DTYPES = {"int8": "int8", "fp8": "uint8", "int4": "uint8", "fp4": "uint8"}
 
@@ -115,23 +125,41 @@ def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
 
 
 def findings(
-    backend: str, ceilings: Ceilings | None, *, interpret: bool, small: bool
+    backend: str, measure: Callable[[], Ceilings], *, interpret: bool, small: bool, seconds: float
 ) -> Iterator[Finding]:
-    """Yields the findings of one backend."""
+    """Yields the findings of one backend.
+
+    Args:
+        backend: The kernel set.
+        measure: Measures the ceilings.
+        interpret: Runs the kernels on CPU.
+        small: Everything is cut small.
+        seconds: The time for all of it. What no longer fits is left out.
+    """
+    end = time.monotonic() + seconds - LAST_S
     multiply = functools.partial(grouped_product, backend=backend, interpret=interpret)
+    in_float32 = functools.partial(multiply, result="float32")
     for spec in specs(small):
-        in_float32 = functools.partial(multiply, result="float32")
-        yield judged(f"products: {spec.name}", functools.partial(parity, spec, in_float32))
-    yield judged("products: timings", lambda: timings(multiply, ceilings, small=small))
+        name = f"products: {spec.name}"
+        if time.monotonic() < end:
+            yield judged(name, functools.partial(parity, spec, in_float32))
+        else:
+            yield Finding(name, LEFT_OUT, f"{seconds:.0f} s are used up")
+    if time.monotonic() < end:
+        yield judged(
+            "products: timings", lambda: timings(multiply, measure(), small=small, end=end)
+        )
+    else:
+        yield Finding("products: timings", LEFT_OUT, f"{seconds:.0f} s are used up")
 
 
 def timings(
-    multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, small: bool
+    multiply: Callable[..., jax.Array], ceilings: Ceilings, *, small: bool, end: float
 ) -> Finding:
     """Times each product, and XLA's in bfloat16 of the same shape where there is one weight.
 
     The bound is the time that the weights' bytes take at the measured bandwidth, without those of
-    groups that have no rows.
+    groups that have no rows. No product is begun after `end`, a time of `time.monotonic`.
     """
     columns = [
         "product",
@@ -143,8 +171,11 @@ def timings(
     ]
     table, data, failed = Table("Products", columns), list[dict[str, Any]](), False
     for spec in specs(small):
+        if time.monotonic() >= end:
+            table.rows.append([spec.name, "-", "-", "-", "-", "no time was left"])
+            continue
         touched = np.count_nonzero(counts(spec)) / spec.num_groups
-        bound = None if ceilings is None else spec.weight_bytes * touched / ceilings.bandwidth
+        bound = spec.weight_bytes * touched / ceilings.bandwidth
         try:
             taken = seconds(multiply, spec, small)
             plain = dense_seconds(spec, small) if spec.num_groups == 1 else None
@@ -153,7 +184,7 @@ def timings(
             table.rows.append([spec.name, "-", "-", "-", "-", first_line(error)])
             continue
         cells = [f"{taken * 1e6:.1f}", "-" if plain is None else f"{plain * 1e6:.1f}"]
-        cells += ["-", "-"] if bound is None else [f"{bound * 1e6:.1f}", f"{bound / taken:.2f}"]
+        cells += [f"{bound * 1e6:.1f}", f"{bound / taken:.2f}"]
         table.rows.append([spec.name, *cells, ""])
         data.append(
             {
