@@ -648,7 +648,8 @@ def test_an_answer_is_sent_back_as_it_came() -> None:
     ],
 )
 def test_a_stream_that_fails_ends_with_anthropics_error(status: int, kind: str) -> None:
-    frame = DIALECT.new_frame()(DIALECT.stream_error(ApiError(status, "no")))
+    (chunk,) = DIALECT.failure_chunks(ApiError(status, "no"), None)
+    frame = DIALECT.new_frame()(chunk)
     begin, data = frame.decode().split("\ndata: ")
     assert begin == "event: error"
     assert json.loads(data) == {"type": "error", "error": {"type": kind, "message": "no"}}

@@ -281,7 +281,6 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    stream_error=_write_error,
     new_frame=lines,
     media_type="application/x-ndjson",
     # White space may precede the JSON of a line, and a line always follows.
