@@ -18,7 +18,6 @@ from jaxpage.serving.dialects.messages import DIALECT, count_tokens, open_messag
 from jaxpage.serving.dialects.messages_body import translate
 from jaxpage.serving.dialects.messages_fields import CountTokensRequest
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import fields_for_thinking
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.reading import read
@@ -422,20 +421,6 @@ def test_a_budget_is_that_of_the_chat() -> None:
     known = context(tokenizer=with_template(SWITCH))
     answer = open_message(message(thinking=thinking), known)
     assert answer.ignored_fields == ("thinking.budget_tokens",)
-
-
-@pytest.mark.parametrize(
-    ("template", "on", "off"),
-    [
-        (SWITCH, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
-        (WORDS, {}, {"reasoning_effort": "none"}),
-        (NONE_OR_HIGH, {"reasoning_effort": "high"}, {"reasoning_effort": "none"}),
-        (PLAIN, {}, {}),
-    ],
-)
-def test_the_fields_that_turn_thinking_on_and_off(template: str, on: Any, off: Any) -> None:
-    assert fields_for_thinking(template, thinks=True) == on
-    assert fields_for_thinking(template, thinks=False) == off
 
 
 # Counts
