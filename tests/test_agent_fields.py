@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.serving.dialects.messages import open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat, show_ollama
 from jaxpage.serving.wire.efforts import EFFORTS, variables_for
 from jaxpage.serving.wire.errors import ApiError
