@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.serving.dialects.messages import open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat, show_ollama
 from jaxpage.serving.wire.efforts import EFFORTS, variables_for
 from jaxpage.serving.wire.errors import ApiError
@@ -129,6 +130,46 @@ def test_ollama_thinks_as_much_as_it_is_told(
     exchange = open_ollama_chat(chat(think=think), known)
     assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
     assert exchange.ignored_fields == ignored
+
+
+ANY_OF = {"low": 1, "none": 2, "medium": 3, "high": 4}
+MANY_WORDS = "<{{ reasoning_effort }}{% set rank = " + str(ANY_OF) + "[reasoning_effort] %}>"
+
+
+@pytest.mark.parametrize(
+    ("template", "on", "off"),
+    [
+        (SWITCH, "True", "False"),
+        (QWEN, "True", "False"),
+        (TWO_WORDS, "high", "none"),
+        (MANY_WORDS, "medium", "none"),
+        (PLAIN, "", ""),
+    ],
+)
+def test_thinking_is_turned_on_and_off_alike_in_all_dialects(
+    template: str, on: str, off: str
+) -> None:
+    served = context(tokenizer=with_template(template), reasoning_parser="think")
+    for is_on, shown in ((True, on), (False, off)):
+        kind = {"type": "enabled" if is_on else "disabled"}
+        exchanges = [
+            open_chat(chat(thinking=kind), served),
+            open_chat(chat(reasoning={"enabled": is_on}), served),
+            open_message({**chat(thinking=kind), "max_tokens": 9}, served),
+            open_ollama_chat(chat(think=is_on), served),
+        ]
+        for exchange in exchanges:
+            assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
+        # A model that always thinks does what is asked for when it is turned on.
+        is_named = [bool(exchange.ignored_fields) for exchange in exchanges]
+        assert is_named == 4 * [template == PLAIN and not is_on]
+
+
+def test_a_switch_without_a_form_of_reasoning_has_an_effect() -> None:
+    """The fields that turn thinking on are named only if nothing comes of them."""
+    for template, ignored in ((SWITCH, ()), (PLAIN, ("thinking.type",))):
+        served = context(tokenizer=with_template(template))
+        assert open_chat(chat(thinking={"type": "enabled"}), served).ignored_fields == ignored
 
 
 def test_ollama_may_be_told_to_think_where_a_model_always_does() -> None:

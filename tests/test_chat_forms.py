@@ -155,6 +155,11 @@ def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS
     assert [{"name": call["name"], "arguments": call["arguments"]} for call in said] == message[
         "tool_calls"
     ][: len(said)]
+    # The reader knows where the reasoning is; messages of reasoning are on lines of their own.
+    places, text = reader._parser.reasoning, "".join(texts)
+    thoughts = [text[begin:end] for begin, end in zip(places.begins, places.ends, strict=True)]
+    joint = "" if form.headers is None else "\n"
+    assert joint.join(filter(None, thoughts)) == message["reasoning_content"]
     return message
 
 

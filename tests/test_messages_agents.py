@@ -18,7 +18,6 @@ from jaxpage.serving.dialects.messages import DIALECT, count_tokens, open_messag
 from jaxpage.serving.dialects.messages_body import translate
 from jaxpage.serving.dialects.messages_fields import CountTokensRequest
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import fields_for_thinking
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.reading import read
@@ -424,20 +423,6 @@ def test_a_budget_is_that_of_the_chat() -> None:
     assert answer.ignored_fields == ("thinking.budget_tokens",)
 
 
-@pytest.mark.parametrize(
-    ("template", "on", "off"),
-    [
-        (SWITCH, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
-        (WORDS, {}, {"reasoning_effort": "none"}),
-        (NONE_OR_HIGH, {"reasoning_effort": "high"}, {"reasoning_effort": "none"}),
-        (PLAIN, {}, {}),
-    ],
-)
-def test_the_fields_that_turn_thinking_on_and_off(template: str, on: Any, off: Any) -> None:
-    assert fields_for_thinking(template, thinks=True) == on
-    assert fields_for_thinking(template, thinks=False) == off
-
-
 # Counts
 
 words = st.text(st.sampled_from('ab é<|\n"{'), min_size=1, max_size=6)
@@ -648,7 +633,8 @@ def test_an_answer_is_sent_back_as_it_came() -> None:
     ],
 )
 def test_a_stream_that_fails_ends_with_anthropics_error(status: int, kind: str) -> None:
-    frame = DIALECT.new_frame()(DIALECT.stream_error(ApiError(status, "no")))
+    (chunk,) = DIALECT.failure_chunks(ApiError(status, "no"), None)
+    frame = DIALECT.new_frame()(chunk)
     begin, data = frame.decode().split("\ndata: ")
     assert begin == "event: error"
     assert json.loads(data) == {"type": "error", "error": {"type": kind, "message": "no"}}

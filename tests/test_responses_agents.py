@@ -543,6 +543,72 @@ def test_events_are_the_whole_response_whatever_the_cut(
     assert again.ignored_fields == ()
 
 
+@settings(max_examples=30)
+@given(thought=THOUGHTS, said=SAYINGS, calls=CALLS, num_deltas=st.integers(0, 40))
+def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
+    thought: str, said: str, calls: list[str], num_deltas: int
+) -> None:
+    store = ResponseStore(1 << 20, 60)
+    text = thought + said + "".join("\n" + call for call in calls)
+    texts = [text[place : place + 5] for place in range(0, len(text), 5)] or [""]
+    exchange = opened(request(tools=[LOOK, PATCH], stream=True), store.of_owner(""))
+    scripts = [Scripted(texts)]
+    said_before = [
+        chunk
+        for delta in itertools.islice(deltas(output(exchange, scripts), scripts), num_deltas)
+        for chunk in exchange.chunks(0, delta)
+    ]
+    chunks = [*said_before, *dialect.DIALECT.failure_chunks(ApiError(500, "no"), exchange)]
+    frame = numbered_events()
+    events = [json.loads(frame(chunk).decode().partition("data: ")[2]) for chunk in chunks]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    *before, error, last = events
+    assert error == {
+        **{"type": "error", "code": "server_error", "message": "no", "param": None},
+        "sequence_number": len(events) - 2,
+    }
+    assert last["type"] == "response.failed" and last["sequence_number"] == len(events) - 1
+    response = last["response"]
+    assert response["status"] == "failed" and response["id"] == exchange.id
+    assert response["error"] == {"code": "server_error", "message": "no"}
+    assert response["completed_at"] is response["usage"] is response["incomplete_details"] is None
+    told = reassembled([*before, last])
+    for item in told[:-1]:
+        assert item["status"] == "completed"
+    assert [{**item, "status": ""} for item in told] == [
+        {**item, "status": ""} for item in response["output"]
+    ]
+    statuses = [item["status"] for item in response["output"]]
+    assert set(statuses[:-1]) <= {"completed"} and set(statuses[-1:]) <= {"incomplete"}
+    kept = store.find(exchange.id, "")
+    assert kept is not None and json.loads(kept.response) == response
+    state: Any = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
+    for event in events:
+        state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ApiError(500, "no"), "server_error"),
+        (ApiError(503, "no"), "server_error"),
+        (ApiError(504, "no"), "server_error"),
+        (ApiError(429, "no"), "rate_limit_exceeded"),
+        (ApiError(400, "no", param="text.format"), "invalid_prompt"),
+        (ApiError(400, "no", code="context_length_exceeded"), "context_length_exceeded"),
+    ],
+)
+def test_the_code_of_a_response_that_failed_is_one_of_openais(error: ApiError, code: str) -> None:
+    exchange = opened(request(stream=True, store=False))
+    *begin, told, last = dialect.DIALECT.failure_chunks(error, exchange)
+    assert [event["type"] for event in begin] == ["response.created", "response.in_progress"]
+    assert [event["response"]["status"] for event in begin] == 2 * ["in_progress"]
+    assert last["response"]["error"] == {"code": code, "message": "no"}
+    assert last["response"]["output"] == []
+    # Without an exchange there is no response to tell of.
+    assert dialect.DIALECT.failure_chunks(error, None) == [told]
+
+
 def test_a_response_says_what_was_requested() -> None:
     choice = {
         "type": "allowed_tools",

@@ -828,8 +828,14 @@ def test_an_error_within_a_stream_reaches_the_client(
     next(parts)
     monkeypatch.setattr(server.loop.engine.runner, "run", failing)
     if kind == "responses":  # its client hands the event on
-        *_, last = parts
-        assert (last.type, last.code) == ("error", "server_error") and last.message
+        *_, error, last = parts
+        assert (error.type, error.code) == ("error", "server_error") and error.message
+        assert last.type == "response.failed" and last.response.status == "failed"
+        told = last.response.error
+        assert (told.code, told.message) == (error.code, error.message) and "0x" not in told.message
+        assert last.sequence_number == error.sequence_number + 1
+        kept = open_ai.responses.retrieve(last.response.id)
+        assert kept.to_dict() == last.response.to_dict() and kept.output_text
     else:
         with pytest.raises((anthropic.APIError, ollama.ResponseError)) as caught:
             list(parts)

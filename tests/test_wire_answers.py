@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jaxpage.engine import StreamDetokenizer, token_bytes
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.step.strategy import NO_TOKEN_LEFT
+from tests.support.chat_templates import TEMPLATES
 from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
 
 USER = {"role": "user", "content": "Hello"}
@@ -433,6 +438,100 @@ def test_the_official_client_sees_each_call_end(
     ]
     contents = [event.content for event in events if event.type == "content.done"]
     assert contents[-1:] == [message["content"] or ""] or (calls and not message["content"])
+
+
+THOUGHT_IN = {
+    # For each template what comes before the thought, and what comes after it.
+    "object in tags": ("<think>\n", "\n</think>\n\n"),
+    "channels": (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+}
+WORDS = st.sampled_from(["a", "We ", "think", ". ", "\n", "é", "\U0001f600", "</", "<|", " the fox"])
+
+
+@functools.cache
+def thinking(template: str) -> Any:
+    served = with_template(TEMPLATES[template])
+    return context(tokenizer=served, tool_parser="auto", reasoning_parser="auto")
+
+
+def tokens_of(text: str, cuts: Sequence[int]) -> list[int]:
+    """The tokens of a text that a model writes: not those that a tokenizer makes of the whole."""
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[start:stop] for start, stop in itertools.pairwise(places)]
+    return [token for part in parts for token in tokenizer()(part)["input_ids"]]
+
+
+def begins_of(token_ids: Sequence[int]) -> list[int]:
+    """Where each token begins, from the bytes of each: at the character that has its first byte."""
+    pieces = [token_bytes(tokenizer(), token_id) or b"" for token_id in token_ids]
+    bytes_before = itertools.accumulate((len(piece) for piece in pieces), initial=0)
+    written = b"".join(pieces)
+    return [len(written[:place].decode(errors="ignore")) for place in bytes_before][:-1]
+
+
+@settings(max_examples=60)
+@given(
+    template=st.sampled_from(sorted(THOUGHT_IN)),
+    words=st.lists(WORDS, max_size=12),
+    said=st.lists(WORDS, max_size=4).map("".join),
+    is_cut=st.booleans(),
+    tail=st.sampled_from(["", "<", "</thi", "<|en"]),
+    cuts=st.lists(st.integers(0, 80), max_size=12),
+    num_choices=st.integers(1, 2),
+)
+def test_tokens_of_reasoning_are_those_that_begin_in_it(
+    template: str,
+    words: list[str],
+    said: str,
+    is_cut: bool,
+    tail: str,
+    cuts: list[int],
+    num_choices: int,
+) -> None:
+    """Whole and streamed, whatever the tokens are; also in the events of Responses."""
+    before, after = THOUGHT_IN[template]
+    thought = "".join(words)
+    text = f"{before}{thought}" + (tail if is_cut else f"{after}{said}")
+    token_ids = tokens_of(text, cuts)
+    body = {"model": "demo", "messages": [USER], "n": num_choices}
+    whole = open_chat(body, thinking(template))
+    # A text is what its tokens say, also where a character has several.
+    stream = StreamDetokenizer(tokenizer(), (), skip_special_tokens=False)
+    texts = [stream.push(token_id) for token_id in token_ids]
+    texts[-1] += stream.flush()
+    assert "".join(texts) == text
+    scripts = num_choices * [Scripted(texts, token_ids=token_ids)]
+    response = whole.whole([output(whole, scripts)])
+    message = response["choices"][0]["message"]
+    reasoning = message.get("reasoning_content", "")
+    begin = text.index(before) + len(before)
+    assert text[begin:].startswith(reasoning)
+    inside = range(begin, begin + len(reasoning))
+    expected = num_choices * sum(place in inside for place in begins_of(token_ids))
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    read(ChatCompletion, response)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    exchange = open_chat({**body, "stream": True, "stream_options": options}, thinking(template))
+    made = output(exchange, scripts)
+    chunks = [c for delta in deltas(made, scripts) for c in exchange.chunks(0, delta)]
+    chunks += exchange.last_chunks()
+    numbers = [
+        chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks
+    ]
+    assert numbers == sorted(numbers) and numbers[-1] == expected
+    assert chunks[-1]["usage"] == response["usage"]
+    if num_choices == 1:
+        asked = {"model": "demo", "input": "Hello"}
+        answer = open_response(asked, thinking(template))
+        usage = answer.whole([output(answer, scripts)])["usage"]
+        assert usage["output_tokens_details"] == {"reasoning_tokens": expected}
+        events = open_response({**asked, "stream": True}, thinking(template))
+        for delta in deltas(output(events, scripts), scripts):
+            events.chunks(0, delta)
+        assert events.last_chunks()[-1]["response"]["usage"] == usage
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
 from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
 from jaxpage.chat_forms.grammar import grammar_of, grammar_of_text
-from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain
+from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain, ReasoningPlaces
 from jaxpage.chat_forms.probes import Render
 from jaxpage.chat_forms.tools import Tools
 
@@ -37,6 +37,7 @@ __all__ = [
     "MessageReader",
     "PieceParser",
     "Plain",
+    "ReasoningPlaces",
     "Render",
     "Tools",
     "derive",

@@ -70,6 +70,7 @@ class AnswerReader(BufferedReader):
         yield from buffer.skip_trailing_space(self._first_space)
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
+        self.reasoning.is_over = True
         for opened in content.opens:
             if (yield from fits(buffer, buffer.literal(opened, before_value=True))):
                 break
@@ -94,6 +95,7 @@ class AnswerReader(BufferedReader):
             yield from buffer.skip_trailing_space(form.open)
         elif not (yield from fits(buffer, buffer.literal(form.open, before_value=True))):
             return
+        self.reasoning.begin(buffer.place)
         emit = functools.partial(self._emit, "reasoning")
         trigger = "" if self._form is None else self._form.trigger
         bare = "" if self._bare is None or not self._bare.has_tag else self._bare_marker
@@ -366,7 +368,7 @@ class AnswerReader(BufferedReader):
             self._has_content = True
             self._count_fences(text)
         if stripped:
-            self._pieces.append(AnswerPiece(kind, "".join(self._space) + stripped))
+            self._give_out(kind, "".join(self._space) + stripped)
             self._space.clear()
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
@@ -381,5 +383,10 @@ class AnswerReader(BufferedReader):
     def _emit_space(self, kind: TextKind, of_marker: str) -> None:
         """Gives out the white space that was kept, without that of the marker after it."""
         if space := "".join(self._space).removesuffix(of_marker):
-            self._pieces.append(AnswerPiece(kind, space))
+            self._give_out(kind, space)
         self._space.clear()
+
+    def _give_out(self, kind: TextKind, text: str) -> None:
+        self._pieces.append(AnswerPiece(kind, text))
+        if kind == "reasoning":
+            self.reasoning.extend(len(text))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpage.chat_forms.forms import REASONING_FIELDS
-from jaxpage.chat_forms.pieces import AnswerPiece, TextKind
+from jaxpage.chat_forms.pieces import AnswerPiece, ReasoningPlaces, TextKind
 from jaxpage.chat_forms.text_buffer import MismatchError
 from jaxpage.chat_forms.tools import Tools
 
@@ -40,6 +40,11 @@ class DeclaredReader:
         self._tools = tools
         self._region: list[str] = []  # the text of the open region whose value comes at its end
         self._is_broken = False
+        self.reasoning = ReasoningPlaces()
+        self._thought: list[str] = []  # the text of the open region, if it is reasoning
+        # The text that the regions read so far have not, and its place.
+        self._unread: list[str] = []
+        self._num_read = 0
 
     def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""
@@ -56,10 +61,13 @@ class DeclaredReader:
             if text:
                 yield AnswerPiece("content", text)
             return
+        self._unread.append(text)
         try:
             events = read_events()
         except (ValueError, KeyError):
             self._is_broken = True
+            self._end_thought()
+            self.reasoning.is_over = True
             yield AnswerPiece("content", "".join(self._region) + text)
             return
         for event in events:
@@ -72,14 +80,35 @@ class DeclaredReader:
             if is_call or event["dirty"]:
                 self._region.append(event["text"])
             else:
-                yield AnswerPiece(kind, event["text"])
+                yield self._piece(kind, event["text"])
         elif event["type"] == "region_close":
             text = "".join(self._region)
             self._region.clear()
             if is_call:
                 yield from self._calls(event["value"], text)
             elif text:
-                yield AnswerPiece(kind, text)
+                yield self._piece(kind, text)
+            self._end_thought()
+
+    def _piece(self, kind: TextKind, text: str) -> AnswerPiece:
+        if kind == "reasoning":
+            self._thought.append(text)
+        return AnswerPiece(kind, text)
+
+    def _end_thought(self) -> None:
+        """Notes where the reasoning of a region is; the events do not say it."""
+        thought = "".join(self._thought)
+        self._thought.clear()
+        if not thought:
+            return
+        unread = "".join(self._unread)
+        begin = unread.find(thought)
+        if begin >= 0:
+            end = begin + len(thought)
+            self.reasoning.begin(self._num_read + begin)
+            self.reasoning.extend(len(thought))
+            self._unread = [unread[end:]]
+            self._num_read += end
 
     def _calls(self, value: Any, text: str) -> list[AnswerPiece]:
         """Returns the calls that the value of a region is, or its text as content."""

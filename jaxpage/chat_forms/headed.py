@@ -84,6 +84,8 @@ class HeadedReader(BufferedReader):
         self._emitted: set[str] = set()  # kinds of text that were given out
         self._is_new = True  # if no text of this message was given out
         self._begun = form.find_begun_header(prompt)
+        self._num_begun = len(self._begun)
+        self.reasoning.is_over = not reads_reasoning
         self._buffer.push(self._begun)
 
     def _answer(self) -> Parser[None]:
@@ -188,6 +190,7 @@ class HeadedReader(BufferedReader):
         kind: TextKind = "content"
         if message.is_reasoning and message.recipient is None and self._reads_reasoning:
             kind = "reasoning"
+            self.reasoning.begin(buffer.place - self._num_begun)
         elif message.is_reasoning or message.recipient is not None:
             self._emit(kind, message.header)
         emit = functools.partial(self._emit, kind)
@@ -200,6 +203,8 @@ class HeadedReader(BufferedReader):
         return None
 
     def _emit(self, kind: TextKind, text: str) -> None:
+        if kind == "reasoning":
+            self.reasoning.extend(len(text))
         if self._is_new and kind in self._emitted and text:
             text = "\n" + text
         if text:

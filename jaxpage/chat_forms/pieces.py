@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 TextKind = Literal["content", "reasoning"]
@@ -23,11 +24,40 @@ class AnswerPiece(NamedTuple):
     name: str = ""
 
 
+@dataclass
+class ReasoningPlaces:
+    """Says where in the text of an answer its reasoning is, as far as that is certain.
+
+    Attributes:
+        begins: Where each part of the reasoning begins, in characters of the answer, in order.
+        ends: Where each part ends.
+        is_over: True if no more can follow.
+    """
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    is_over: bool = False
+
+    def begin(self, position: int) -> None:
+        """Begins a part, which is empty."""
+        self.begins.append(position)
+        self.ends.append(position)
+
+    def extend(self, num_characters: int) -> None:
+        """Makes the last part longer."""
+        self.ends[-1] += num_characters
+
+
 class PieceParser(Protocol):
     """Reads the text of one answer.
 
     The pieces put together are the same however the text is cut. The time is linear in the text.
+
+    Attributes:
+        reasoning: Where the reasoning is in the text. Its text is that of the pieces.
     """
+
+    reasoning: ReasoningPlaces
 
     def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text; exhaust it before the next call.
@@ -43,6 +73,9 @@ class PieceParser(Protocol):
 
 class Plain:
     """Takes all text for content."""
+
+    def __init__(self) -> None:
+        self.reasoning = ReasoningPlaces(is_over=True)
 
     def push(self, text: str) -> Iterator[AnswerPiece]:
         """Yields the pieces that are certain with this text."""

@@ -24,7 +24,7 @@ from jaxpage.chat_forms.markers import (
     chunks,
     trailing_space,
 )
-from jaxpage.chat_forms.pieces import AnswerPiece
+from jaxpage.chat_forms.pieces import AnswerPiece, ReasoningPlaces
 
 T = TypeVar("T")
 Parser = Generator[None, None, T]
@@ -53,6 +53,11 @@ class TextBuffer:
         self.position = 0
         self.reached = 0  # to which the last attempt that failed had read
         self.has_ended = has_ended
+
+    @property
+    def place(self) -> int:
+        """Returns the position in the whole text."""
+        return self.num_forgotten + self.position
 
     def push(self, text: str) -> None:
         """Appends a text.
@@ -266,6 +271,7 @@ class BufferedReader:
     """Runs a parser of one answer on the text as it comes; the base of such `PieceParser`s."""
 
     def __init__(self) -> None:
+        self.reasoning = ReasoningPlaces()
         self._buffer = TextBuffer()
         self._pieces: list[AnswerPiece] = []
         self._in_vain = 0  # characters

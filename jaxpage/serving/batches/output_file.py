@@ -37,6 +37,7 @@ class Counts:
         prompt_tokens: The tokens of their prompts.
         cached_tokens: Those of them that were in the prefix cache.
         completion_tokens: The tokens that were generated.
+        reasoning_tokens: Those of them that are reasoning.
     """
 
     lines: int = 0
@@ -44,6 +45,7 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def add(self, answer: dict[str, Any]) -> None:
         """Adds a line of the output."""
@@ -57,6 +59,8 @@ class Counts:
         self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         self.cached_tokens += details.get("cached_tokens", 0)
+        details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        self.reasoning_tokens += details.get("reasoning_tokens", 0)
 
 
 class OutputFile:

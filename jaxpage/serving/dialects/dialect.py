@@ -92,7 +92,8 @@ class Dialect:
     Attributes:
         beginnings: Its paths, or what they begin with if it ends with a slash.
         error: Makes the body of an answer of an error.
-        stream_error: Makes the last part of a stream that fails.
+        fail: Makes the last parts of a stream that fails, of the error and of the exchange, if that
+            was opened; None if they are the body of an error.
         new_frame: Makes, for each stream, the function that encodes its parts.
         end: The bytes that end a stream.
         media_type: The media type of a stream.
@@ -118,7 +119,7 @@ class Dialect:
 
     beginnings: tuple[str, ...]
     error: Callable[[ApiError], dict[str, Any]] = ApiError.body
-    stream_error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    fail: Callable[[ApiError, Exchange | None], list[dict[str, Any]]] | None = None
     new_frame: Callable[[], Frame]
     end: bytes = b""
     media_type: str = "text/event-stream; charset=utf-8"
@@ -151,6 +152,15 @@ class Dialect:
             path == beginning or path.startswith(beginning.removesuffix("/") + "/")
             for beginning in self.beginnings
         )
+
+    def failure_chunks(self, error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream that fails.
+
+        Args:
+            error: The error.
+            exchange: The request and its answer; None if it was not read yet.
+        """
+        return [self.error(error)] if self.fail is None else self.fail(error, exchange)
 
     def is_for_stream(self, path: str, body: Body) -> bool:
         """Returns whether a request of this path and body asks for a stream."""

@@ -201,7 +201,6 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/v1/messages",),
     error=_write_error,
-    stream_error=_write_error,
     new_frame=named_events,
     exchanges={"/v1/messages": open_message},
     transforms={"/v1/messages/count_tokens": count_tokens},

@@ -13,10 +13,9 @@ from jaxpage.serving.dialects.messages_fields import (
 )
 from jaxpage.serving.dialects.messages_turns import TurnsOfChat
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import fields_for_thinking
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.relaxing import name_paths
-from jaxpage.serving.wire.templates import template_of
+from jaxpage.serving.wire.templates import may_reason
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import names_in
 
@@ -128,27 +127,25 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
     wanted = {} if effort is None else {"reasoning_effort": effort}
     if thinking is None:
         return Translation(wanted, efforts)
-    template = template_of(context, [])
-    has_reasoning = context.chat_format.reasoning is not None
-    off = fields_for_thinking(template, thinks=False)
+    can_think = may_reason(context)
     if thinking.type in ("disabled", "between_tools"):
         # Templates turn thinking on or off for a whole answer; Anthropic's models that cannot think
         # between calls alone do not think either.
-        is_ignored = (has_reasoning and not off) or thinking.type == "between_tools"
-        ignored = ("thinking",) if is_ignored else ()
-        return Translation(off, {"reasoning_effort": "thinking"}, ignored)
-    if not off and not has_reasoning:
+        off: dict[str, Any] = {"thinking": {"type": "disabled"}} if can_think else {}
+        ignored = ("thinking",) if thinking.type == "between_tools" else ()
+        return Translation(off, {"thinking.type": "thinking"}, ignored)
+    if not can_think:
         return Translation(wanted, efforts, ("thinking",))
     names = {
         **efforts,
-        "chat_template_kwargs": "thinking",
+        "thinking.type": "thinking",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    body = {**fields_for_thinking(template, thinks=True), **wanted}
+    body = {"thinking": {"type": "enabled"}, **wanted}
     ignored = ()
     if isinstance(thinking, ThinkingWithBudget) and thinking.budget_tokens is not None:
         # Only the end of reasoning that has a form can be found.
-        if has_reasoning:
+        if context.chat_format.reasoning is not None:
             body["thinking_token_budget"] = thinking.budget_tokens
         else:
             ignored = ("thinking.budget_tokens",)

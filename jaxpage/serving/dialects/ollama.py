@@ -32,20 +32,19 @@ from jaxpage.serving.dialects.ollama_fields import (
 from jaxpage.serving.dialects.ollama_history import messages_of, tools_of
 from jaxpage.serving.dialects.ollama_models import (
     about_ollama,
-    thinking_variables,
     write_loaded,
     write_tags,
 )
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import SWITCHES
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.encoding import lines
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.field_types import is_neutral
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.templates import may_reason
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import names_in
@@ -243,14 +242,12 @@ def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
         return {}
     if isinstance(request.think, str):
         return {"reasoning_effort": request.think}
-    known = thinking_variables(context)
-    if switches := [name for name in SWITCHES if name in known]:
-        return {"chat_template_kwargs": dict.fromkeys(switches, request.think)}
-    thinks = bool(known) or context.chat_format.reasoning is not None
-    if request.think and not thinks:
+    if may_reason(context):
+        return {"thinking": {"type": "enabled" if request.think else "disabled"}}
+    if request.think:
         message = f"{show(request.model)} does not support thinking: its chat template has no variable for it"
         raise ApiError(400, message, param="think")
-    return {"reasoning_effort": "none"} if thinks and not request.think else {}
+    return {}
 
 
 # A request to these paths that has no such field asks for its model to be loaded or unloaded.
@@ -281,7 +278,6 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    stream_error=_write_error,
     new_frame=lines,
     media_type="application/x-ndjson",
     # White space may precede the JSON of a line, and a line always follows.

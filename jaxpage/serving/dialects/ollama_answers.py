@@ -47,8 +47,8 @@ class OllamaAnswer(InBlocks):
             "max_tokens": "options.num_predict",
             "response_format": "format",
             "response_format.json_schema.schema": "format",
-            "chat_template_kwargs": "think",
             "reasoning_effort": "think",
+            "thinking.type": "think",
         }
         ignored += _without_effect(request.options or OllamaOptions())
         super().__init__(opens, requested, context, request.model, ignored)

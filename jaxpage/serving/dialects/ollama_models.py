@@ -8,9 +8,7 @@ from typing import Any
 from jaxpage.serving.dialects.dialect import ListedModel
 from jaxpage.serving.dialects.ollama_answers import ollama_time
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.efforts import SWITCHES
 from jaxpage.serving.wire.model_card import ModelCard
-from jaxpage.serving.wire.template_source import variables_of
 from jaxpage.serving.wire.templates import template_of
 
 
@@ -46,13 +44,6 @@ def capabilities_of(context: ModelContext) -> list[str]:
         "embedding": context.embedding.files.is_stated or not context.generates,
     }
     return [name for name, value in is_able.items() if value]
-
-
-def thinking_variables(context: ModelContext) -> frozenset[str]:
-    """Returns the variables of the chat template that say how much is thought."""
-    if not _has_template(context):
-        return frozenset()
-    return variables_of(template_of(context, [])) & {*SWITCHES, "reasoning_effort"}
 
 
 def _takes_tools(context: ModelContext) -> bool:

@@ -30,6 +30,7 @@ from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import encode_parts, numbered_events
 from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.exchange import Exchange
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.relaxing import name_paths
 
@@ -113,12 +114,24 @@ class ResponseAnswer(InBlocks):
         self._body = body
         self._shows_encoded = "reasoning.encrypted_content" in (request.include or ())
         self._created = int(time.time())
+        self._error: ApiError | None = None
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
         answer = super().whole(outputs)
         self._keep(answer)
         return answer
+
+    def fail(self, error: ApiError) -> list[dict[str, Any]]:
+        """Ends the answer with an error, and returns the events that end its stream.
+
+        What was said so far stays in the response, which is kept as one that failed.
+        """
+        events = [] if self._has_begun else self._begin()
+        self._error = error
+        answer = self._answer()
+        self._keep(answer)
+        return [*events, _write_stream_error(error), self._event(self._status, response=answer)]
 
     def _keep(self, answer: dict[str, Any]) -> None:
         """Keeps an answer that has ended; it is there before the client knows of it."""
@@ -136,10 +149,10 @@ class ResponseAnswer(InBlocks):
             "id": self.id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if self._ending else None,
+            "completed_at": int(time.time()) if self._has_ended else None,
             "status": self._status,
             "background": False,
-            "error": None,
+            "error": self._error and _write_error(self._error),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -164,12 +177,19 @@ class ResponseAnswer(InBlocks):
             "top_logprobs": 0,
             "top_p": getattr(params, "top_p", None),
             "truncation": request.truncation or "disabled",
-            "usage": self._usage_body() if self._ending else None,
+            "usage": self._usage_body() if self._has_ended else None,
             "user": request.user,
         }
 
     @property
+    def _has_ended(self) -> bool:
+        """Returns whether the answer has come to its end, which one that failed has not."""
+        return bool(self._ending) and self._error is None
+
+    @property
     def _status(self) -> str:
+        if self._error is not None:
+            return "failed"
         if not self._ending:
             return "in_progress"
         return "incomplete" if self._ending["finish_reason"] == "length" else "completed"
@@ -177,7 +197,9 @@ class ResponseAnswer(InBlocks):
     def _status_of(self, index: int) -> str:
         """Returns the status of an item: that of the answer if nothing is said after it."""
         later = self._blocks[index + 1 :]
-        return "completed" if any(block.is_call or block.text for block in later) else self._status
+        if any(block.is_call or block.text for block in later):
+            return "completed"
+        return "incomplete" if self._error is not None else self._status
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage
@@ -185,7 +207,7 @@ class ResponseAnswer(InBlocks):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
 
@@ -283,9 +305,23 @@ def _write_stream_error(error: ApiError) -> dict[str, Any]:
     }
 
 
+def _write_error(error: ApiError) -> dict[str, Any]:
+    """Returns the error of a response that failed, with a code that clients of OpenAI know."""
+    code = "rate_limit_exceeded" if error.status == 429 else "invalid_prompt"
+    if error.status >= 500:
+        code = "server_error"
+    return {"code": error.code or code, "message": error.message}
+
+
+def _fail(error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
+    if isinstance(exchange, ResponseAnswer):
+        return exchange.fail(error)
+    return [_write_stream_error(error)]
+
+
 DIALECT = Dialect(
     beginnings=("/v1/responses",),
-    stream_error=_write_stream_error,
+    fail=_fail,
     new_frame=numbered_events,
     conversations={"/v1/responses": open_response},
     operations={"/v1/responses": "chat"},

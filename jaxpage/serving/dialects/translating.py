@@ -57,7 +57,7 @@ class Translated:
         self.stream = self._inner.stream
         self.prompts = self._inner.prompts
         cut = (rename_path(name, self._names) for name in self._inner.ignored_fields)
-        self.ignored_fields = (*ignored_fields, *cut)
+        self.ignored_fields = tuple(dict.fromkeys((*ignored_fields, *cut)))
         self.model = model
 
     def refusal(self, error: Exception) -> ApiError:

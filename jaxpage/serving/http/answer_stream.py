@@ -16,6 +16,7 @@ from starlette.types import Message, Scope, Send
 
 from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # So often the clock looks whether a request that is not read yet asks for a stream.
@@ -30,6 +31,7 @@ class AnswerStream:
             request sets it.
         is_open: True from the headers to the end.
         dialect: The API of the request.
+        exchange: The request and its answer, once the request is read.
         frame: Encodes the parts of the stream.
     """
 
@@ -44,6 +46,7 @@ class AnswerStream:
         self.is_wanted = False
         self.is_open = False
         self.dialect = dialect_of(scope["path"])
+        self.exchange: Exchange | None = None
         self.frame = self.dialect.new_frame()
         self._scope = scope
         self._send = send
@@ -86,7 +89,8 @@ class AnswerStream:
 
     async def fail(self, error: ApiError) -> None:
         """Ends the stream with an error, in the shape of the API."""
-        await self.end(self.frame(self.dialect.stream_error(error)))
+        chunks = self.dialect.failure_chunks(error, self.exchange)
+        await self.end(b"".join(map(self.frame, chunks)))
 
     async def stop_clock(self) -> None:
         """Sends no more comments, and waits for the end of one that is being sent."""

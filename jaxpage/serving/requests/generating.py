@@ -84,6 +84,7 @@ class Generating:
         try:
             async with self._driver.in_time(arrived):
                 exchange = await open_exchange()
+                stream_of(scope).exchange = exchange
                 record.opened(exchange)
                 submitted = await self._submit(exchange, arrived)
                 record.submitted(submitted)

@@ -117,9 +117,14 @@ class Answer:
 
 
 class Usage:
-    """Counts the tokens of all prompts of a request so far."""
+    """Counts the tokens of all prompts of a request so far.
+
+    Attributes:
+        num_reasoning: The tokens of reasoning by choice; None if they are not counted.
+    """
 
     def __init__(self) -> None:
+        self.num_reasoning: dict[int, int] | None = None
         # For each prompt: its tokens, and how many of them were in the prefix cache.
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_generated = 0
@@ -133,6 +138,10 @@ class Usage:
     def body(self) -> dict[str, Any]:
         """Returns the usage as OpenAI writes it."""
         num_prompt = sum(tokens for tokens, _ in self._prompts.values())
+        details = {}
+        if self.num_reasoning is not None:
+            num_reasoning = sum(self.num_reasoning.values())
+            details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_generated,
@@ -140,6 +149,7 @@ class Usage:
             "prompt_tokens_details": {
                 "cached_tokens": sum(cached for _, cached in self._prompts.values())
             },
+            **details,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
+from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.reasoning_tokens import ReasoningTokens
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
@@ -91,6 +92,7 @@ class ChatAnswer(Answer):
         self._is_named = tools.name is not None
         self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
+        self._usage.num_reasoning = {}
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
         self._num_computed = 0  # the tokens of the prompt, as far as a stream has said
 
@@ -149,18 +151,28 @@ class ChatAnswer(Answer):
 
     def _readers(
         self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse
-    ) -> Callable[[], _Reader]:
+    ) -> Callable[[Sequence[int]], _Reader]:
         several = self._request.parallel_tool_calls is not False
         has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
         is_held = has_grammar and not tools.holds_answer
         prompt = str(prompt_request.prompt)
         reasoning = self._request.reasoning
-        return lambda: _Reader(
-            tools.parser(context, prompt, is_held=is_held),
-            several=several,
-            custom=tools.custom,
-            excludes=reasoning is not None and bool(reasoning.exclude),
-        )
+        skips_special = bool(getattr(prompt_request.params, "skip_special_tokens", True))
+
+        def make(prompt_token_ids: Sequence[int]) -> _Reader:
+            return _Reader(
+                tools.parser(context, prompt, is_held=is_held),
+                TextOffsets(
+                    context.tokenizer,
+                    skips_special=skips_special,
+                    prompt_token_ids=prompt_token_ids,
+                ),
+                several=several,
+                custom=tools.custom,
+                excludes=reasoning is not None and bool(reasoning.exclude),
+            )
+
+        return make
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int
@@ -168,12 +180,14 @@ class ChatAnswer(Answer):
         completion = delta.outputs[position]
         choices: list[dict[str, Any]] = []
         if (reader := self._readers_by_choice.get(index)) is None:
-            reader = self._readers_by_choice[index] = self._new_reader()
+            reader = self._new_reader(delta.prompt_token_ids)
+            self._readers_by_choice[index] = reader
             begun = {"role": "assistant", "content": ""}
             choices.append(
                 {"index": index, "delta": begun, "logprobs": None, "finish_reason": None}
             )
         parts = reader.read(completion.text, is_last=completion.finish_reason is not None)
+        self._count_reasoning(index, reader, completion.token_ids)
         logprobs = self._logprobs(delta, position)
         has_tokens = completion.token_ids and (
             logprobs is not None or self._request.return_token_ids
@@ -199,8 +213,9 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         completion = output.outputs[position]
-        reader = self._new_reader()
+        reader = self._new_reader(output.prompt_token_ids)
         said = _merge(reader.read(completion.text, is_last=True))
+        self._count_reasoning(index, reader, completion.token_ids)
         message = {
             "role": "assistant",
             "refusal": None,
@@ -216,6 +231,11 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(output, position),
             **end,
         }
+
+    def _count_reasoning(self, index: int, reader: _Reader, token_ids: Sequence[int]) -> None:
+        assert self._usage.num_reasoning is not None
+        reader.reasoning_tokens.add(token_ids)
+        self._usage.num_reasoning[index] = reader.reasoning_tokens.number
 
     def _logprobs(self, output: RequestOutput, position: int) -> dict[str, Any] | None:
         completion = output.outputs[position]
@@ -253,20 +273,32 @@ class _Reader:
     """Turns the text of one answer into the fields of deltas.
 
     The fields are content, reasoning_content and tool_calls.
+
+    Attributes:
+        num_calls: The number of calls so far.
+        reasoning_tokens: Counts the tokens of the reasoning.
     """
 
     def __init__(
-        self, parser: PieceParser, *, several: bool, custom: Collection[str], excludes: bool
+        self,
+        parser: PieceParser,
+        offsets: TextOffsets,
+        *,
+        several: bool,
+        custom: Collection[str],
+        excludes: bool,
     ) -> None:
         """Makes a reader for one answer.
 
         Args:
             parser: The parser of the answer's text.
+            offsets: Finds where the answer's tokens begin in its text.
             several: True if more than one call may be returned.
             custom: The names of the tools whose calls have an input in place of arguments.
             excludes: True if reasoning is left out.
         """
         self.num_calls = 0
+        self.reasoning_tokens = ReasoningTokens(parser.reasoning, offsets)
         self._parser = parser
         self._several = several
         self._custom = custom

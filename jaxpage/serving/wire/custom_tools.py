@@ -75,6 +75,7 @@ class CustomCalls:
             parser: The parser of the answer, which gives out each call as a whole.
             names: The names of the custom tools.
         """
+        self.reasoning = parser.reasoning
         self._parser = parser
         self._names = names
 

@@ -17,7 +17,7 @@ from jaxpage.serving.wire.field_types import Effort
 from jaxpage.serving.wire.template_source import parse_template, variables_of
 
 EFFORTS: tuple[str, ...] = get_args(Effort)  # from the least to the most
-SWITCHES = ("enable_thinking", "thinking")
+_SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _VERBOSITY = "verbosity"
 # What models know whose template takes any word.
@@ -51,7 +51,7 @@ def variables_for(
     values: dict[str, Any] = {}
     ignored = []
     if effort is not None:
-        values = dict.fromkeys((name for name in SWITCHES if name in known), effort != "none")
+        values = dict.fromkeys((name for name in _SWITCHES if name in known), effort != "none")
         is_off = bool(values) and effort == "none"
         if _EFFORT in known:
             words = _words_of(template)
@@ -61,7 +61,7 @@ def variables_for(
         if not values or (effort == "none" and not is_off):
             ignored.append(_EFFORT)
     elif is_on:
-        values = dict.fromkeys((name for name in SWITCHES if name in known), True)
+        values = dict.fromkeys((name for name in _SWITCHES if name in known), True)
         if not values and _EFFORT in known and "none" in (words := _words_of(template)):
             values[_EFFORT] = _nearest("medium", words)
     if verbosity is not None:
@@ -72,24 +72,9 @@ def variables_for(
     return Variables(values, tuple(ignored))
 
 
-def fields_for_thinking(template: str, *, thinks: bool) -> dict[str, Any]:
-    """Returns the fields of a chat that turn thinking on or off.
-
-    They are empty where the template has no variable that does it.
-
-    Args:
-        template: The source of the template.
-        thinks: True to turn thinking on.
-    """
-    known = variables_of(template)
-    switches = [name for name in SWITCHES if name in known]
-    if not thinks:
-        return {_EFFORT: "none"} if switches or _EFFORT in known else {}
-    if switches:
-        return {"chat_template_kwargs": dict.fromkeys(switches, True)}
-    # Such a template may take no effort for none.
-    takes_none = _EFFORT in known and "none" in _words_of(template)
-    return {_EFFORT: "high"} if takes_none else {}
+def has_variables(template: str) -> bool:
+    """Returns whether a template has a variable that says how much is reasoned."""
+    return not variables_of(template).isdisjoint({*_SWITCHES, _EFFORT})
 
 
 def _nearest(effort: str, words: tuple[str, ...]) -> str:

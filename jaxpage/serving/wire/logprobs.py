@@ -84,6 +84,11 @@ class TextOffsets:
             )
         )
 
+    @property
+    def end(self) -> int:
+        """Returns where the text of the last token ends; an unfinished character counts."""
+        return self._offset + len("" if self._stream is None else self._stream.flush_copy())
+
     def after(self, token_id: int, text: str) -> int:
         """Returns where the next token begins, in characters.
 

@@ -14,7 +14,7 @@ from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.call_history import check_calls
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.custom_tools import arguments_with
-from jaxpage.serving.wire.efforts import variables_for
+from jaxpage.serving.wire.efforts import has_variables, variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.rendering import RENDERERS
@@ -101,7 +101,7 @@ def render(
     }
     text = _render_in_order(requested)
     ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
-    if switch.value and effort.value is None and context.chat_format.reasoning is None:
+    if switch.value and effort.value is None and not may_reason(context):
         ignored += (switch.path,)
     return Rendered(text, ignored)
 
@@ -138,6 +138,14 @@ def template_of(context: ModelContext, tools: Sequence[object]) -> str:
         return str(context.tokenizer.get_chat_template(tools=[{}] if tools else None))
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
+
+
+def may_reason(context: ModelContext) -> bool:
+    """Returns whether a model reasons, or its chat template has a variable that says how much."""
+    if context.chat_format.reasoning is not None:
+        return True
+    has_template = bool(getattr(context.tokenizer, "chat_template", None))
+    return has_template and has_variables(template_of(context, []))
 
 
 def parameters_of(tool: FunctionTool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpage.chat_forms import AnswerPiece
+from jaxpage.chat_forms import AnswerPiece, ReasoningPlaces
 
 
 class NamedCall:
@@ -16,6 +16,7 @@ class NamedCall:
     """
 
     def __init__(self, name: str) -> None:
+        self.reasoning = ReasoningPlaces(is_over=True)
         self._name = name
         self._has_begun = False
 
