@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
@@ -109,16 +109,23 @@ class ForwardContext:
         aux_layers: The layers before which the model takes the hidden states that it returns as
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
+        axes_AT: The positions by which pairs of heads turn, on several axes (see `Rope`); None if
+            `positions_T` are these too.
+        deep_nTD: What is added to the outputs of the first n layers: features of pictures, and zero
+            for the other tokens (DeepStack); None for nothing.
     """
 
     positions_T: Int[Array, "T"]
     attend: Attend
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
+    axes_AT: Int[Array, "A T"] | None = None
+    deep_nTD: Float[Array, "n T D"] | None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
         """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
-            self._angles[rope] = rope.angles(self.positions_T)
+            has_axes = self.axes_AT is not None and bool(rope.axes)
+            self._angles[rope] = rope.angles(self.axes_AT if has_axes else self.positions_T)
         return self._angles[rope]
