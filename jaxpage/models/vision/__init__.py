@@ -1,0 +1,1 @@
+"""Has the encoders of pictures, a module for each lineage."""
