@@ -21,6 +21,7 @@ from typing import Any
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
 from jaxpage.models.config.fields import text_part, without_axes
+from jaxpage.models.parts.vision import VisionFamily
 
 DECODER = "model.language_model"
 # The names that older files have in place of the first ones.
@@ -44,6 +45,9 @@ class MultimodalCheckpoint:
         fixed: The fields that the family has, and the architecture has not.
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
+        decoder: The name of the text model's decoder.
+        vision: The class of the encoder of pictures in `models.vision`; None for one that is not
+            computed.
     """
 
     texts: Mapping[str, str]
@@ -52,6 +56,8 @@ class MultimodalCheckpoint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     tied_by_files: bool = False
+    decoder: str = DECODER
+    vision: str | None = None
 
 
 _GEMMA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -59,6 +65,13 @@ _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
+_IDEFICS3 = MultimodalCheckpoint(
+    {"llama": "llama:Llama"},
+    ("vision_model.", "connector."),
+    "images",
+    decoder="model.text_model",
+    vision="siglip:Idefics3Vision",
+)
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
         {"exaone4": "exaone:Exaone4", "exaone4_5_text": "exaone:Exaone4"}
@@ -76,6 +89,7 @@ MULTIMODAL = {
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
         {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
@@ -114,6 +128,7 @@ MULTIMODAL = {
     "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
     ),
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 
 
@@ -129,7 +144,7 @@ class TextSpecs:
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
-        changes = {"name": DECODER, "not_loaded": self.wrapper.takes}
+        changes = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
         changed: ModelSpec = dataclasses.replace(spec, **changes)
         return changed
 
@@ -141,6 +156,7 @@ class TextFamily:
     Attributes:
         others: Globs over the names of tensors of the other models.
         older_names: See `models.base.other_names`.
+        Vision: The family of the encoder of pictures; None if it is not computed.
     """
 
     Spec: SpecFactory
@@ -149,6 +165,7 @@ class TextFamily:
     ignored: tuple[str, ...]
     others: tuple[str, ...]
     OVERFLOWS_FLOAT16: bool
+    Vision: VisionFamily | None = None
     older_names: tuple[tuple[str, tuple[str, ...]], ...] = OLDER_NAMES
 
 
@@ -168,8 +185,14 @@ def text_module(architecture: str, config: Mapping[str, Any]) -> str:
     return texts[kind]
 
 
-def text_family(architecture: str, family: Family) -> TextFamily:
-    """Returns the family of the text models in checkpoints of this architecture."""
+def text_family(architecture: str, family: Family, vision: VisionFamily | None) -> TextFamily:
+    """Returns the family of the text models in checkpoints of this architecture.
+
+    Args:
+        architecture: The architecture.
+        family: The family of other checkpoints of the text model.
+        vision: The family of the encoder of pictures; None if it is not computed.
+    """
     wrapper = MULTIMODAL[architecture]
     others = tuple(f"{before}{name}*" for name in wrapper.others for before in ("model.", ""))
     return TextFamily(
@@ -179,6 +202,7 @@ def text_family(architecture: str, family: Family) -> TextFamily:
         (*family.ignored, *others),
         others,
         getattr(family, "OVERFLOWS_FLOAT16", False),
+        vision,
     )
 
 

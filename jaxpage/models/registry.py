@@ -27,6 +27,8 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": "qwen:Qwen3",
     "Qwen3VLMoeForConditionalGeneration": "qwen:Qwen3VLMoeText",
     "Mistral3ForConditionalGeneration": "mistral:Mistral",
+    "SmolVLMForConditionalGeneration": "llama:Llama",
+    "Idefics3ForConditionalGeneration": "llama:Llama",
     "Gemma3ForConditionalGeneration": "gemma:Gemma3",
     "Qwen3_5MoeForCausalLM": "qwen3_next:Qwen3_5Moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next:Qwen3_5Moe",
@@ -206,7 +208,9 @@ def load_page(name: str) -> Family:
 # Families are compared by identity, so that each is made once.
 @functools.cache
 def _text_family(architecture: str, module: str) -> Family:
-    return text_family(architecture, load_page(module))
+    vision = MULTIMODAL[architecture].vision
+    encoder: Any = None if vision is None else load_page(f"vision.{vision}")
+    return text_family(architecture, load_page(module), encoder)
 
 
 def _list_known() -> set[str]:
