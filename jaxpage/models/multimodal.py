@@ -46,8 +46,9 @@ class MultimodalCheckpoint:
         fixed: The fields that the family has, and the architecture has not.
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
-        vision: The class of the encoder of images, `module:class`; empty for none.
+        vision: The class of the encoder of images, `module:class`; empty for none that is computed.
         sections: The pairs of a head that turn by each axis; None if positions have one axis.
+        decoder: The name of the text model's decoder.
     """
 
     texts: Mapping[str, str]
@@ -58,6 +59,7 @@ class MultimodalCheckpoint:
     tied_by_files: bool = False
     vision: str = ""
     sections: Sections | None = None
+    decoder: str = DECODER
 
 
 _GEMMA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -65,6 +67,13 @@ _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
+_IDEFICS3 = MultimodalCheckpoint(
+    {"llama": "llama:Llama"},
+    ("vision_model.", "connector."),
+    "images",
+    decoder="model.text_model",
+    vision="vision.siglip:Idefics3Vision",
+)
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
         {"exaone4": "exaone:Exaone4", "exaone4_5_text": "exaone:Exaone4"}
@@ -82,6 +91,7 @@ MULTIMODAL = {
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
         {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
@@ -136,6 +146,7 @@ MULTIMODAL = {
         vision="vision.qwen_vl:Qwen3_5Vision",
         sections=QWEN3_5,
     ),
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 
 
@@ -151,7 +162,7 @@ class TextSpecs:
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
-        changes: dict[str, Any] = {"name": DECODER, "not_loaded": self.wrapper.takes}
+        changes: dict[str, Any] = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
         if self.wrapper.sections is not None:
             axes = self.wrapper.sections.axes(config, len(spec.rope.frequencies))
             changes["rope"] = dataclasses.replace(spec.rope, axes=axes)

@@ -27,6 +27,8 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": "qwen:Qwen3",
     "Qwen3VLMoeForConditionalGeneration": "qwen:Qwen3VLMoeText",
     "Mistral3ForConditionalGeneration": "mistral:Mistral",
+    "SmolVLMForConditionalGeneration": "llama:Llama",
+    "Idefics3ForConditionalGeneration": "llama:Llama",
     "Gemma3ForConditionalGeneration": "gemma:Gemma3",
     "Qwen3_5MoeForCausalLM": "qwen3_next:Qwen3_5Moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next:Qwen3_5Moe",

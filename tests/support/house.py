@@ -150,9 +150,9 @@ BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the val
 
 # Where modules multiply: everywhere else they call `product`.
 PRODUCTS = {
-    "jaxpage/layers/picture_attention.py",
     "jaxpage/layers/product.py",
     "jaxpage/layers/norms.py",
+    "jaxpage/layers/picture_attention.py",  # it multiplies by no weights
 }
 PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
