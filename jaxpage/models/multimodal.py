@@ -7,8 +7,8 @@ whose names in the checkpoint have one more level; older files write it in anoth
     LLaVA's    language_model.model.layers.0...    language_model.lm_head.weight   vision_tower...
     Qwen-VL's  model.layers.0...                   lm_head.weight                  visual...
 
-Positions of images have several axes (mrope), which are all the same in a text: what remains is the
-rotation of the family.
+Positions of images have several axes (mrope), which are all the same in a text. The encoder of
+images is a page of `models.vision`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
 from jaxpage.models.config.fields import text_part, without_axes
+from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision import VisionFamily
 
 DECODER = "model.language_model"
@@ -45,9 +46,9 @@ class MultimodalCheckpoint:
         fixed: The fields that the family has, and the architecture has not.
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
+        vision: The class of the encoder of images, `module:class`; empty for none that is computed.
+        sections: The pairs of a head that turn by each axis; None if positions have one axis.
         decoder: The name of the text model's decoder.
-        vision: The class of the encoder of pictures in `models.vision`; None for one that is not
-            computed.
     """
 
     texts: Mapping[str, str]
@@ -56,8 +57,9 @@ class MultimodalCheckpoint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     tied_by_files: bool = False
+    vision: str = ""
+    sections: Sections | None = None
     decoder: str = DECODER
-    vision: str | None = None
 
 
 _GEMMA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -70,7 +72,7 @@ _IDEFICS3 = MultimodalCheckpoint(
     ("vision_model.", "connector."),
     "images",
     decoder="model.text_model",
-    vision="siglip:Idefics3Vision",
+    vision="vision.siglip:Idefics3Vision",
 )
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
@@ -108,13 +110,21 @@ MULTIMODAL = {
     "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+        vision="vision.qwen_vl:Qwen2Vision",
+        sections=QWEN2_VL,
     ),
     "Qwen2_5_VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_5_vl_text": "qwen:Qwen2", "qwen2_5_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+        vision="vision.qwen_vl:Qwen2_5Vision",
+        sections=QWEN2_VL,
     ),
     "Qwen3VLForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_vl_text": "qwen:Qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
+        {"qwen3_vl_text": "qwen:Qwen3"},
+        defaults=_QWEN3,
+        fixed=_NO_WINDOWS,
+        vision="vision.qwen_vl:Qwen3Vision",
+        sections=QWEN3_VL,
     ),
     "Qwen3VLMoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_moe_text": "qwen:Qwen3VLMoeText"},
@@ -125,10 +135,18 @@ MULTIMODAL = {
             "moe_intermediate_size": 1408,
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
+        vision="vision.qwen_vl:Qwen3Vision",
+        sections=QWEN3_VL,
     ),
-    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_next:Qwen3_5"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint(
+        {"qwen3_5_text": "qwen3_next:Qwen3_5"},
+        vision="vision.qwen_vl:Qwen3_5Vision",
+        sections=QWEN3_5,
+    ),
     "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
+        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"},
+        vision="vision.qwen_vl:Qwen3_5Vision",
+        sections=QWEN3_5,
     ),
     "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
@@ -146,7 +164,10 @@ class TextSpecs:
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
-        changes = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
+        changes: dict[str, Any] = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
+        if self.wrapper.sections is not None:
+            axes = self.wrapper.sections.axes(config, len(spec.rope.frequencies))
+            changes["rope"] = dataclasses.replace(spec.rope, axes=axes)
         changed: ModelSpec = dataclasses.replace(spec, **changes)
         return changed
 
@@ -157,8 +178,8 @@ class TextFamily:
 
     Attributes:
         others: Globs over the names of tensors of the other models.
+        Vision: The family of the encoder of images; None if there is none.
         older_names: See `models.base.other_names`.
-        Vision: The family of the encoder of pictures; None if it is not computed.
     """
 
     Spec: SpecFactory
@@ -192,8 +213,8 @@ def text_family(architecture: str, family: Family, vision: VisionFamily | None) 
 
     Args:
         architecture: The architecture.
-        family: The family of other checkpoints of the text model.
-        vision: The family of the encoder of pictures; None if it is not computed.
+        family: The family of the text model.
+        vision: The family of the encoder of images; None if there is none.
     """
     wrapper = MULTIMODAL[architecture]
     others = tuple(f"{before}{name}*" for name in wrapper.others for before in ("model.", ""))

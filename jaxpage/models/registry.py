@@ -201,16 +201,19 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
 def load_page(name: str) -> Family:
     """Returns the family of a class of a page, `module:class`."""
+    return cast(Family, _load_class(name))
+
+
+def _load_class(name: str) -> Any:
     module, family = name.split(":")
-    return cast(Family, getattr(importlib.import_module(f"jaxpage.models.{module}"), family))
+    return getattr(importlib.import_module(f"jaxpage.models.{module}"), family)
 
 
 # Families are compared by identity, so that each is made once.
 @functools.cache
 def _text_family(architecture: str, module: str) -> Family:
     vision = MULTIMODAL[architecture].vision
-    encoder: Any = None if vision is None else load_page(f"vision.{vision}")
-    return text_family(architecture, load_page(module), encoder)
+    return text_family(architecture, load_page(module), _load_class(vision) if vision else None)
 
 
 def _list_known() -> set[str]:
