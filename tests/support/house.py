@@ -92,6 +92,7 @@ INNER_DOORS = {
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
+    "jaxpage.device.vision",
     "jaxpage.engine.calls",
     "jaxpage.models.config",
     "jaxpage.models.drafters",
@@ -149,7 +150,11 @@ BANNED_ATTRIBUTES = {
 BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
 
 # Where modules multiply: everywhere else they call `product`.
-PRODUCTS = {"jaxpage/layers/product.py", "jaxpage/layers/norms.py"}
+PRODUCTS = {
+    "jaxpage/layers/product.py",
+    "jaxpage/layers/norms.py",
+    "jaxpage/layers/picture_attention.py",  # it multiplies by no weights
+}
 PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing

@@ -1,0 +1,88 @@
+"""Defines the encoders of pictures, whose outputs stand for tokens in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy.typing as npt
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+PictureArrays = Mapping[str, npt.NDArray[Any]]  # a picture, as its processor made it
+
+
+class VisionCall(NamedTuple):
+    """Describes one call of an encoder: a tile of a picture, or a whole picture.
+
+    Attributes:
+        size: The number of patches of the executable, one of `VisionSpec.sizes`.
+        inputs: The arrays, padded to this size.
+        num_rows: The number of leading rows of the result that count.
+    """
+
+    size: int
+    inputs: dict[str, npt.NDArray[Any]]
+    num_rows: int
+
+
+class VisionSpec(Protocol):
+    """Holds what config.json says of an encoder: a frozen, hashable dataclass.
+
+    It may have `num_whole`, the most tokens of a picture that see each other both ways in the text
+    model. Without it none do.
+    """
+
+    @property
+    def hidden_size(self) -> int:
+        """Returns the width of the text model's hidden states (D)."""
+        ...
+
+    @property
+    def num_deep(self) -> int:
+        """Returns how many of the text model's first layers take features of a picture, too."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the numbers of patches for which the encoder is compiled."""
+        ...
+
+
+class VisionModel(Protocol):
+    """The module of an encoder, which is compiled for each size."""
+
+    @staticmethod
+    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+        """Returns the calls that encode a picture, whose rows follow each other."""
+        ...
+
+    @staticmethod
+    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        ...
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1+n D"]:
+        """Returns a row for each position that the picture fills.
+
+        The first vector of a row is the input of the text model's first layer; the other ones are
+        added to the outputs of its first layers (DeepStack).
+        """
+        ...
+
+
+class VisionFamily(Protocol):
+    """Describes the encoder of a family, which is the family's attribute `Vision`.
+
+    The other attributes are those of `models.base.Family`. The model of a family whose prompts have
+    rotary positions on several axes has a static method `axes_of(spec, token_ids, pictures)`, too.
+    """
+
+    Spec: Any  # `from_config` reads the whole config.json and returns a `VisionSpec`
+    prefix: str | tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def Model(self, spec: Any, *, dtype: DTypeLike) -> VisionModel:
+        """Returns the module, whose parameters have this type."""
+        ...
