@@ -23,7 +23,9 @@ from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
 from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
-from jaxpage.engine.calls import TextEmbedding
+from jaxpage.engine.texts import (
+    TextEmbedding,
+)
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig

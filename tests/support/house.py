@@ -93,6 +93,7 @@ INNER_DOORS = {
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
     "jaxpage.engine.calls",
+    "jaxpage.engine.texts",
     "jaxpage.models.config",
     "jaxpage.models.drafters",
     "jaxpage.models.parameters",
