@@ -75,12 +75,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "ModernBertModel": {**MODERN, "hidden_size": 64, "norm_bias": True},
     "ModernBertForMaskedLM": {**MODERN, "attention_bias": True, "mlp_bias": True},
     "NomicBertModel": {"max_position_embeddings": POSITIONS, "hidden_size": 64},
+    "MPNetModel": {"max_position_embeddings": POSITIONS + 2, "hidden_size": 64},
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {"max_position_embeddings": POSITIONS},
     "RobertaForSequenceClassification": ROBERTA,
     "XLMRobertaForSequenceClassification": ROBERTA,
     "ModernBertForSequenceClassification": {**MODERN, "classifier_pooling": "mean"},
+    "MPNetForSequenceClassification": {"max_position_embeddings": POSITIONS + 2},
 }
 LENGTHS = (1, 2, 20, 32, 33, 64, 65, 100, POSITIONS)
 SETTINGS: dict[str, Any] = {"use_tqdm": False, "verbose": False, "max_num_batched_tokens": 128}
@@ -251,7 +253,8 @@ def test_an_encoder_that_embeds_scores_pairs_by_their_vectors(llm: LLM) -> None:
 
 
 def test_every_architecture_is_tested() -> None:
-    assert {*FORMS, *PAIRS, "RobertaForMaskedLM", "XLMRobertaForMaskedLM"} >= {*ENCODERS}
+    others = {"RobertaForMaskedLM", "XLMRobertaForMaskedLM", "MPNetForMaskedLM"}
+    assert {*FORMS, *PAIRS, *others} >= {*ENCODERS}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
