@@ -29,16 +29,21 @@ from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, Driven
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
+    Messages,
+    accept_sampling_params,
+    pair_arguments,
+    scores_of,
+)
+from jaxpage.engine.texts import (
     ByPairs,
     ByVectors,
-    Messages,
     RerankMethod,
-    accept_sampling_params,
+    YesNo,
     check_dimensions,
     check_documents,
-    pair_arguments,
+    check_scored_whole,
+    check_truncatable,
     rank,
-    scores_of,
 )
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput, RerankResult, TokenPooling
@@ -232,6 +237,8 @@ class AsyncLLM(DrivenModel):
         self,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]],
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[float] | list[list[float]]:
         """Scores continuations; see `LLM.score`.
 
@@ -240,6 +247,13 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.score`.
         """
+        truncation = self._truncation(truncate_prompt_tokens)
+        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids):
+            by = self._reranker("auto")
+            assert not isinstance(by, YesNo), "an encoder draws no tokens"
+            prepared = await asyncio.to_thread(self._prepare_pairs, by, texts, truncation)
+            return by.scores(texts, await self._pool(*prepared))
+        check_scored_whole(truncation)
         single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         prompts = [prompt + continuation for prompt, continuation in pairs]
         return scores_of(await self._whole(prompts, SCORING), pairs, single=single)
@@ -250,6 +264,8 @@ class AsyncLLM(DrivenModel):
         dimensions: int | None = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """Returns the vectors of prompts; see `LLM.embed`.
 
@@ -261,7 +277,9 @@ class AsyncLLM(DrivenModel):
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.embed`.
         """
         checked = check_dimensions(dimensions)
-        requests, poolings = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
+        requests, poolings = await asyncio.to_thread(
+            self._prepare_embedding, prompts, pooling, truncate_prompt_tokens
+        )
         pooled = await self._pool(requests, poolings)
         files = self._embedding.files
         return np.stack([files.finish(vector, normalize, checked) for vector in pooled])
@@ -281,6 +299,7 @@ class AsyncLLM(DrivenModel):
         *,
         instruction: str | None = None,
         method: RerankMethod = "auto",
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RerankResult]:
         """Returns the documents that answer a query best, the best first; see `LLM.rerank`.
 
@@ -290,15 +309,16 @@ class AsyncLLM(DrivenModel):
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.rerank`.
         """
         documents = check_documents(query, documents, top_n, instruction)
+        pairs = [(query, document) for document in documents]
+        truncation = self._truncation(truncate_prompt_tokens)
         reranker = self._reranker(method)
         if isinstance(reranker, ByVectors | ByPairs):
-            texts, poolings = await asyncio.to_thread(
-                reranker.inputs, query, documents, instruction
+            prepared = await asyncio.to_thread(
+                self._prepare_pairs, reranker, pairs, truncation, instruction
             )
-            requests = await asyncio.to_thread(self._prepare, texts, self._embedding.params)
-            pooled = await self._pool(requests, poolings)
-            return rank(reranker.scores(pooled), documents, top_n)
-        texts = reranker.texts(query, documents, instruction)
+            return rank(reranker.scores(pairs, await self._pool(*prepared)), documents, top_n)
+        check_truncatable(reranker, truncation)
+        texts = reranker.texts(pairs, instruction)
         prompts = await asyncio.to_thread(lambda: [self._prompt_of(text) for text in texts])
         outputs = await self._whole(prompts, reranker.first)
         lacking = reranker.missing(outputs)

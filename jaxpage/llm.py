@@ -17,16 +17,21 @@ from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStr
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
+    Messages,
+    accept_sampling_params,
+    pair_arguments,
+    scores_of,
+)
+from jaxpage.engine.texts import (
     ByPairs,
     ByVectors,
-    Messages,
     RerankMethod,
-    accept_sampling_params,
+    YesNo,
     check_dimensions,
     check_documents,
-    pair_arguments,
+    check_scored_whole,
+    check_truncatable,
     rank,
-    scores_of,
 )
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
@@ -274,6 +279,8 @@ class LLM(DrivenModel):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]],
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
         use_tqdm: bool = False,
+        *,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[float] | list[list[float]]:
         """Returns the log probability of each token of a continuation, given the tokens before it.
 
@@ -281,13 +288,18 @@ class LLM(DrivenModel):
         last bit, in float32 and bfloat16. Prompt and continuation together have at most
         `max_model_len` tokens.
 
+        An encoder scores pairs of texts instead, as `rerank` does: the first argument is a query or
+        a list of them, and the second a document for each, or several for one query.
+
         Args:
             prompt_token_ids: At least one token id, or a list of such lists.
             continuation_token_ids: At least one token id, or one list for each prompt.
             use_tqdm: Show a progress bar on standard error.
+            truncate_prompt_tokens: See `rerank`; only for texts.
 
         Returns:
-            A number for each token of the continuation; for lists, a list for each.
+            A number for each token of the continuation; for lists, a list for each. Of pairs of
+            texts, a score for each pair.
 
         Raises:
             TypeError: An argument is no list of token ids.
@@ -296,6 +308,13 @@ class LLM(DrivenModel):
             RuntimeError: A step failed.
             WeightsReplaced: Another thread updated the weights with the mode "abort".
         """
+        truncation = self._truncation(truncate_prompt_tokens)
+        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids):
+            by = self._reranker("auto")
+            assert not isinstance(by, YesNo), "an encoder draws no tokens"
+            requests, poolings = self._prepare_pairs(by, texts, truncation)
+            return by.scores(texts, self._pool(requests, poolings, use_tqdm=use_tqdm))
+        check_scored_whole(truncation)
         single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         outputs = self.generate(
             [prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm
@@ -309,6 +328,7 @@ class LLM(DrivenModel):
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> npt.NDArray[np.float32]:
         """Returns the vectors [N, D] of N prompts: hidden states after the final norm, pooled.
@@ -325,6 +345,9 @@ class LLM(DrivenModel):
             pooling: "last" takes the state of the last token, "mean" the mean of all tokens; None
                 for what the files say.
             normalize: Whether each vector is scaled to length 1; None for what the files say.
+            truncate_prompt_tokens: A longer prompt is cut to so many tokens, special ones among
+                them, as its tokenizer cuts with `truncation=True`; -1 cuts to `max_model_len`. None
+                refuses prompts that are longer than that.
             use_tqdm: Show a progress bar on standard error.
 
         Raises:
@@ -334,7 +357,7 @@ class LLM(DrivenModel):
             WeightsReplaced: Another thread updated the weights with the mode "abort".
         """
         checked = check_dimensions(dimensions)
-        requests, poolings = self._prepare_embedding(prompts, pooling)
+        requests, poolings = self._prepare_embedding(prompts, pooling, truncate_prompt_tokens)
         pooled = self._pool(requests, poolings, use_tqdm=use_tqdm)
         files = self._embedding.files
         return np.stack([files.finish(vector, normalize, checked) for vector in pooled])
@@ -360,6 +383,7 @@ class LLM(DrivenModel):
         *,
         instruction: str | None = None,
         method: RerankMethod = "auto",
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[RerankResult]:
         """Returns the documents that answer a query best, the best first.
@@ -374,6 +398,8 @@ class LLM(DrivenModel):
                 by how near the vectors of query and document are: by their cosine, unless the
                 files of the model say otherwise. "auto" decides by these files
                 (docs/guides/reranking.md).
+            truncate_prompt_tokens: See `embed`; of a query and a document that are read together
+                the longer one is cut. It is not for "yes_no".
             use_tqdm: Show a progress bar on standard error.
 
         Raises:
@@ -383,13 +409,15 @@ class LLM(DrivenModel):
             RuntimeError: A step failed. The other errors are those of `generate`.
         """
         documents = check_documents(query, documents, top_n, instruction)
+        pairs = [(query, document) for document in documents]
+        truncation = self._truncation(truncate_prompt_tokens)
         reranker = self._reranker(method)
         if isinstance(reranker, ByVectors | ByPairs):
-            texts, poolings = reranker.inputs(query, documents, instruction)
-            requests = self._prepare(texts, self._embedding.params)
+            requests, poolings = self._prepare_pairs(reranker, pairs, truncation, instruction)
             pooled = self._pool(requests, poolings, use_tqdm=use_tqdm)
-            return rank(reranker.scores(pooled), documents, top_n)
-        texts = reranker.texts(query, documents, instruction)
+            return rank(reranker.scores(pairs, pooled), documents, top_n)
+        check_truncatable(reranker, truncation)
+        texts = reranker.texts(pairs, instruction)
         prompts = [self._prompt_of(text) for text in texts]
         outputs = self.generate(prompts, reranker.first, use_tqdm)
         lacking = reranker.missing(outputs)

@@ -20,7 +20,9 @@ from starlette.requests import Request
 
 from jaxpage.driver import async_driver
 from jaxpage.engine import Reporter
-from jaxpage.engine.calls import YesNo
+from jaxpage.engine.texts import (
+    YesNo,
+)
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.serving.batches import store

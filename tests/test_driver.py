@@ -28,7 +28,9 @@ from jaxpage.driver import driver as driver_module
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.driver.front import prepare
 from jaxpage.engine import WakingWeights
-from jaxpage.engine.calls import Prompt
+from jaxpage.engine.calls import (
+    Prompt,
+)
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
     CapacityError,

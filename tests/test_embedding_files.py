@@ -17,7 +17,11 @@ from safetensors.numpy import save_file
 
 from jaxpage import LLM
 from jaxpage.checkpoints import convert, read_embedding_files
-from jaxpage.engine.calls import ByVectors, TextEmbedding, reranker_of
+from jaxpage.engine.texts import (
+    ByVectors,
+    TextEmbedding,
+    reranker_of,
+)
 from jaxpage.errors import CheckpointError
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import ApiError

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpage import LLM, AsyncLLM
 from jaxpage.device.encoder import TextEncoder
@@ -24,6 +26,10 @@ from jaxpage.device.encoder_step import (
 )
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs import stream_sizes
+from jaxpage.engine.texts import (
+    Truncation,
+    encode,
+)
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import ENCODERS, load_family
 from jaxpage.models.bert import Bert
@@ -69,12 +75,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "ModernBertModel": {**MODERN, "hidden_size": 64, "norm_bias": True},
     "ModernBertForMaskedLM": {**MODERN, "attention_bias": True, "mlp_bias": True},
     "NomicBertModel": {"max_position_embeddings": POSITIONS, "hidden_size": 64},
+    "MPNetModel": {"max_position_embeddings": POSITIONS + 2, "hidden_size": 64},
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {"max_position_embeddings": POSITIONS},
     "RobertaForSequenceClassification": ROBERTA,
     "XLMRobertaForSequenceClassification": ROBERTA,
     "ModernBertForSequenceClassification": {**MODERN, "classifier_pooling": "mean"},
+    "MPNetForSequenceClassification": {"max_position_embeddings": POSITIONS + 2},
 }
 LENGTHS = (1, 2, 20, 32, 33, 64, 65, 100, POSITIONS)
 SETTINGS: dict[str, Any] = {"use_tqdm": False, "verbose": False, "max_num_batched_tokens": 128}
@@ -160,8 +168,93 @@ def check_scores(directory: Path, model: Any) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@given(
+    st.lists(st.sampled_from(["the", "cat", "zq", "[SEP]", "unknown9"]), max_size=12),
+    st.none() | st.lists(st.sampled_from(["dog", ",", "is"]), max_size=12),
+    st.integers(5, 26),
+    st.sampled_from(["left", "right"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_prompt_is_cut_as_by_the_tokenizer(
+    first: list[str], second: list[str] | None, most: int, side: Any
+) -> None:
+    """Of transformers, by which sentence-transformers cuts."""
+    texts = (" ".join(first), *([] if second is None else [" ".join(second)]))
+    oracle = word_tokenizer()
+    oracle.truncation_side = side
+    expected = oracle(*texts, truncation=True, max_length=most)
+    types = expected["token_type_ids"]
+    for tokenizer, cut in ((word_tokenizer(), side), (oracle, None)):
+        found = encode(tokenizer, *texts, truncation=Truncation(most, cut))
+        assert list(found.token_ids) == expected["input_ids"]
+        if second is not None:
+            assert found.second_text == (types.index(1) if 1 in types else None)
+
+
+@pytest.mark.parametrize("most", [7, -1])
+def test_a_text_that_is_too_long_is_cut_where_a_call_asks(saved: Any, llm: LLM, most: int) -> None:
+    long = " ".join(["the cat , a dog"] * POSITIONS)
+    tokenizer = word_tokenizer()
+    length = POSITIONS if most == -1 else most
+    ids = tokenizer(long, truncation=True, max_length=length)["input_ids"]
+    found = llm.embed(
+        [long, "a dog", ids + [9] * 300],
+        pooling="mean",
+        normalize=False,
+        truncate_prompt_tokens=most,
+        use_tqdm=False,
+    )
+    for vector, text in zip(found, (ids, tokenizer("a dog")["input_ids"], ids), strict=True):
+        np.testing.assert_allclose(vector, states_of(saved[1], text).mean(axis=0), atol=1e-5)
+    ranked = llm.rerank(long, [long, "a dog"], truncate_prompt_tokens=most)
+    assert ranked[0].index == 0 and abs(ranked[0].relevance_score - 1) < 1e-6
+
+
+def test_what_cannot_be_cut_is_refused(llm: LLM, ranker: tuple[LLM, Any]) -> None:
+    for most in (0, -2, 129, True, 2.0, "7"):
+        with pytest.raises(ValueError, match=r"must be 1 to 128 \(max_model_len\), or -1"):
+            llm.embed("the", truncate_prompt_tokens=most, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="=2 leaves no room .* adds 2 special tokens"):
+        llm.embed("the cat", truncate_prompt_tokens=2, use_tqdm=False)
+    with pytest.raises(ValueError, match="=4 leaves no room .* adds 3 special tokens"):
+        ranker[0].rerank(QUERY, DOCUMENTS, truncate_prompt_tokens=4)
+    with pytest.raises(ValueError, match="129 tokens are more than max_model_len = 128"):
+        llm.embed([5] * 129, use_tqdm=False)
+    with pytest.raises(ValueError, match="only for pairs of texts"):
+        llm.score([5], [6], truncate_prompt_tokens=1)
+
+
+@pytest.mark.parametrize("most", [None, 12])
+def test_pairs_are_scored_as_by_transformers(ranker: tuple[LLM, Any], most: int | None) -> None:
+    llm, model = ranker
+    queries = ["the cat", QUERY, "a dog is here", "find"]
+    found = llm.score(queries, DOCUMENTS, truncate_prompt_tokens=most)
+    tokenizer = word_tokenizer()
+    for score, query, document in zip(found, queries, DOCUMENTS, strict=True):
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        inputs = tokenizer(query, document, return_tensors="pt", **cut)
+        with torch.no_grad():
+            expected = float(model(**inputs).logits[0, 0].double().sigmoid())
+        assert abs(score - expected) < 1e-5
+    ranked = llm.rerank(QUERY, DOCUMENTS, truncate_prompt_tokens=most)
+    by_place = {result.index: result.relevance_score for result in ranked}
+    scores = llm.score(QUERY, DOCUMENTS, truncate_prompt_tokens=most)
+    assert scores == [by_place[index] for index in range(4)]
+    with pytest.raises(ValueError, match="2 texts and 3 make no pairs"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+    with pytest.raises(TypeError, match="both texts of a pair must be strings"):
+        llm.score("a", [5])
+
+
+def test_an_encoder_that_embeds_scores_pairs_by_their_vectors(llm: LLM) -> None:
+    vectors = llm.embed(["the cat", "a dog", "cat"], use_tqdm=False).astype(np.float64)
+    found = llm.score(["the cat", "the cat"], ["a dog", "cat"])
+    np.testing.assert_allclose(found, vectors[1:] @ vectors[0], atol=1e-6)
+
+
 def test_every_architecture_is_tested() -> None:
-    assert {*FORMS, *PAIRS, "RobertaForMaskedLM", "XLMRobertaForMaskedLM"} >= {*ENCODERS}
+    others = {"RobertaForMaskedLM", "XLMRobertaForMaskedLM", "MPNetForMaskedLM"}
+    assert {*FORMS, *PAIRS, *others} >= {*ENCODERS}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -409,6 +502,33 @@ def test_a_server_embeds_and_ranks_and_generates_nothing(
             ranked = {"model": "demo", "query": "a cat", "documents": texts}
             results = client.post("/v1/rerank", json=ranked).json()["results"]
             facts = client.get("/v1/capabilities").json()["model"]
+            long = {"model": "demo", "input": "the cat , " * 5000}
+            tokens = {**long, "input": [[5] * 4000]}
+            statuses = [client.post("/v1/embeddings", json=body) for body in (long, tokens)]
+            cut = [
+                client.post(path, json={**body, **fields}).json()
+                for path, body, fields in (
+                    ("/v1/embeddings", long, {"truncate_prompt_tokens": 9}),
+                    ("/v1/embeddings", tokens, {"truncate_prompt_tokens": 9}),
+                    ("/v1/embeddings", long, {"truncation": True}),
+                    ("/v1/rerank", ranked, {"documents": ["a " * 999], "truncate": True}),
+                    ("/v1/score", {"model": "demo"}, {"text_1": texts[0], "text_2": texts}),
+                    ("/score", {"model": "demo"}, {"queries": texts, "documents": texts}),
+                )
+            ]
+            embedded = [
+                client.post("/api/embed", json={**long, **fields})
+                for fields in ({}, {"truncate": True}, {"truncate": False})
+            ]
+            wrong = [
+                client.post("/v1/score", json={"model": "demo", **fields}).json()["error"]
+                for fields in (
+                    {"text_1": texts},
+                    {"text_1": texts, "text_2": [*texts, "a"]},
+                    {"text_1": "a", "text_2": "b", "data_1": "a", "data_2": "b"},
+                    {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 200},
+                )
+            ]
     finally:
         assert driver.stop(60)
     vectors = np.array([row["embedding"] for row in answer["data"]])
@@ -416,6 +536,19 @@ def test_a_server_embeds_and_ranks_and_generates_nothing(
     for text, vector in zip(texts, vectors, strict=True):
         mean = states_of(saved[1], tokenizer(text)["input_ids"]).mean(axis=0)
         np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+    assert [each.status_code for each in statuses] == [400, 400]
+    assert all("max_model_len" in each.json()["error"]["message"] for each in statuses)
+    tokens_of_cut = [each["usage"]["prompt_tokens"] for each in cut]
+    assert tokens_of_cut[:3] == [9, 9, POSITIONS]
+    assert tokens_of_cut[3] == len(tokenizer("a cat")["input_ids"]) + POSITIONS
+    scores = [[row["score"] for row in each["data"]] for each in cut[4:]]
+    np.testing.assert_allclose(scores[0], vectors @ vectors[0], atol=1e-6)
+    np.testing.assert_allclose(scores[1], [1, 1], atol=1e-6)
+    assert [each.status_code for each in embedded] == [200, 200, 400]
+    assert [each.json().get("prompt_eval_count") for each in embedded[:2]] == [POSITIONS] * 2
+    assert [each["param"] for each in wrong] == [
+        *("text_2", "text_1", "data_1", "truncate_prompt_tokens")
+    ]
     assert answer["usage"]["prompt_tokens"] == sum(
         len(tokenizer(text)["input_ids"]) for text in texts
     )

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.checkpoints.embedding_files import EmbeddingFiles
-from jaxpage.engine.calls import TextEmbedding
+from jaxpage.engine.texts import (
+    TextEmbedding,
+)
 from jaxpage.serving.dialects.dialect import ListedModel
 from jaxpage.serving.dialects.ollama import DIALECT, open_ollama_chat, show_ollama
 from jaxpage.serving.http.answers import make_ignored_header

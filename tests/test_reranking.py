@@ -12,7 +12,13 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM
 from jaxpage.checkpoints import read_embedding_files
-from jaxpage.engine.calls import ByVectors, RerankMethod, TextEmbedding, YesNo, reranker_of
+from jaxpage.engine.texts import (
+    ByVectors,
+    RerankMethod,
+    TextEmbedding,
+    YesNo,
+    reranker_of,
+)
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.outputs import TokenPooling
 from jaxpage.serving.wire.errors import ApiError
@@ -158,7 +164,7 @@ def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
 def test_a_mistake_in_the_template_would_be_seen(
     saved: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: str
 ) -> None:
-    monkeypatch.setattr(f"jaxpage.engine.calls.reranking.{name}", mistake)
+    monkeypatch.setattr(f"jaxpage.engine.texts.reranking.{name}", mistake)
     with pytest.raises(AssertionError):
         check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(saved[1], saved[2], TASK))
 
@@ -200,10 +206,11 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
     )
     plain = reranker_for(small_tokenizer(()), tmp_path)
     assert isinstance(plain, ByVectors)
-    assert plain.poolings(1, None) == [TokenPooling(("lasttoken",))] * 2
+    assert plain.inputs([("q", "d")]) == (["q", "d"], [TokenPooling(("lasttoken",))] * 2)
     write_files(tmp_path, {"pooling_mode_mean_tokens": True})
     found = reranker_for(tokenizer, tmp_path)
-    assert isinstance(found, ByVectors) and found.poolings(0, None) == [TokenPooling(("mean",))]
+    assert isinstance(found, ByVectors)
+    assert found.inputs([("q", "d")])[1] == [TokenPooling(("mean",))] * 2
     pooling = {
         "word_embedding_dimension": 8,
         "pooling_mode_lasttoken": True,
@@ -212,15 +219,16 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
     write_files(tmp_path, pooling, {"query": "Instruct: x\nQuery:", "document": ""})
     found = reranker_for(tokenizer, tmp_path)
     assert isinstance(found, ByVectors)
-    assert found.poolings(0, None) == [TokenPooling(("lasttoken",))]
-    assert found.texts("q", ["d"], None) == ["Instruct: x\nQuery:q", "d"]
+    prompts, poolings = found.inputs([("q", "d"), ("q", "e"), ("p", "d")])
+    assert prompts == ["Instruct: x\nQuery:q", "Instruct: x\nQuery:p", "d", "e", "d"]
+    assert poolings == [TokenPooling(("lasttoken",))] * 5
     assert isinstance(reranker_for(tokenizer, tmp_path, "yes_no"), YesNo)
     with pytest.raises(ConfigError, match="has no <|im_start|>"):
         reranker_for(small_tokenizer(()), tmp_path, "yes_no")
     write_files(tmp_path, {"pooling_mode_first": True})
     refused = reranker_for(tokenizer, tmp_path)
     with pytest.raises(CheckpointError, match="'pooling_mode_first' is not one of"):
-        refused.texts("q", ["d"], None)
+        refused.inputs([("q", "d")])
     assert isinstance(reranker_for(tokenizer, tmp_path, "yes_no"), YesNo)
 
 

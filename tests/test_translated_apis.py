@@ -734,12 +734,13 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
     assert answer.embeddings == [one.embedding for one in wanted.data]
     assert answer.prompt_eval_count == wanted.usage.prompt_tokens
     assert llama.embed("demo", texts[0]).embeddings == [wanted.data[0].embedding]
+    for truncate in (None, True):
+        assert llama.embed("demo", "x" * 100_000, truncate=truncate).prompt_eval_count == 512
     plain = open_ai.embeddings.create(model="demo", input=texts[0], extra_body={"normalize": False})
     assert llama.embeddings("demo", texts[0]).embedding == plain.data[0].embedding
     for call, status, message in (
-        (lambda: llama.embed("demo", "x" * 100_000), 400, "max_model_len=512"),
+        (lambda: llama.embed("demo", "x" * 100_000, truncate=False), 400, "max_model_len=512"),
         (lambda: llama.embeddings("demo", "x" * 100_000), 400, "max_model_len=512"),
-        (lambda: llama.embed("demo", "x" * 100_000, truncate=True), 400, "max_model_len=512"),
         (lambda: llama.embed("demo", texts, dimensions=7), 400, "dimensions=7"),
         (lambda: llama.embed("llama3", texts), 404, "llama3"),
     ):

@@ -31,7 +31,9 @@ from jaxpage.engine import (
     Runner,
     VectorSources,
 )
-from jaxpage.engine.calls import TextEmbedding
+from jaxpage.engine.texts import (
+    TextEmbedding,
+)
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig

@@ -10,7 +10,10 @@ import jax
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
 from jaxpage.checkpoints.in_memory import name_parameters
-from jaxpage.engine.calls import chat_prompt, check_token_ids
+from jaxpage.engine.calls import (
+    chat_prompt,
+    check_token_ids,
+)
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 

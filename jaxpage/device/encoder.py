@@ -103,7 +103,7 @@ class TextEncoder:
         self._sizes = tuple(sizes)
         self._most = most
         backend = executables.options.attention_backend
-        self._alignment = alignment_of(backend, config.kv.head_dim)
+        self._alignment = alignment_of(backend, config)
 
     def compile(self, num_tokens: int) -> int:
         """Returns the size of the stream for a text of this length; all are compiled."""

@@ -28,6 +28,7 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.steps import StepOptions
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.trace_scope import TraceScope
+from jaxpage.models import EncoderConfig, distance_buckets
 from pallas_kernels import Arguments, attend_to_pages
 from pallas_kernels.sets.cpu import LANES, MOST_HEAD_WIDTH
 
@@ -102,9 +103,11 @@ def pack_texts(
     return packed, starts
 
 
-def alignment_of(backend: Backend, head_dim: int) -> int:
+def alignment_of(backend: Backend, config: EncoderConfig) -> int:
     """Returns the number at whose multiples texts start: 1 where the kernel for CPUs attends."""
-    takes = head_dim % LANES == 0 and head_dim <= MOST_HEAD_WIDTH
+    head_dim = config.kv.head_dim
+    is_width = head_dim % LANES == 0 and head_dim <= MOST_HEAD_WIDTH
+    takes = is_width and not config.has_distances
     return 1 if backend.in_cpp and takes else QUERY_TILE
 
 
@@ -122,11 +125,10 @@ def encoder_step(
     """
     inputs = split_inputs(packed, num_tokens)
     model = nnx.merge(options.graph, parameters)
-    head_dim = model.config.kv.head_dim
-    if alignment_of(options.attention_backend, head_dim) == 1:
+    if alignment_of(options.attention_backend, model.config) == 1:
         attend = attend_in_cpp(inputs, num_tokens, min(longest, num_tokens))
     else:
-        attend = attend_in_xla(inputs)
+        attend = attend_in_xla(inputs, bias_by_distance(model, num_tokens))
     context = ForwardContext(inputs.positions_T, attend)
     with TraceScope(make_layer_kernels(options.attention_backend)).open():
         hidden_TD = model(inputs.token_ids_T, inputs.token_types_T, context)
@@ -183,9 +185,23 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
     return without_pages(attend)
 
 
-def attend_in_xla(inputs: EncoderInputs) -> Attend:
-    """Returns the operation that attention layers call, in plain XLA; see `attend_in_cpp`."""
-    return without_pages(functools.partial(attend_both_ways, inputs))
+def bias_by_distance(model: Any, num_tokens: int) -> jax.Array | None:
+    """Returns the bias of scores for each distance -(T-1) to T-1 [2T-1, N]; None without any."""
+    if model.distances is None:
+        return None
+    table_ZN = model.distances.table[...].astype(jnp.float32)
+    bias_DN: jax.Array = table_ZN[distance_buckets(num_tokens - 1)]
+    return bias_DN
+
+
+def attend_in_xla(inputs: EncoderInputs, bias_DN: jax.Array | None = None) -> Attend:
+    """Returns the operation that attention layers call, in plain XLA; see `attend_in_cpp`.
+
+    Args:
+        inputs: The inputs of the call.
+        bias_DN: The bias of scores for each distance; see `bias_by_distance`.
+    """
+    return without_pages(functools.partial(attend_both_ways, inputs, bias_DN))
 
 
 def without_pages(attend: Callable[..., jax.Array]) -> Attend:
@@ -212,12 +228,13 @@ def without_pages(attend: Callable[..., jax.Array]) -> Attend:
 
 def attend_both_ways(
     inputs: EncoderInputs,
+    bias_DN: Float[Array, "D N"] | None,
     q_TNH: Float[Array, "T N H"],
     k_TNH: Float[Array, "T N H"],
     v_TNH: Float[Array, "T N H"],
     options: AttentionOptions,
 ) -> Float[Array, "T N H"]:
-    """Returns for each token `softmax(scale q . k) v` over the tokens of its text.
+    """Returns for each token `softmax(scale q . k + bias) v` over the tokens of its text.
 
     Scores and softmax are in float32, and the sums go from tile to tile of keys.
     """
@@ -247,6 +264,10 @@ def attend_both_ways(
             sees &= distance <= options.sliding_window
         place_GK = jnp.minimum(key_GK, num_tokens - 1)
         score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[place_GK]) * options.scale
+        if bias_DN is not None:
+            distance_GQK = key_GK[:, None, :] - query_G1Q1[:, 0]
+            bias_GQKN = bias_DN[jnp.minimum(distance_GQK + num_tokens - 1, 2 * num_tokens - 2)]
+            score_GNQK += bias_GQKN.transpose(0, 3, 1, 2)
         score_GNQK = jnp.where(sees, score_GNQK, _UNSEEN)
         new_highest = jnp.maximum(highest, score_GNQK.max(axis=-1))
         weight_GNQK = jnp.where(sees, jnp.exp(score_GNQK - new_highest[..., None]), 0.0)

@@ -19,14 +19,22 @@ from jaxpage.engine import (
     WakingWeights,
 )
 from jaxpage.engine.calls import (
-    ByPairs,
-    ByVectors,
     Prompt,
-    RerankMethod,
-    YesNo,
     normalise,
     one_each,
+)
+from jaxpage.engine.texts import (
+    ByPairs,
+    ByVectors,
+    Pair,
+    RerankMethod,
+    Truncation,
+    YesNo,
+    are_texts,
+    check_pairs,
+    encode,
     reranker_of,
+    truncation_of,
 )
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
@@ -50,7 +58,11 @@ class DrivenModel(BuiltModel):
         return self._driver.engine
 
     def _prepare(
-        self, prompts: Any, params: Any, lora_request: Any = None
+        self,
+        prompts: Any,
+        params: Any,
+        lora_request: Any = None,
+        truncation: Truncation | None = None,
     ) -> list[PreparedRequest]:
         """Encodes and checks all prompts, so that a bad one is refused before anything runs."""
         self._driver.check_awake()
@@ -71,7 +83,9 @@ class DrivenModel(BuiltModel):
             try:
                 if id(params_of_prompt) not in checked:
                     checked[id(params_of_prompt)] = self._engine.check_params(params_of_prompt)
-                request = prepare(self._engine, prompt, checked[id(params_of_prompt)])
+                request = prepare(
+                    self._engine, prompt, checked[id(params_of_prompt)], truncation=truncation
+                )
                 requests.append(
                     request._replace(
                         grammar=self._engine.compile_grammar(params_of_prompt), lora=lora
@@ -145,13 +159,34 @@ class DrivenModel(BuiltModel):
         return requests[0]
 
     def _prepare_embedding(
-        self, prompts: Any, pooling: Pooling | None
+        self, prompts: Any, pooling: Pooling | None, truncate_prompt_tokens: int | None
     ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
         """Prepares prompts whose vectors are computed, with how each is pooled."""
+        truncation = self._truncation(truncate_prompt_tokens)
         prompts, poolings = self._embedding.add_prompts(prompts, pooling)
-        if requests := self._prepare(prompts, self._embedding.params):
+        if requests := self._prepare(prompts, self._embedding.params, truncation=truncation):
             return requests, poolings
         raise ValueError("embed needs at least one prompt")
+
+    def _truncation(self, truncate_prompt_tokens: int | None) -> Truncation | None:
+        """Returns how the prompts of a call are cut; see `truncation_of`."""
+        return truncation_of(truncate_prompt_tokens, self.memory.max_model_len)
+
+    def _prepare_pairs(
+        self,
+        reranker: ByVectors | ByPairs,
+        pairs: Sequence[Pair],
+        truncation: Truncation | None,
+        instruction: str | None = None,
+    ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
+        """Prepares prompts of whose vectors or scores the scores of pairs are made."""
+        texts, poolings = reranker.inputs(pairs, instruction, truncation)
+        return self._prepare(texts, self._embedding.params, truncation=truncation), poolings
+
+    def _text_pairs(self, first: Any, second: Any) -> list[Pair] | None:
+        """Returns the pairs of texts that an encoder scores; None for token ids, or no encoder."""
+        has_texts = self.spec.encoded and (are_texts(first) or are_texts(second))
+        return check_pairs(first, second) if has_texts else None
 
     def _reranker(self, method: RerankMethod) -> YesNo | ByVectors | ByPairs:
         """Returns the way in which the model ranks.
@@ -196,7 +231,12 @@ class DrivenModel(BuiltModel):
 
 
 def prepare(
-    engine: Engine, prompt: Prompt, checked: CheckedParams, *, add_special_tokens: bool = True
+    engine: Engine,
+    prompt: Prompt,
+    checked: CheckedParams,
+    *,
+    add_special_tokens: bool = True,
+    truncation: Truncation | None = None,
 ) -> PreparedRequest:
     """Encodes and checks a prompt; a grammar is left to `Engine.compile_grammar`.
 
@@ -207,6 +247,7 @@ def prepare(
         prompt: The prompt.
         checked: The checked parameters.
         add_special_tokens: True if the tokenizer adds its special tokens to a text.
+        truncation: The way in which the prompt is cut; None if it is not.
 
     Raises:
         TypeError: A token id is no integer.
@@ -219,19 +260,15 @@ def prepare(
     if token_ids is None:
         if engine.tokenizer is None:
             raise ValueError("The model has no tokenizer; give prompts as token ids")
-        token_ids = _encode(engine.tokenizer, prompt.text, add_special_tokens=add_special_tokens)
+        token_ids = encode(
+            engine.tokenizer,
+            prompt.text,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
+        ).token_ids
+    elif truncation is not None:
+        token_ids = truncation.cut(token_ids, engine.tokenizer)
     return engine.prepare(prompt.text, token_ids, checked)
-
-
-def _encode(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> tuple[int, ...]:
-    try:
-        return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-    except BaseException as panic:
-        # If a regular expression of tokenizer.json fails, Rust raises an error that is no
-        # Exception.
-        if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
-            raise
-        raise ValueError("prompt: the model's tokenizer gives up on this text") from None
 
 
 def check_streamable(params: SamplingParams | BeamSearchParams) -> None:

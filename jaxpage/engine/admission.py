@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
-from jaxpage.engine.calls.embedding import TextEmbedding
+from jaxpage.engine.texts.embedding import TextEmbedding
 from jaxpage.engine.thinking import for_prompt
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import (

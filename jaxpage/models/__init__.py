@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from jaxpage.models.parts.encoder import (
         EncoderConfig,  # holds what the configs of encoders say
+        distance_buckets,  # gives the rows of a bias by distance
     )
     from jaxpage.models.registry import (
         ENCODERS,  # names the families of encoders by architecture

@@ -71,7 +71,7 @@ class Bert(Encoder, config=BertConfig):
         return (
             table(config.vocab_size, "word_embeddings", "vocab"),
             table(num_positions, "position_embeddings"),
-            table(config.token_types, "token_type_embeddings"),
+            table(config.token_types, "token_type_embeddings") if config.token_types else None,
         )
 
     @classmethod

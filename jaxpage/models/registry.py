@@ -137,6 +137,9 @@ ENCODERS = {
     "ModernBertForMaskedLM": "modernbert:ModernBert",
     "ModernBertForSequenceClassification": "modernbert:ModernBert",
     "NomicBertModel": "nomic_bert:NomicBert",
+    "MPNetModel": "mpnet:MPNet",
+    "MPNetForMaskedLM": "mpnet:MPNet",
+    "MPNetForSequenceClassification": "mpnet:MPNet",
 }
 
 # Names that published files have for architectures of which transformers writes the name otherwise,

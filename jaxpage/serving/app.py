@@ -63,7 +63,7 @@ from jaxpage.serving.requests.embedding_requests import Open as OpenVectors
 from jaxpage.serving.requests.generating import Generating, while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Preparing
-from jaxpage.serving.requests.rerank_requests import Reranking
+from jaxpage.serving.requests.rerank_requests import Reranking, Scoring
 from jaxpage.serving.requests.response_store import OwnerResponses, ResponseStore
 from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.requests.stored_responses import StoredResponses, open_store
@@ -78,6 +78,7 @@ from jaxpage.serving.wire.exchange import (
     open_score,
     tokenize,
 )
+from jaxpage.serving.wire.pair_scores import SCORE_PATHS
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.rerank import RERANK_PATHS, open_rerank
 from jaxpage.serving.wire.tokenizing import Transformed
@@ -128,9 +129,10 @@ class Server:
         self._generating = Generating(driver, self.preparing, metrics)
         built = driver.built
         answered_by = (driver, self.preparing, context, built.new_embedder())
-        self._reranking = Reranking(*answered_by)
+        reranking = Reranking(*answered_by)
+        self._scoring = Scoring(self._generating, reranking, self.preparing, config.num_hosts)
         embed = partial(self._compute, EmbeddingRequests(*answered_by))
-        rerank = partial(self._compute, self._reranking, open_rerank)
+        rerank = partial(self._compute, reranking, open_rerank)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -139,7 +141,7 @@ class Server:
         self.routes: list[BaseRoute] = [
             *(route for dialect in DIALECTS for route in self._routes_of(dialect, embed)),
             post_route("/v1/embeddings", partial(embed, open_embeddings)),
-            post_route("/v1/score", partial(self._exchange, open_score)),
+            *(post_route(path, partial(self._exchange, open_score)) for path in SCORE_PATHS),
             *(post_route(path, rerank) for path in RERANK_PATHS),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
@@ -176,11 +178,12 @@ class Server:
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
             read = partial(self._open, opened, raw, scope)
-            if opened is open_score:  # encodes a prompt with each of its continuations
-                open_exchange = partial(self.preparing.aside, read)
+            about = arrived, scope, receive, send
+            if opened is open_score:
+                await self._scoring.answer(read, raw, *about)
             else:
                 open_exchange = partial(self.preparing.run, read, len(raw))
-            await self._generating.answer(open_exchange, arrived, scope, receive, send)
+                await self._generating.answer(open_exchange, *about)
 
     async def _converse(
         self, opened: OpenConversation, scope: Scope, receive: Receive, send: Send
@@ -193,9 +196,7 @@ class Server:
     async def _compute(
         self, by: EmbeddingRequests, opened: OpenVectors, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if self._num_hosts > 1:
-            refused = "reranking is" if by is self._reranking else "embeddings are"
-            raise ApiError(400, f"{refused} not supported by a server on {self._num_hosts} hosts")
+        by.check_hosts(self._num_hosts)
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)

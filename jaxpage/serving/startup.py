@@ -25,7 +25,10 @@ from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer
-from jaxpage.engine.calls import ByPairs, reranker_of
+from jaxpage.engine.texts import (
+    ByPairs,
+    reranker_of,
+)
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving.cache_events.kv_events import KVEvents

@@ -94,6 +94,7 @@ INNER_DOORS = {
     "jaxpage.device.pages",
     "jaxpage.device.vision",
     "jaxpage.engine.calls",
+    "jaxpage.engine.texts",
     "jaxpage.models.config",
     "jaxpage.models.drafters",
     "jaxpage.models.parameters",

@@ -30,6 +30,9 @@ from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
 from jaxpage.models.parts.scope import Scope
 
 SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
+DISTANCE_BUCKETS = 32  # of T5 and MPNet
+_EXACT_DISTANCES = 8  # to each side; those beyond share buckets, up to _FARTHEST
+_FARTHEST = 128
 HeadPooling = Literal["cls", "mean"]
 
 
@@ -42,6 +45,7 @@ class EncoderConfig(DecoderConfig):
         token_types: The rows of the table of token types; 0 for none.
         first_position: The number of rows before those of positions (RoBERTa).
         padding_id: The token that takes no position, where `first_position` is not 0.
+        has_distances: True if scores of attention have a bias by the distance of two tokens.
         num_labels: The scores that the head gives of a text; 0 for a model without a head.
         head_pooling: The state that the head takes: that of the first token, or the mean of all.
         idle_tensors: Globs over the names of tensors of heads that this model does not have.
@@ -51,6 +55,7 @@ class EncoderConfig(DecoderConfig):
     token_types: int = 0
     first_position: int = 0
     padding_id: int = 0
+    has_distances: bool = False
     num_labels: int = 0
     head_pooling: HeadPooling = "cls"
     idle_tensors: tuple[str, ...] = ()
@@ -68,6 +73,28 @@ class EncoderConfig(DecoderConfig):
         counts = token_ids != self.padding_id
         places = np.cumsum(counts) * counts + self.first_position - 1
         return places.astype(np.int32)
+
+
+def distance_buckets(most: int) -> npt.NDArray[np.int32]:
+    """Returns the bucket of each distance from -most to most, of a key after its query.
+
+    Short distances have a bucket each, and longer ones share them by their logarithm (T5; Raffel et
+    al., 2020). Keys after the query have the second half of the buckets.
+
+    Args:
+        most: The longest distance, in tokens.
+    """
+    distance = np.arange(-most, most + 1)
+    far = np.abs(distance)
+    each_side = DISTANCE_BUCKETS // 2
+    with np.errstate(divide="ignore"):
+        # In float32, as in transformers: at a border the bucket depends on it.
+        share = np.log(far.astype(np.float32) / _EXACT_DISTANCES)
+        share = share / np.float32(np.log(_FARTHEST / _EXACT_DISTANCES))
+        place = share * np.float32(each_side - _EXACT_DISTANCES)
+    shared = _EXACT_DISTANCES + np.maximum(place, 0).astype(np.int32)
+    bucket = np.where(far < _EXACT_DISTANCES, far, np.minimum(shared, each_side - 1))
+    return (bucket + each_side * (distance > 0)).astype(np.int32)
 
 
 def read_encoder(
@@ -241,6 +268,7 @@ class Encoder(nnx.Module):
         at = Scope(config.name, dtype)
         self.config = config
         self.tokens, self.positions, self.types = self.make_tables(config, at)
+        self.distances = self.make_distances(config, at)
         self.table_norm: Any = self.make_table_norm(config, at)
         self.layers = nnx.List(
             self.make_block(config, index, at / f"{self.layers_name}.{index}")
@@ -255,6 +283,11 @@ class Encoder(nnx.Module):
         cls, config: Any, at: Scope
     ) -> tuple[Embedding, Embedding | None, Embedding | None]:
         """Returns the tables of tokens, positions and token types; None for one not there."""
+
+    @classmethod
+    def make_distances(cls, config: Any, at: Scope) -> Embedding | None:
+        """Returns the biases of scores by distance; None for a model without them."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -130,7 +130,13 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
     """
     request, ignored = read(_with_served_name(body, context), OllamaEmbedRequest, context)
     return _embedding(
-        request, ignored, context, OllamaVectors, input=request.input, dimensions=request.dimensions
+        request,
+        ignored,
+        context,
+        OllamaVectors,
+        input=request.input,
+        dimensions=request.dimensions,
+        truncate=request.truncate is not False,
     )
 
 

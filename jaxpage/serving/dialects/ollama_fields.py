@@ -183,9 +183,10 @@ class OllamaVectorsRequest(RequestObject):
 class OllamaEmbedRequest(OllamaVectorsRequest):
     """A request to POST /api/embed."""
 
-    known = by_name(Line("truncate", neutral=(False, True)))
+    known = by_name(Line("truncate", neutral=(True,)))
 
     input: Prompts
+    truncate: bool | None = None  # None cuts an input that is too long
     dimensions: Count | None = None  # only the model's own width is accepted
 
 

@@ -25,6 +25,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.wire.pair_scores import SCORE_PATHS
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 # ranks they have no name.
 OPERATIONS = {
     "/v1/embeddings": "embeddings",
-    "/v1/score": "score",
+    **dict.fromkeys(SCORE_PATHS, "score"),
     **dict.fromkeys(RERANK_PATHS, "rerank"),
     **{path: name for dialect in DIALECTS for path, name in dialect.operations.items()},
 }

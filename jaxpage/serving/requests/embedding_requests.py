@@ -21,10 +21,11 @@ from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
-from jaxpage.serving.wire.rerank import RerankAnswer
+from jaxpage.serving.wire.rerank import PairAnswer
 
-Vectors = EmbeddingAnswer | RerankAnswer
+Vectors = EmbeddingAnswer | PairAnswer
 Open = Callable[[dict[str, Any], ModelContext], Vectors]
 
 
@@ -34,6 +35,8 @@ class EmbeddingRequests:
     An executable for a new length is compiled on another thread, so that generation goes on
     meanwhile.
     """
+
+    refused_on_hosts = "embeddings are"
 
     def __init__(
         self,
@@ -46,6 +49,12 @@ class EmbeddingRequests:
         self._preparing = preparing
         self._context = context
         self._embedder = embedder
+
+    def check_hosts(self, num_hosts: int) -> None:
+        """Raises ApiError if the server is on several hosts, of which this takes one alone."""
+        if num_hosts > 1:
+            message = f"{self.refused_on_hosts} not supported by a server on {num_hosts} hosts"
+            raise ApiError(400, message)
 
     async def answer(
         self, opened: Open, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send

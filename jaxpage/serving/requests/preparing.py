@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 from jaxpage.decoding import Grammar
 from jaxpage.driver import prepare
 from jaxpage.engine import CheckedParams, Engine, PreparedRequest
-from jaxpage.engine.calls import Prompt
+from jaxpage.engine.calls import (
+    Prompt,
+)
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -207,6 +209,7 @@ class Preparing:
             Prompt(text, token_ids),
             checked,
             add_special_tokens=prompt_request.add_special_tokens,
+            truncation=prompt_request.truncation,
         )
         lora = prompt_request.lora
         return request if lora is None else request._replace(lora=self._engine.open_adapter(lora))

@@ -1,32 +1,43 @@
-"""Answers requests that rank documents, such as POST /v1/rerank."""
+"""Answers requests that rank documents or score pairs, such as POST /v1/rerank."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from jaxpage.engine import PreparedRequest
-from jaxpage.engine.calls import YesNo
+from jaxpage.engine.texts import (
+    YesNo,
+)
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import make_refusal
 from jaxpage.serving.requests.embedding_requests import EmbeddingRequests
-from jaxpage.serving.wire.rerank import RerankAnswer
+from jaxpage.serving.requests.generating import Generating, while_connected
+from jaxpage.serving.requests.preparing import Preparing
+from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.exchange import Exchange
+from jaxpage.serving.wire.pair_scores import asks_for_pairs, open_pair_scores
+from jaxpage.serving.wire.rerank import PairAnswer
 
 
 class Reranking(EmbeddingRequests):
-    """Scores documents in the way of the model: by two tokens, by vectors, or by its head."""
+    """Scores pairs of texts in the way of the model: by two tokens, by vectors, or by its head."""
+
+    refused_on_hosts = "reranking is"
 
     async def _values(
-        self, requested: RerankAnswer, requests: list[PreparedRequest], arrived: float
+        self, requested: PairAnswer, requests: list[PreparedRequest], arrived: float
     ) -> list[float]:
         if not isinstance(requested.reranker, YesNo):
-            vectors = await super()._values(requested, requests, arrived)
-            return requested.reranker.scores(vectors)
+            return requested.scores(await super()._values(requested, requests, arrived))
         return await self._by_tokens(requested, requested.reranker, requests, arrived)
 
     async def _by_tokens(
         self,
-        requested: RerankAnswer,
+        requested: PairAnswer,
         reranker: YesNo,
         requests: list[PreparedRequest],
         arrived: float,
@@ -42,7 +53,7 @@ class Reranking(EmbeddingRequests):
         return reranker.scores(outputs, others)
 
     async def _outputs(
-        self, requested: RerankAnswer, requests: list[PreparedRequest], arrived: float
+        self, requested: PairAnswer, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
         try:
             handles = await self._driver.submit(
@@ -55,3 +66,45 @@ class Reranking(EmbeddingRequests):
         finally:
             self._driver.end(handles)
         return [requested.check(output) for output in outputs]
+
+
+class Scoring:
+    """Answers with the scores of pairs of texts, or with log probabilities of continuations."""
+
+    def __init__(
+        self, generating: Generating, reranking: Reranking, preparing: Preparing, num_hosts: int
+    ) -> None:
+        """Takes what answers either of them."""
+        self._generating = generating
+        self._reranking = reranking
+        self._preparing = preparing
+        self._num_hosts = num_hosts
+
+    async def answer(
+        self,
+        read: Callable[[], Exchange],
+        raw: bytes,
+        arrived: float,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answers a request to POST /v1/score; see `EmbeddingRequests.answer`.
+
+        Args:
+            read: Reads a request for log probabilities.
+            raw: The body of the request.
+            arrived: The time at which the request came in, by `time.monotonic`.
+            scope: The request, as ASGI describes it.
+            receive: Gives the messages of the client.
+            send: Takes the messages of the answer.
+        """
+        body = await self._preparing.run(lambda: parse_object(raw), len(raw))
+        about = arrived, scope, receive, send
+        if asks_for_pairs(body):
+            self._reranking.check_hosts(self._num_hosts)
+            work = self._reranking.answer(open_pair_scores, raw, *about)
+            await while_connected(receive, work)
+        else:
+            # A prompt is encoded with each of its continuations, which may take long.
+            await self._generating.answer(lambda: self._preparing.aside(read), *about)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
-from jaxpage.engine.calls import ByPairs, ByVectors, TextEmbedding, YesNo
+from jaxpage.engine.texts import (
+    ByPairs,
+    ByVectors,
+    TextEmbedding,
+    YesNo,
+)
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show
@@ -151,12 +156,16 @@ class ModelContext:
         )
         return self.max_model_len * longest
 
-    def check_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
+    def check_prompt(
+        self, prompt: str | Sequence[int], param: str, *, is_cut: bool = False
+    ) -> str | tuple[int, ...]:
         """Returns the prompt of a request, with token ids as a tuple.
 
         Args:
             prompt: The text or the token ids.
             param: The field that the prompt came from.
+            is_cut: True if a prompt that is too long is cut; it may have as many characters as a
+                text that is tokenized.
 
         Raises:
             ApiError: The text is certainly too long or is not valid Unicode, or there is no
@@ -168,7 +177,11 @@ class ModelContext:
             raise ApiError(
                 400, "The model has no tokenizer; give the prompt as token ids", param=param
             )
-        self.check_length(prompt, param)
+        if not is_cut:
+            self.check_length(prompt, param)
+        elif len(prompt) > (longest := self.limits.max_tokenize_characters):
+            message = f"{param} has {len(prompt)} characters; at most {longest} are cut"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         return valid_text(prompt, param)
 
     def check_length(self, text: str, param: str) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.engine.calls import TextEmbedding
+from jaxpage.engine.texts import (
+    TextEmbedding,
+)
 from jaxpage.errors import CheckpointError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
@@ -129,9 +131,15 @@ def open_embeddings(
         )
     params = context.embedding.params
     add_special_tokens = request.add_special_tokens is not False
-    checked = [context.check_prompt(prompt, "input") for prompt in inputs]
+    truncation = request.truncation_in(context)
+    checked = [
+        context.check_prompt(prompt, "input", is_cut=truncation is not None) for prompt in inputs
+    ]
     check_embeds(context.embedding)
-    prompts = [PromptRequest(prompt, params, add_special_tokens) for prompt in checked]
+    prompts = [
+        PromptRequest(prompt, params, add_special_tokens, truncation=truncation)
+        for prompt in checked
+    ]
     return kind(request, context, prompts, ignored)
 
 

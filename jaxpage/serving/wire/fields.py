@@ -89,8 +89,13 @@ OF_RANKINGS = (
     Field("max_tokens_per_doc"),
     Field("priority", neutral=(0,)),
     Field("rank_fields", neutral=(["text"],)),
-    Field("truncate"),
+)
+# Requests for vectors and for scores of pairs have these names of truncation, too.
+OF_TRUNCATION = (
+    Field("truncate", neutral=(False,)),
     Field("truncation", neutral=(False,)),
 )
+# A request with one of these may have prompts that are too long, which are cut.
+TRUNCATING = frozenset({"truncate_prompt_tokens", "truncate", "truncation"})
 # These ask for nothing, whatever their value is.
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "session_id"})

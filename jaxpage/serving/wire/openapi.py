@@ -26,6 +26,7 @@ from jaxpage.serving.wire.openapi_parts import (
 from jaxpage.serving.wire.request_fields import (
     DetokenizeRequest,
     EmbeddingRequest,
+    PairScoreRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeChatRequest,
@@ -34,7 +35,7 @@ from jaxpage.serving.wire.request_fields import (
 
 # The requests of no dialect.
 REQUESTS: tuple[type[RequestObject], ...] = (
-    *(EmbeddingRequest, ScoreRequest, RerankRequest),
+    *(EmbeddingRequest, ScoreRequest, PairScoreRequest, RerankRequest),
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
 )
 
@@ -85,7 +86,11 @@ def _others(context: ModelContext) -> dict[str, Any]:
     """Returns the routes that generate nothing."""
     return {
         "/v1/embeddings": post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
-        "/v1/score": post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
+        "/v1/score": post(
+            "Log probabilities of continuations, or scores of pairs of texts.",
+            ["ScoreRequest", "PairScoreRequest"],
+            "AnyScores",
+        ),
         "/v1/rerank": post("Ranks documents by a query.", ["RerankRequest"], "Ranking"),
         "/tokenize": post(
             "The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"
@@ -150,6 +155,15 @@ _ANSWERS: dict[str, Any] = {
         ),
         usage=PROMPT_USAGE,
     ),
+    "PairScores": object_of(
+        id=STRING,
+        object={"const": "list"},
+        created=INTEGER,
+        model=STRING,
+        data=list_of(object_of(object={"const": "score"}, index=INTEGER, score={"type": "number"})),
+        usage=PROMPT_USAGE,
+    ),
+    "AnyScores": {"anyOf": [reference("Scores"), reference("PairScores")]},
     "Ranking": object_of(
         id=STRING,
         object={"const": "list"},

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jaxpage.engine.texts import (
+    Truncation,
+)
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -16,12 +19,14 @@ class PromptRequest(NamedTuple):
         params: The parameters of sampling or of a beam search.
         add_special_tokens: True if encoding adds special tokens.
         lora: The adapter, or None.
+        truncation: The way in which the prompt is cut; None if it is not.
     """
 
     prompt: str | tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     add_special_tokens: bool
     lora: LoRARequest | None = None
+    truncation: Truncation | None = None
 
 
 def prompts_of(prompts: Any) -> list[Any]:

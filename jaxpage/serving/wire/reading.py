@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject, is_neutral
-from jaxpage.serving.wire.fields import LABELS
+from jaxpage.serving.wire.fields import LABELS, TRUNCATING
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.settings.argument_checks import close_names, show
@@ -51,8 +51,11 @@ def read(
     body = {name: value for name, value in body.items() if _is_requested(model, name, value)}
     for name in body:
         _check_supported(name, model)
+    longest = context.max_model_len
+    if body.keys() & TRUNCATING:
+        longest = max(longest, context.limits.max_detokenize_tokens)
     for name, value in body.items():
-        _check_length(name, value, context)
+        _check_length(name, value, context, longest)
     removed: tuple[str, ...] = ()
     for name, keys in _SCHEMAS.items():
         # Where requests are strict the compiler of grammars refuses the schema.
@@ -128,10 +131,16 @@ def _hint(name: str) -> str:
     return f"; {answer.text}" if answer and answer.kind != "same" else ""
 
 
-def _check_length(name: str, value: Any, context: ModelContext) -> None:
+def _check_length(name: str, value: Any, context: ModelContext, longest: int) -> None:
     """Raises ApiError for a list that is too long, whatever it contains.
 
     This comes first because validation would look at each of a million items.
+
+    Args:
+        name: The name of the field.
+        value: Its value.
+        context: The served model and the server's settings.
+        longest: The token ids of the longest prompt.
     """
     if not isinstance(value, list):
         return
@@ -145,11 +154,10 @@ def _check_length(name: str, value: Any, context: ModelContext) -> None:
             isinstance(prompt, list)
             and prompt
             and isinstance(prompt[0], int)
-            and len(prompt) > context.max_model_len
+            and len(prompt) > longest
         ):
-            message = (
-                f"The {name} has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
-            )
+            limit = "max_model_len is" if longest == context.max_model_len else "at most are cut"
+            message = f"The {name} has {len(prompt)} tokens, and {limit} {longest}"
             raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 

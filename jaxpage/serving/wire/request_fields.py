@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from jaxpage.engine.texts import (
+    Side,
+    Truncation,
+    truncation_of,
+)
 from jaxpage.outputs import Pooling
+from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import (
     MAX_MESSAGES,
@@ -24,7 +30,7 @@ from jaxpage.serving.wire.field_types import (
     one_of,
     with_parameters,
 )
-from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_RANKINGS, REFUSED
+from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_RANKINGS, OF_TRUNCATION, REFUSED
 from jaxpage.serving.wire.tool_fields import (
     AllowedToolsChoice,
     AnyTool,
@@ -33,6 +39,7 @@ from jaxpage.serving.wire.tool_fields import (
     ToolCall,
 )
 from jaxpage.settings import field_table as table
+from jaxpage.settings.argument_checks import INT32_MAX
 
 
 class StreamOptions(RequestObject):
@@ -140,6 +147,9 @@ class CompletionRequest(with_parameters("completions", GenerationRequest)):  # t
     def num_logprobs(self) -> int | None:
         """Returns the number of most likely tokens whose log probabilities are asked for."""
         return self.logprobs  # type: ignore[no-any-return]
+
+
+Texts = Annotated[str | Items[str], one_of("a string, or a list of strings")]
 
 
 class TextPart(RequestObject):
@@ -286,7 +296,34 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
             raise ApiError(400, message, param="max_completion_tokens")
 
 
-class EmbeddingRequest(with_parameters("vectors", Refusing)):  # type: ignore[misc]
+class TruncatingRequest(Refusing):
+    """A request whose prompts may be cut."""
+
+    known = Refusing.known | by_name(*OF_TRUNCATION)
+
+    # The tokens that stay of a prompt, special ones included; -1 for `max_model_len`.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Side | None = None
+    # Both are names for `truncate_prompt_tokens` = -1 in other APIs.
+    truncate: bool | None = None
+    truncation: bool | None = None
+
+    def truncation_in(self, context: ModelContext) -> Truncation | None:
+        """Returns how prompts are cut; None if they are not.
+
+        Raises:
+            ApiError: More tokens shall stay than the model takes.
+        """
+        cuts_to = self.truncate_prompt_tokens
+        if cuts_to is None and (self.truncate or self.truncation):
+            cuts_to = -1
+        try:
+            return truncation_of(cuts_to, context.max_model_len, self.truncation_side)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="truncate_prompt_tokens") from None
+
+
+class EmbeddingRequest(with_parameters("vectors", TruncatingRequest)):  # type: ignore[misc]
     """A request to POST /v1/embeddings."""
 
     model: ModelName
@@ -313,10 +350,26 @@ class RerankDocument(RequestObject):
     text: str
 
 
-class RerankRequest(with_parameters("rankings", Refusing)):  # type: ignore[misc]
+class PairScoreRequest(with_parameters("rankings", TruncatingRequest)):  # type: ignore[misc]
+    """A request to POST /v1/score for the scores of pairs of texts; see pair_scores.py."""
+
+    known = TruncatingRequest.known | by_name(*OF_RANKINGS)
+
+    model: ModelName
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    # Other names of the two.
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+
+
+class RerankRequest(with_parameters("rankings", TruncatingRequest)):  # type: ignore[misc]
     """A request to POST /v1/rerank."""
 
-    known = Refusing.known | by_name(*OF_RANKINGS)
+    known = TruncatingRequest.known | by_name(*OF_RANKINGS)
 
     model: ModelName
     query: Annotated[str, Field(min_length=1)]

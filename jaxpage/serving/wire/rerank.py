@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.engine.calls import ByPairs, ByVectors, YesNo, rank
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.engine.texts import (
+    ByPairs,
+    ByVectors,
+    Pair,
+    YesNo,
+    check_truncatable,
+    rank,
+)
 from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
@@ -14,54 +25,83 @@ from jaxpage.serving.wire.embeddings import check_embeds
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.request_fields import RerankRequest
+from jaxpage.serving.wire.request_fields import PairScoreRequest, RerankRequest
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
-class RerankAnswer:
-    """A request that ranks documents, and the answer that is made of their scores.
+class PairAnswer:
+    """A request for the scores of pairs of texts, of which an answer is made.
 
     Attributes:
         id: The id of the answer.
         model: The name of the model in the request.
         prompts: The texts that the model reads.
         ignored_fields: The paths of ignored fields.
-        reranker: The way in which the model ranks.
+        reranker: The way in which the model scores.
         poolings: The way in which the tokens of each text become one vector; empty for YesNo.
     """
 
+    kind = "rerank"
+
     def __init__(
         self,
-        request: RerankRequest,
+        request: RerankRequest | PairScoreRequest,
         context: ModelContext,
-        documents: list[str],
+        pairs: list[Pair],
+        names: tuple[str, str],
         ignored_fields: tuple[str, ...],
     ) -> None:
-        self.id = f"rerank-{uuid.uuid4().hex}"
+        """Encodes the pairs, where they are encoded together.
+
+        Args:
+            request: The request.
+            context: The served model and the server's settings.
+            pairs: The pairs.
+            names: The fields that they come from.
+            ignored_fields: The paths of ignored fields.
+
+        Raises:
+            ApiError: A text is too long, or the model does not score in this way.
+        """
+        self.id = f"{self.kind}-{uuid.uuid4().hex}"
         self.model = request.model
         self.ignored_fields = ignored_fields
         self.reranker = context.reranker
         self.poolings: list[TokenPooling] = []
         self._request = request
-        self._documents = documents
-        about = request.query, documents, request.instruction
+        self._pairs = pairs
+        self._name = names[1]
+        truncation = request.truncation_in(context)
+        check_pairs_fit(pairs, context, names, request)
         if isinstance(self.reranker, YesNo):
             params = self.reranker.first
-            inputs: list[Any] = list(self.reranker.texts(*about))
+            inputs: list[Any] = list(self.reranker.texts(pairs, request.instruction))
         else:
             params = context.embedding.params
-            inputs, self.poolings = self.reranker.inputs(*about)
+            try:
+                about = pairs, request.instruction, truncation
+                inputs, self.poolings = self.reranker.inputs(*about)
+            except ValueError as error:  # the special tokens leave no room
+                raise as_api_error(error, names={"prompt": self._name}) from None
         self.prompts = [
             PromptRequest(
                 context.check_prompt(
-                    text if isinstance(text, str) else text["prompt_token_ids"], "documents"
+                    text if isinstance(text, str) else text["prompt_token_ids"],
+                    self._name,
+                    is_cut=truncation is not None,
                 ),
                 params,
                 isinstance(self.reranker, ByVectors),
+                truncation=truncation,
             )
             for text in inputs
         ]
+
+    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+        """Returns the score of each pair, given the vectors of the prompts."""
+        assert not isinstance(self.reranker, YesNo)
+        return self.reranker.scores(self._pairs, pooled)
 
     def prompts_drawing(self, indices: Sequence[int], token: int) -> list[PromptRequest]:
         """Returns some of the prompts, each to draw the one token."""
@@ -71,7 +111,7 @@ class RerankAnswer:
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a text that the engine refuses."""
-        names = {"prompt": "documents", "prompt_token_ids": "documents"}
+        names = {"prompt": self._name, "prompt_token_ids": self._name}
         return as_api_error(error, names=names).quoting(self._request)
 
     def check_width(self, width: int) -> None:
@@ -82,15 +122,26 @@ class RerankAnswer:
         check_finished(output.outputs[0], self._request)
         return output
 
+    @abstractmethod
     def whole(self, scores: Sequence[float], num_tokens: int) -> dict[str, Any]:
         """Returns the response.
 
         Args:
-            scores: The score of each document.
+            scores: The score of each pair.
             num_tokens: The tokens of all prompts.
         """
+
+
+class RerankAnswer(PairAnswer):
+    """A request that ranks documents, and the answer that is made of their scores."""
+
+    _request: RerankRequest
+
+    def whole(self, scores: Sequence[float], num_tokens: int) -> dict[str, Any]:
+        """Returns the documents with the highest scores first; see `PairAnswer.whole`."""
         results = []
-        for ranked_document in rank(scores, self._documents, self._request.top_n):
+        documents = [document for _, document in self._pairs]
+        for ranked_document in rank(scores, documents, self._request.top_n):
             result: dict[str, Any] = {
                 "index": ranked_document.index,
                 "relevance_score": ranked_document.relevance_score,
@@ -127,18 +178,46 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
     documents = [
         document if isinstance(document, str) else document.text for document in request.documents
     ]
-    context.check_prompt(request.query, "query")
+    pairs = [(request.query, document) for document in documents]
+    return RerankAnswer(request, context, pairs, ("query", "documents"), ignored)
+
+
+def check_pairs_fit(
+    pairs: Sequence[Pair],
+    context: ModelContext,
+    names: tuple[str, str],
+    request: RerankRequest | PairScoreRequest,
+) -> None:
+    """Checks what can be said of pairs before they are encoded.
+
+    Args:
+        pairs: The pairs.
+        context: The served model and the server's settings.
+        names: The fields that they come from.
+        request: The request.
+
+    Raises:
+        ApiError: There is too much text, or the model does not score in this way.
+    """
+    is_cut = request.truncation_in(context) is not None
+    for name, texts in zip(names, zip(*pairs, strict=True), strict=True):
+        for text in dict.fromkeys(texts):
+            context.check_prompt(text, name, is_cut=is_cut)
     if not isinstance(context.reranker, ByVectors):  # it reads the query with each document
-        number = len(request.query) * len(documents) + sum(map(len, documents))
+        number = sum(len(query) + len(document) for query, document in pairs)
         if number > (longest := context.limits.max_score_characters):
+            first, second = names
             raise ApiError(
                 400,
-                f"documents have {number} characters, where the query counts once for each; at most {longest} are allowed",
-                param="documents",
+                f"{second} have {number} characters, where the {first} counts once for each; at most {longest} are allowed",
+                param=second,
             )
     if isinstance(context.reranker, ByVectors):
         check_embeds(context.reranker.embedding)
     if isinstance(context.reranker, ByPairs) and request.instruction is not None:
         message = "instruction is not supported: the model is a cross-encoder, which takes none"
         raise ApiError(400, message, param="instruction")
-    return RerankAnswer(request, context, documents, ignored)
+    try:
+        check_truncatable(context.reranker, request.truncation_in(context))
+    except ValueError as error:
+        raise ApiError(400, str(error), param="truncate_prompt_tokens") from None

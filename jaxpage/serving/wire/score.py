@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.engine.calls import SCORING, continuation_logprobs
+from jaxpage.engine.calls import (
+    SCORING,
+    continuation_logprobs,
+)
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext

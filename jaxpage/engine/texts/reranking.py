@@ -1,10 +1,10 @@
-"""Ranks documents by how well they answer a query.
+"""Scores pairs of texts, and ranks documents by how well they answer a query.
 
-A model does it in one of three ways. A cross-encoder reads query and document together, and its
-head gives the score. A reranker that is a decoder is asked whether a document answers the query,
-and the score is the probability of "yes" against that of "no" as the next token. Any other model
-embeds query and documents, and the score says how near the two vectors are: the cosine of the angle
-between them, unless the model's files say otherwise.
+A model scores a query and a document in one of three ways. A cross-encoder reads both together, and
+its head gives the score. A reranker that is a decoder is asked whether the document answers the
+query, and the score is the probability of "yes" against that of "no" as the next token. Any other
+model embeds both, and the score says how near the two vectors are: the cosine of the angle between
+them, unless the model's files say otherwise.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.engine.calls.embedding import TextEmbedding
+from jaxpage.engine.texts.embedding import TextEmbedding
+from jaxpage.engine.texts.encoding import Truncation, encode
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestOutput, RerankResult, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show
 from jaxpage.settings.field_table import MAX_LOGPROBS
 from jaxpage.settings.sampling_params import SamplingParams
 
+Pair = tuple[str, str]  # a query and a document
 RerankMethod = Literal["auto", "yes_no", "embedding"]
 # The template and the instruction are those of the model card of Qwen3-Reranker
 # (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B), whose training used them.
@@ -48,37 +50,52 @@ class ByVectors:
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
 
     def inputs(
-        self, query: str, documents: Sequence[str], instruction: str | None
+        self,
+        pairs: Sequence[Pair],
+        instruction: str | None = None,
+        truncation: Truncation | None = None,
     ) -> tuple[list[Any], list[TokenPooling]]:
-        """Returns the prompts whose vectors are computed, and how each is pooled; see `texts`."""
-        texts = self.texts(query, documents, instruction)
-        return list(texts), self.poolings(len(documents), instruction)
+        """Returns the prompts whose vectors are computed, and how each is pooled.
 
-    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-        """Returns the texts to embed, the query first.
+        A query comes once, however many documents it is compared with. Whoever encodes the prompts
+        cuts them.
+
+        Args:
+            pairs: Each query with its document.
+            instruction: What to look for; None for what the model's files say.
+            truncation: It changes nothing here.
 
         Raises:
             CheckpointError: Something in the model's files is not supported.
         """
-        self.embedding.files.check()
-        before = self.embedding.files.document_prompt
-        query = self._before_query(instruction) + query
-        return [query, *(before + document for document in documents)]
+        embedding = self.embedding
+        embedding.files.check()
+        before_query = self._before_query(instruction)
+        before = embedding.files.document_prompt
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        texts = [
+            *(before_query + query for query in queries),
+            *(before + document for _, document in pairs),
+        ]
+        poolings = [
+            *[embedding.pooling(None, before_query)] * len(queries),
+            *[embedding.pooling(None, before)] * len(pairs),
+        ]
+        return texts, poolings
 
-    def poolings(self, num_documents: int, instruction: str | None) -> list[TokenPooling]:
-        """Returns how each of the texts is pooled."""
-        query = self.embedding.pooling(None, self._before_query(instruction))
-        document = self.embedding.pooling(None, self.embedding.files.document_prompt)
-        return [query, *[document] * num_documents]
-
-    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-        """Returns the score of each document, given the pooled vectors of all texts."""
+    def scores(
+        self, pairs: Sequence[Pair], pooled: Sequence[npt.NDArray[np.float32]]
+    ) -> list[float]:
+        """Returns the score of each pair, given the pooled vectors of all prompts."""
         files = self.embedding.files
         normalize = True if files.similarity == "cosine" else None
-        query, *documents = (
-            files.finish(vector, normalize).astype(np.float64) for vector in pooled
-        )
-        return [_similarity(files.similarity, query, document) for document in documents]
+        vectors = [files.finish(vector, normalize).astype(np.float64) for vector in pooled]
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        of_query = dict(zip(queries, vectors, strict=False))
+        return [
+            _similarity(files.similarity, of_query[query], document)
+            for (query, _), document in zip(pairs, vectors[len(queries) :], strict=True)
+        ]
 
     def _before_query(self, instruction: str | None) -> str:
         """Returns the text before a query.
@@ -100,9 +117,17 @@ class ByPairs:
     embedding: TextEmbedding
 
     def inputs(
-        self, query: str, documents: Sequence[str], instruction: str | None
+        self,
+        pairs: Sequence[Pair],
+        instruction: str | None = None,
+        truncation: Truncation | None = None,
     ) -> tuple[list[Any], list[TokenPooling]]:
-        """Returns the prompt of each document, with the query before it.
+        """Returns the prompt of each pair, in which both texts are.
+
+        Args:
+            pairs: Each query with its document.
+            instruction: None.
+            truncation: The way in which a prompt is cut; None if it is not.
 
         Raises:
             ValueError: There is an instruction, which such a model was not trained with.
@@ -113,16 +138,16 @@ class ByPairs:
         assert tokenizer is not None, "a model without one ranks no texts"
         prompts = []
         poolings = []
-        for document in documents:
-            encoded = tokenizer(query, document, return_token_type_ids=True)
-            types = encoded["token_type_ids"]
-            second = types.index(1) if 1 in types else None
-            prompts.append({"prompt": document, "prompt_token_ids": encoded["input_ids"]})
-            poolings.append(TokenPooling((), second_text=second))
+        for query, document in pairs:
+            encoded = encode(tokenizer, query, document, truncation=truncation)
+            prompts.append({"prompt": document, "prompt_token_ids": encoded.token_ids})
+            poolings.append(TokenPooling((), second_text=encoded.second_text))
         return prompts, poolings
 
-    def scores(self, pooled: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-        """Returns the score of each document, given the one number that the head made of it."""
+    def scores(
+        self, pairs: Sequence[Pair], pooled: Sequence[npt.NDArray[np.float32]]
+    ) -> list[float]:
+        """Returns the score of each pair, given the one number that the head made of it."""
         return [self.embedding.files.pair_score(float(row[0])) for row in pooled]
 
 
@@ -150,12 +175,13 @@ class YesNo:
     yes: int
     no: int
 
-    def texts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-        """Returns the prompt of each document."""
-        requested = (
-            f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: "
-        )
-        return [f"{_BEFORE}{requested}{document}{_BEHIND}" for document in documents]
+    def texts(self, pairs: Sequence[Pair], instruction: str | None = None) -> list[str]:
+        """Returns the prompt of each pair of a query and a document."""
+        requested = instruction or DEFAULT_INSTRUCTION
+        return [
+            f"{_BEFORE}<Instruct>: {requested}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
+            for query, document in pairs
+        ]
 
     @property
     def first(self) -> SamplingParams:
@@ -262,6 +288,53 @@ def reranker_of(
             f"tokenizer has no {', '.join(lacking)}: use method='embedding'"
         )
     return YesNo(vocabulary["yes"], vocabulary["no"])
+
+
+def check_truncatable(reranker: YesNo | ByVectors | ByPairs, truncation: Truncation | None) -> None:
+    """Raises ValueError if prompts of the model must not be cut, because their ends matter."""
+    if truncation is not None and isinstance(reranker, YesNo):
+        raise ValueError(
+            "truncate_prompt_tokens is not supported: this model reads query and document within "
+            "a template, whose end must stay; cut the documents before"
+        )
+
+
+def are_texts(argument: Any) -> bool:
+    """Returns whether an argument is a text or a list of texts, and not token ids."""
+    listed = [argument] if isinstance(argument, str) else argument
+    is_list = isinstance(listed, list | tuple) and len(listed) > 0
+    return is_list and all(isinstance(each, str) for each in listed)
+
+
+def check_pairs(first: Any, second: Any) -> list[Pair]:
+    """Returns the pairs of texts of a call; one text goes with each of several others.
+
+    Raises:
+        TypeError: An argument is neither a text nor a list of texts.
+        ValueError: The numbers of texts differ.
+    """
+    texts: list[list[str]] = []
+    for argument in (first, second):
+        if not are_texts(argument):
+            raise TypeError(
+                f"both texts of a pair must be strings, or lists of strings; got {argument!r:.80}"
+            )
+        texts.append([argument] if isinstance(argument, str) else list(argument))
+    return pair_up(*texts)
+
+
+def pair_up(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
+    """Returns each of some texts with one of some others; a single text goes with all others.
+
+    Raises:
+        ValueError: The numbers of texts differ.
+    """
+    if len(first) not in (1, len(second)):
+        raise ValueError(
+            f"{len(first)} texts and {len(second)} make no pairs: give as many of both, or one "
+            "first text"
+        )
+    return list(zip(first if len(first) > 1 else [*first] * len(second), second, strict=True))
 
 
 def check_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
