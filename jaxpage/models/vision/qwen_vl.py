@@ -124,9 +124,7 @@ class QwenVision(nnx.Module):
         if not config.num_entries:
             return None
         width = config.tower.hidden_size
-        return Embedding(
-            config.num_entries**2, width, name=at.name, axis=None, dtype=at.dtype
-        )
+        return Embedding(config.num_entries**2, width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
     def make_norm(cls, tower: Any, at: Scope, **options: Any) -> Norm:
@@ -146,9 +144,7 @@ class QwenVision(nnx.Module):
         inputs = query_key_value(
             width, width, width, name=attention.name, fused="qkv", bias=True, dtype=at.dtype
         )
-        output = projection(
-            width, attention, ("proj", width), axes=("heads", "embed"), bias=True
-        )
+        output = projection(width, attention, ("proj", width), axes=("heads", "embed"), bias=True)
         return PreNormBlock(
             attention_both_ways(tower, index, inputs, output),
             cls.make_norm(tower, at / "norm1"),
