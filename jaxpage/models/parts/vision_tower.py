@@ -12,6 +12,7 @@ are small next to text models, so no device has a part of one: no axis has a nam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,9 +26,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.layers.linear import Linear
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
-from jaxpage.layers.picture_attention import attend_in_segments
+from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.config_fields import FieldError, RefusedField, WrongField
@@ -258,13 +259,18 @@ class PictureAttention(nnx.Module):
         output: The product for the output.
         head_dim: The width of a head.
         scale: The factor of scores.
+        longest: The most patches of a segment, where these are windows (`attend_in_windows`); None
+            otherwise.
     """
 
-    def __init__(self, inputs: Linear, output: Linear, *, head_dim: int):
+    def __init__(
+        self, inputs: Linear, output: Linear, *, head_dim: int, longest: int | None = None
+    ):
         self.inputs = inputs
         self.output = output
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        self.longest = longest
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Angles | None
@@ -275,7 +281,10 @@ class PictureAttention(nnx.Module):
         q_PNH, k_PNH, v_PNH = (part.reshape(num_patches, -1, self.head_dim) for part in parts)
         if angles is not None:
             q_PNH, k_PNH = angles.rotate(q_PNH), angles.rotate(k_PNH)
-        mixed_PNH = attend_in_segments(q_PNH, k_PNH, v_PNH, segment_P, scale=self.scale)
+        attend = attend_in_segments
+        if self.longest is not None:
+            attend = functools.partial(attend_in_windows, longest=self.longest)
+        mixed_PNH = attend(q_PNH, k_PNH, v_PNH, segment_P, scale=self.scale)
         return self.output(mixed_PNH.reshape(num_patches, -1))
 
 
@@ -303,6 +312,13 @@ def picture_attention(
 def plain_projection(num_in: int, at: Scope, *parts: tuple[str, int], bias: bool) -> Linear:
     """Returns a linear layer that every device has; see `projection`."""
     return projection(num_in, at, *parts, axes=(None, None), bias=bias)
+
+
+def fused_projection(num_in: int, at: Scope, name: str, each: Sequence[int]) -> Linear:
+    """Returns a linear layer with biases that the checkpoint has as one, whose parts are `each`."""
+    parts = [Part(rows, None, None) for rows in each]
+    fused = (at / name).name
+    return linear(num_in, *parts, fused=fused, input_axis=None, bias=True, dtype=at.dtype)
 
 
 class PictureBlock(nnx.Module):

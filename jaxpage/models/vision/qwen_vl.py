@@ -10,6 +10,7 @@ which are interpolated to the size of the picture; the mergers of Qwen3-VL give 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -22,18 +23,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import query_key_value
-from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
+from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.layers.picture_attention import attend_in_windows, attend_to_picture
-from jaxpage.models.parts.encoder import PreNormBlock, attention_both_ways
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import Norm, layer_norm, rms_norm
-from jaxpage.models.parts.projection import projection
+from jaxpage.models.parts.norms import Norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
+from jaxpage.models.parts.vision_tower import (
+    PictureAttention,
+    PictureBlock,
+    VisionTower,
+    fill_up,
+    fused_projection,
+    plain_projection,
+    size_for,
+)
 from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
 from jaxpage.models.vision.qwen_config import (
     Qwen2_5VisionConfig,
@@ -42,6 +48,8 @@ from jaxpage.models.vision.qwen_config import (
     Qwen3VisionConfig,
     QwenVisionConfig,
 )
+
+_EPSILON = 1e-6
 
 
 class ProcessedPicture(Protocol):
@@ -80,37 +88,21 @@ class Merger(nnx.Module):
         return self.down(ACTIVATIONS["gelu"](self.up(block_RW)))
 
 
-class QwenVision(nnx.Module):
-    """Computes an encoder; see `VisionModel`. The class is the family, as that of a `Decoder` is.
+class QwenVision(VisionTower):
+    """Computes an encoder; a generation overrides what differs in its layers and its mergers."""
 
-    A generation overrides what differs in its layers and in its merger.
-    """
-
-    Spec: ClassVar[type[QwenVisionConfig]]
-    Model: ClassVar[Any]
-    prefix: ClassVar[str | tuple[str, ...]] = "model."
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_pos_emb.inv_freq",)
     patch_bias: ClassVar[bool] = False
     merger_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
 
-    def __init_subclass__(
-        cls, config: type[QwenVisionConfig] | None = None, **options: Any
-    ) -> None:
-        """Makes the class a family: its model is the class itself."""
-        super().__init_subclass__(**options)
-        cls.Model = cls
-        if config is not None:
-            cls.Spec = config
-
     def __init__(self, config: Any, *, dtype: DTypeLike):
-        tower = config.tower
-        at = Scope(tower.name, dtype)
-        self.config = config
+        super().__init__(config, dtype=dtype)
+        at = Scope("model.visual", dtype)
         self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
         self.table = self.make_table(config, at / "pos_embed")
         self.layers = nnx.List(
-            self.make_block(tower, index, at / f"blocks.{index}")
-            for index in range(tower.num_layers)
+            self.make_block(config, index, at / f"blocks.{index}")
+            for index in range(config.num_layers)
         )
         self.merger = self.make_merger(config, at / "merger")
         self.deep_mergers = nnx.List(
@@ -123,33 +115,35 @@ class QwenVision(nnx.Module):
         """Returns the table of positions; None if there is none."""
         if not config.num_entries:
             return None
-        width = config.tower.hidden_size
-        return Embedding(config.num_entries**2, width, name=at.name, axis=None, dtype=at.dtype)
+        rows = config.num_entries**2
+        return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_norm(cls, tower: Any, at: Scope, **options: Any) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> Norm:
         """Returns a norm of hidden states."""
-        return layer_norm(tower, at, **options)
+        return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, tower: Any, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(tower, at, "fc1", "fc2")
+        return make_mlp(config, at, "fc1", "fc2")
 
     @classmethod
-    def make_block(cls, tower: Any, index: int, at: Scope) -> PreNormBlock:
+    def make_block(cls, config: QwenVisionConfig, index: int, at: Scope) -> PictureBlock:
         """Returns a layer."""
-        width = tower.hidden_size
+        width = config.width
         attention = at / "attn"
-        inputs = query_key_value(
-            width, width, width, name=attention.name, fused="qkv", bias=True, dtype=at.dtype
-        )
-        output = projection(width, attention, ("proj", width), axes=("heads", "embed"), bias=True)
-        return PreNormBlock(
-            attention_both_ways(tower, index, inputs, output),
-            cls.make_norm(tower, at / "norm1"),
-            cls.make_mlp(tower, at / "mlp"),
-            cls.make_norm(tower, at / "norm2"),
+        has_windows = config.window and index not in config.whole_layers
+        return PictureBlock(
+            cls.make_norm(width, at / "norm1"),
+            PictureAttention(
+                fused_projection(width, attention, "qkv", (width,) * 3),
+                plain_projection(width, attention, ("proj", width), bias=True),
+                head_dim=width // config.num_heads,
+                longest=(config.window * config.merge) ** 2 if has_windows else None,
+            ),
+            cls.make_norm(width, at / "norm2"),
+            cls.make_mlp(config, at / "mlp"),
         )
 
     @classmethod
@@ -157,13 +151,12 @@ class QwenVision(nnx.Module):
         cls, config: QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
     ) -> Merger:
         """Returns the product of blocks of patches; see `Merger`."""
-        width = config.tower.hidden_size
-        inner = width * config.merge**2
+        inner = config.width * config.merge**2
         norm, up, down = cls.merger_names
         return Merger(
-            cls.make_norm(config.tower, at / norm, width=inner if is_norm_of_block else width),
-            projection(inner, at, (up, inner), axes=(None, "ffn"), bias=True),
-            projection(inner, at, (down, config.hidden_size), axes=("ffn", "embed"), bias=True),
+            cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
+            plain_projection(inner, at, (up, inner), bias=True),
+            plain_projection(inner, at, (down, config.hidden_size), bias=True),
             is_norm_of_block=is_norm_of_block,
         )
 
@@ -171,48 +164,47 @@ class QwenVision(nnx.Module):
     def calls(spec: QwenVisionConfig, arrays: PictureArrays) -> list[VisionCall]:
         """Returns the call that encodes a picture.
 
+        Args:
+            spec: The spec.
+            arrays: `pixel_values` [P, C * t * p * p] and `image_grid_thw` [1, 3].
+
         Raises:
-            ValueError: It is a video, or larger than the largest size.
+            UnsupportedError: It is larger than the largest size.
+            ValueError: The arrays are not those of one picture.
         """
         grid = grid_of(spec, arrays)
-        size = next((size for size in spec.sizes if size >= grid.num_patches), None)
-        if size is None:
-            raise ValueError(
-                f"a picture of {grid.num_patches} patches is larger than the encoder takes, "
-                f"{spec.sizes[-1]}; make it smaller, or set max_pixels of the processor"
-            )
-        inputs = {
-            "patches": np.asarray(arrays["pixel_values"], np.float32),
-            "places": grid.places().T,
+        size = size_for(spec.sizes, grid.num_patches)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "patch_PI": np.asarray(arrays["pixel_values"], np.float32),
+            "place_P2": grid.places().T,
         }
-        if spec.window:
-            order_R, window_R = grid.windows(spec.window)
-            per_block = spec.merge**2
-            order_P = (order_R[:, None] * per_block + np.arange(per_block)).reshape(-1)
-            inputs = {name: array[order_P] for name, array in inputs.items()}
-            inputs["windows"] = np.repeat(1 + window_R, per_block)
-            inputs["rows"] = np.argsort(order_R).astype(np.int32)
         if spec.num_entries:
-            inputs["entries"], inputs["shares"] = grid.interpolate(spec.num_entries)
-        shapes = QwenVision.input_shapes(spec, size)
-        filled = {name: _pad(array, shapes[name]) for name, array in inputs.items()}
-        filled["num_patches"] = np.asarray(grid.num_patches, np.int32)
-        return [VisionCall(size, filled, grid.num_blocks)]
+            inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
+        if not spec.window:
+            return [VisionCall(size, fill_up(inputs, size), grid.num_blocks)]
+        order_R, window_R = grid.windows(spec.window)
+        each = spec.merge**2
+        order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
+        inputs = {name: array[order_P] for name, array in inputs.items()}
+        inputs["window_P"] = np.repeat(1 + window_R, each)
+        row_R = np.zeros(size // each, np.int32)
+        row_R[: grid.num_blocks] = np.argsort(order_R)
+        return [VisionCall(size, {**fill_up(inputs, size), "row_R": row_R}, grid.num_blocks)]
 
     @staticmethod
     def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
         shapes = {
-            "num_patches": jax.ShapeDtypeStruct((), jnp.int32),
-            "patches": jax.ShapeDtypeStruct((size, int(np.prod(spec.patch))), jnp.float32),
-            "places": jax.ShapeDtypeStruct((size, 2), jnp.int32),
+            "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
+            "patch_PI": jax.ShapeDtypeStruct((size, math.prod(spec.patch)), jnp.float32),
+            "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
         }
-        if spec.window:
-            shapes["windows"] = jax.ShapeDtypeStruct((size,), jnp.int32)
-            shapes["rows"] = jax.ShapeDtypeStruct((size // spec.merge**2,), jnp.int32)
         if spec.num_entries:
-            shapes["entries"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
-            shapes["shares"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+            shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
+            shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+        if spec.window:
+            shapes["window_P"] = jax.ShapeDtypeStruct((size,), jnp.int32)
+            shapes["row_R"] = jax.ShapeDtypeStruct((size // spec.merge**2,), jnp.int32)
         return shapes
 
     @staticmethod
@@ -226,83 +218,60 @@ class QwenVision(nnx.Module):
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1+n D"]:
         """Returns the rows of the text model, each with its features."""
         config = self.config
-        patch_PI = inputs["patches"].astype(self.patches.weight.dtype)
-        hidden_PW = self.patches(patch_PI)
+        hidden_PW = self.patches(inputs["patch_PI"].astype(self.dtype))
         if self.table is not None:
-            entry_P4W = self.table(inputs["entries"]).astype(jnp.float32)
-            position_PW = (entry_P4W * inputs["shares"][:, :, None]).sum(axis=1)
+            entry_P4W = self.table(inputs["entry_P4"]).astype(jnp.float32)
+            position_PW = (entry_P4W * inputs["share_P4"][:, :, None]).sum(axis=1)
             hidden_PW = hidden_PW + position_PW.astype(hidden_PW.dtype)
-        places_2P = inputs["places"].T
-        context = ForwardContext(places_2P[0], self._attend(inputs), axes_AT=places_2P)
+        angles = config.rope.angles(inputs["place_P2"].T)
         deep = []
-        for number, layer in enumerate(self.layers):
-            hidden_PW = layer(hidden_PW, context)
-            if number in config.deep_layers:
+        for index, layer in enumerate(self.layers):
+            has_windows = config.window and index not in config.whole_layers
+            segment_P = inputs["window_P" if has_windows else "segment_P"]
+            hidden_PW = layer(hidden_PW, segment_P, angles)
+            if index in config.deep_layers:
                 deep.append(self.deep_mergers[len(deep)](hidden_PW))
         rows = jnp.stack([self.merger(hidden_PW), *deep], axis=1)
-        return rows[inputs["rows"]] if config.window else rows
-
-    def _attend(self, inputs: Mapping[str, jax.Array]) -> Attend:
-        """Returns the operation that attention layers call."""
-        config = self.config
-        longest = (config.window * config.merge) ** 2
-
-        def attend(
-            layer_index: int,
-            q_TNH: jax.Array,
-            k_TNH: jax.Array | None,
-            v_TNH: jax.Array | None,
-            layer_pages: LayerPages,
-            options: AttentionOptions,
-            /,
-        ) -> tuple[jax.Array, LayerPages]:
-            assert k_TNH is not None and v_TNH is not None, "an encoder's layers have all three"
-            scale = options.scale
-            if not config.window or layer_index in config.whole_layers:
-                num = inputs["num_patches"]
-                out = attend_to_picture(q_TNH, k_TNH, v_TNH, num_tokens=num, scale=scale)
-            else:
-                windows = inputs["windows"]
-                out = attend_in_windows(
-                    q_TNH, k_TNH, v_TNH, window_T=windows, longest=longest, scale=scale
-                )
-            return out, layer_pages
-
-        return attend
+        return rows[inputs["row_R"]] if config.window else rows
 
 
 class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):
-    """Qwen2-VL's encoder (Wang et al., 2024) has LayerNorms and no table of positions."""
+    """The encoder of Qwen2-VL (Wang et al., 2024): LayerNorms, and no table of positions."""
 
 
 class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
-    """Qwen2.5-VL's encoder (Bai et al., 2025) has RMS norms, gates and windows."""
+    """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
 
     @classmethod
-    def make_norm(cls, tower: Any, at: Scope, **options: Any) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> Norm:
         """Returns a norm of hidden states."""
-        return rms_norm(tower, at, **options)
+        return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, tower: Any, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return gated_mlp(tower, at)
+        gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
+        return GatedMLP(
+            plain_projection(config.width, at, *gate_and_up, bias=True),
+            plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
+            activation=config.activation,
+        )
 
 
 class Qwen3Vision(QwenVision, config=Qwen3VisionConfig):
-    """Qwen3-VL's encoder (2025) has a table of positions, and features of several layers."""
+    """The encoder of Qwen3-VL (2025): a table of positions, and features of several layers."""
 
     patch_bias = True
     merger_names = ("norm", "linear_fc1", "linear_fc2")
 
     @classmethod
-    def make_mlp(cls, tower: Any, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(tower, at, "linear_fc1", "linear_fc2")
+        return make_mlp(config, at, "linear_fc1", "linear_fc2")
 
 
 class Qwen3_5Vision(Qwen3Vision, config=Qwen3_5VisionConfig):
-    """Qwen3.5's encoder (2026) is that of Qwen3-VL without features."""
+    """The encoder of Qwen3.5 (2026), which is that of Qwen3-VL without features."""
 
 
 def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
@@ -320,19 +289,20 @@ def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
     return PatchGrid(*grids[0][1:], spec.merge)
 
 
+def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
+    """Returns a feed-forward half without gates, of two products with these names."""
+    return MLP(
+        plain_projection(config.width, at, (up, config.inner), bias=True),
+        plain_projection(config.inner, at, (down, config.width), bias=True),
+        activation=config.activation,
+    )
+
+
 def patch_product(config: QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
-    width = config.tower.hidden_size
-    shape = (width, int(np.prod(config.patch)))
-    made = projection(shape[1], at, ("", width), axes=(None, "embed"), bias=bias)
-    stored = tensor(f"{at.name}.weight", width, *config.patch).pieces[0]
+    shape = (config.width, math.prod(config.patch))
+    made = plain_projection(shape[1], at, ("", config.width), bias=bias)
+    stored = tensor(f"{at.name}.weight", config.width, *config.patch).pieces[0]
     source = Source(shape, (stored._replace(shape=shape, offset=(0, 0)),))
-    made.kernel = parameter(shape, axes=("embed", None), dtype=at.dtype, sources=[source])
+    made.kernel = parameter(shape, axes=(None, None), dtype=at.dtype, sources=[source])
     return made
-
-
-def _pad(array: npt.NDArray[Any], shape: jax.ShapeDtypeStruct) -> npt.NDArray[Any]:
-    """Returns an array with zeros after its last row."""
-    padded = np.zeros(shape.shape, shape.dtype)
-    padded[: len(array)] = array
-    return padded
