@@ -142,8 +142,8 @@ class ForwardContext:
     def angles(self, rope: Rope) -> Angles:
         """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
-            has_axes = self.axes_AT is not None and bool(rope.axes)
-            self._angles[rope] = rope.angles(self.axes_AT if has_axes else self.positions_T)
+            axes_AT = self.axes_AT if rope.axes else None
+            self._angles[rope] = rope.angles(self.positions_T if axes_AT is None else axes_AT)
         return self._angles[rope]
 
     def place_vectors(self, embedded_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
