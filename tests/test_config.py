@@ -64,6 +64,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "seed": 0,
         "speculative_config": None,
         "enable_lora": False,
+        "enable_prompt_embeds": False,
         "max_loras": 4,
         "max_lora_rank": 16,
         "tensor_parallel_size": 1,

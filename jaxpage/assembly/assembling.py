@@ -22,7 +22,7 @@ from jaxpage.checkpoints.tokenizers import ends_of_text
 from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
-from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner, VectorSources
 from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
@@ -117,6 +117,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         max_model_len=spec.memory.max_model_len,
         seed=spec.config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
+        sources=_sources(spec),
         strategies=strategies,
         generates=not spec.encoded,
         **parts,
@@ -170,7 +171,15 @@ def _builder(spec: EngineSpec) -> BatchBuilder:
         vocab_size=spec.vocab_size,
         host_blocks=spec.host_blocks,
         max_loras=lora.num_slots if (lora := spec.described.lora) else 0,
+        vectors=spec.vectors,
     )
+
+
+def _sources(spec: EngineSpec) -> VectorSources | None:
+    """Returns what keeps the vectors in prompts; None if prompts may have none."""
+    if spec.vectors is None:
+        return None
+    return VectorSources(spec.vectors, takes_prompt_embeds=spec.config.enable_prompt_embeds)
 
 
 def _host_pages(spec: EngineSpec, mesh: DeviceMesh) -> list[HostPages]:

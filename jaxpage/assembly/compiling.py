@@ -181,4 +181,5 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
         graphs=spec.config.graphs,
+        vectors=spec.vectors,
     )

@@ -11,6 +11,7 @@ import jax
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafting import open_drafting
+from jaxpage.assembly.planning.vectors import vector_input
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
@@ -75,6 +76,7 @@ def describe(
         kernels,
         _dtype_reason(config.dtype, device, stored),
         read_embedding_files(files.directory).max_tokens,
+        vector_input(config, files.family, files.spec),
     )
     return Opened(described, files, tokenizer, sampling_defaults, mesh)
 

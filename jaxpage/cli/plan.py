@@ -27,6 +27,7 @@ from jaxpage.assembly.planning import (
     find_refused_settings,
     notices,
     open_drafting,
+    vector_input,
 )
 from jaxpage.checkpoints import ModelDescription, describe_model, open_model, read_dtype
 from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
@@ -86,7 +87,14 @@ class Subject:
         """Returns the description from which an engine with this layout is planned."""
         weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
         return Described(
-            self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora
+            self.config,
+            self.spec,
+            self.device,
+            layout,
+            weights_bytes,
+            self.drafting,
+            self.lora,
+            vectors=vector_input(self.config, self.model.family, self.spec),
         )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:

@@ -174,6 +174,11 @@ ENGINE_FLAGS = (
         "largest rank of a LoRA adapter; the others are padded to it; default: 16",
     ),
     Flag(
+        "enable_prompt_embeds",
+        None,
+        "prompts may be vectors in place of tokens, as {'prompt_embeds': array}; default: no",
+    ),
+    Flag(
         "tensor_parallel_size",
         int,
         "devices that share the model (docs/scale.md); default: 1",

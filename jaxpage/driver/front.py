@@ -212,6 +212,9 @@ def prepare(
         TypeError: A token id is no integer.
         ValueError: The prompt is refused, or the tokenizer fails on it.
     """
+    if prompt.vectors is not None:
+        placeholder_ids, embedded = engine.prompt_of_vectors(prompt.vectors)
+        return engine.prepare(None, placeholder_ids, checked, embedded)
     token_ids = prompt.token_ids
     if token_ids is None:
         if engine.tokenizer is None:

@@ -32,3 +32,6 @@ from jaxpage.engine.text import (
     StreamDetokenizer,  # makes the text of one sequence as its tokens come
     token_bytes,  # gives the bytes that a token stands for
 )
+from jaxpage.engine.vector_sources import (
+    VectorSources,  # keeps what takes the place of tokens in prompts
+)

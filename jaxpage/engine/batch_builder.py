@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -31,6 +32,7 @@ from jaxpage.step.token_masks import Mask
 Pairs = npt.NDArray[np.int32]
 Move = tuple[int, Pairs]  # the index of a cache group, and pairs of its blocks
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
+NO_SOURCES: Mapping[bytes, npt.NDArray[Any]] = MappingProxyType({})
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
@@ -44,6 +46,7 @@ class Batch:
         bucket: The shape of the step.
         packed: All other inputs in one array, so that one transfer is enough.
         processor_inputs: The inputs of logits processors; None for each that no draw asks for.
+        vectors: The array [T, 1 + n, D] of what takes the place of tokens, if anything does.
         swap_out: Arrays [num_swapped, 2] of (block, host block), padded with null blocks.
         swap_in: Arrays [num_swapped, 2] of (host block, block), padded with null blocks.
         copies: Arrays [num_copies, 2] of (source, destination), padded with the null block.
@@ -56,6 +59,7 @@ class Batch:
     bucket: Bucket
     packed: npt.NDArray[np.int32]
     processor_inputs: ProcessorInputs
+    vectors: tuple[npt.NDArray[Any], ...]
     swap_out: tuple[Move, ...]
     swap_in: tuple[Move, ...]
     copies: tuple[Move, ...]
@@ -78,6 +82,7 @@ class BatchBuilder:
         vocab_size: int,
         host_blocks: Sequence[range] = (),
         max_loras: int = 0,
+        vectors: jax.ShapeDtypeStruct | None = None,
     ):
         """Sets the shapes and the limits.
 
@@ -89,6 +94,7 @@ class BatchBuilder:
             vocab_size: The number of token ids (V).
             host_blocks: The ids of each cache group's host blocks.
             max_loras: The number of adapter slots.
+            vectors: The shape and type of what may take the place of a token; see `StepOptions`.
         """
         self.menu = menu
         self.tables = TableShape(len(blocks), table_width)
@@ -96,6 +102,7 @@ class BatchBuilder:
         self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
         self.max_loras = max_loras
+        self.vectors = vectors
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
@@ -107,6 +114,7 @@ class BatchBuilder:
             verifies=plan.verifies,
             branches=plan.branches,
             multi_step=plan.is_multi_step,
+            takes_vectors=plan.takes_vectors,
         )
 
     def build(
@@ -114,6 +122,7 @@ class BatchBuilder:
         plan: StepPlan,
         masks: Mapping[int, Mask] = NO_MASKS,
         lora_slots: Mapping[str, int] = NO_SLOTS,
+        sources: Mapping[bytes, npt.NDArray[Any]] = NO_SOURCES,
     ) -> Batch:
         """Returns the batch of a plan.
 
@@ -121,6 +130,7 @@ class BatchBuilder:
             plan: The plan of the step.
             masks: The tokens that a grammar admits, by the index of the draw in the plan's samples.
             lora_slots: The slot on the device, from 1, of each adapter, by its digest.
+            sources: The rows [R, 1 or 1 + n, D] of each source of vectors, by its key.
 
         Raises:
             ValueError: An id is out of range, or a step of several tokens needs the host in
@@ -159,6 +169,7 @@ class BatchBuilder:
             bucket,
             packed,
             processor_inputs,
+            self._place_vectors(fields, plan.rows, sources) if bucket.takes_vectors else (),
             swap_out=_moves(
                 "swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped
             ),
@@ -218,6 +229,25 @@ class BatchBuilder:
                 _fill_tree_mask(fields["tree_mask_TU"][first:stop], row.parents)
         if fields["q_TW"].size:
             _fill_candidates(fields, rows)
+
+    def _place_vectors(
+        self,
+        fields: dict[str, Any],
+        rows: tuple[Row, ...],
+        sources: Mapping[bytes, npt.NDArray[Any]],
+    ) -> tuple[npt.NDArray[Any]]:
+        """Returns the vectors at the places of the tokens that they take the place of."""
+        assert self.vectors is not None, "the engine takes no vectors"
+        shape = (len(fields["token_ids_T"]), *self.vectors.shape)
+        table_TND = np.zeros(shape, self.vectors.dtype)
+        for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
+            for span in row.embedded:
+                begin = first + span.start - row.start
+                place = slice(begin, begin + span.length)
+                source = sources[span.key]
+                table_TND[place, : source.shape[1]] = source[span.offset :][: span.length]
+                fields["is_vector_T"][place] = 1
+        return (table_TND,)
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()

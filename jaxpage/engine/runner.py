@@ -86,7 +86,11 @@ class Runner:
             self._pages = self.executables.copy(self._pages, group, pairs)
         step = self.executables.step(batch.bucket, batch.draft_depth)
         output, self._pages = step(
-            self._parameters, self._pages, batch.packed, batch.processor_inputs
+            self._parameters,
+            self._pages,
+            batch.packed,
+            batch.processor_inputs,
+            *batch.vectors,
         )
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
@@ -99,6 +100,19 @@ def no_recurrence(*_: Any) -> NoReturn:
     raise UnsupportedError("recurrent layers (linear attention) are not supported here")
 
 
+class PlacedVectors(NamedTuple):
+    """Holds the vectors that take the place of tokens in a pass.
+
+    Attributes:
+        is_vector_T: Which tokens they take the place of.
+        table_TND: For each token, the vector that takes the place of the token table's row, and
+            those that later layers take.
+    """
+
+    is_vector_T: Bool[Array, "T"]
+    table_TND: Float[Array, "T 1+n D"]
+
+
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
     """Describes one pass of a model over a stream of tokens. It belongs to the trace that made it.
@@ -109,12 +123,14 @@ class ForwardContext:
         aux_layers: The layers before which the model takes the hidden states that it returns as
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
+        vectors: The vectors that take the place of tokens; None if there are none.
     """
 
     positions_T: Int[Array, "T"]
     attend: Attend
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
+    vectors: PlacedVectors | None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
@@ -122,3 +138,11 @@ class ForwardContext:
         if rope not in self._angles:
             self._angles[rope] = rope.angles(self.positions_T)
         return self._angles[rope]
+
+    def place_vectors(self, embedded_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the token table's rows, and the vectors where these take their place."""
+        if self.vectors is None:
+            return embedded_TD
+        is_vector_T, table_TND = self.vectors
+        vectors_TD = table_TND[:, 0].astype(embedded_TD.dtype)
+        return jnp.where(is_vector_T[:, None], vectors_TD, embedded_TD)

@@ -182,7 +182,7 @@ class Scheduler:
         """
         manager = self.block_manager
         (group,) = (group for group in self.running if group.request.request_id == request_id)
-        prompt = group.request.prompt_token_ids
+        prompt = group.request.content_ids
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
         manager.pin(pin_id, sequence.sequence_id, Pin(prompt, group.request.prefix_salt))
@@ -314,6 +314,8 @@ class Scheduler:
         """
         if any([group.request.beam or group.request.processes_logits for group, _, _ in step.work]):
             return NO_DRAFTS
+        if step.takes_vectors:
+            return NO_DRAFTS
         places = chain((PLACEHOLDER,) * (self.limits.num_steps - 1))
         return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
 
@@ -332,6 +334,8 @@ class Scheduler:
                 for group, sequence, _ in step.work
             ]
         ):
+            return
+        if step.takes_vectors:
             return
         num_rows = len(step.work)
         budget = self.limits.draft_budget(num_rows)
@@ -514,7 +518,7 @@ class Scheduler:
         self.block_manager.cache(
             sequence.sequence_id,
             sequence.num_computed_tokens,
-            sequence.token_ids,
+            sequence.content_ids,
             sequence.block_digests,
             group.request.prefix_salt,
         )

@@ -10,7 +10,8 @@ The first layer takes the rows of the source there, and the token table's rows e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,16 +43,36 @@ class EmbeddedSpan(NamedTuple):
         """Returns the position after the last token."""
         return self.start + self.length
 
+    def cut(self, start: int, stop: int) -> EmbeddedSpan:
+        """Returns the part of the span from position `start` to `stop` - 1."""
+        first = max(start, self.start)
+        offset = self.offset + first - self.start
+        return self._replace(start=first, length=min(stop, self.stop) - first, offset=offset)
+
+    @property
+    def content_ids(self) -> list[int]:
+        """Returns what stands for the tokens in the prefix cache, in place of their ids.
+
+        The numbers are larger than any token id. What a token of a whole span sees depends on the
+        span's end, too.
+        """
+        key = self.key
+        if self.is_whole:
+            key = hashlib.sha256(key + b"%d %d" % (self.offset, self.length)).digest()
+        first = (1 + int.from_bytes(key, "big") << 32) + self.offset
+        return list(range(first, first + self.length))
+
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
     """Holds vectors that a caller gives.
 
     Attributes:
-        rows: The input of the first layer for each position, of shape [R, D].
+        rows: What takes the place of the token table's rows, of shape [R, D], in the type of the
+            model's activations.
     """
 
-    rows: npt.NDArray[np.float32]
+    rows: npt.NDArray[np.generic]
 
     @property
     def num_rows(self) -> int:
@@ -94,3 +115,29 @@ class EmbeddedPrompt:
             return 0
         highest = int(self.axes_AT.max())
         return highest + 1 - int(self.axes_AT.shape[1])
+
+    @property
+    def stop(self) -> int:
+        """Returns the position after the last one that a span fills."""
+        return self.spans[-1].stop if self.spans else 0
+
+    def within(self, start: int, stop: int) -> tuple[EmbeddedSpan, ...]:
+        """Returns the spans, and parts of spans, from position `start` to `stop` - 1."""
+        return tuple(
+            span.cut(start, stop) for span in self.spans if span.start < stop and start < span.stop
+        )
+
+    def replace_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns a sequence's tokens as the prefix cache compares them.
+
+        Those that a span fills have the span's `content_ids`.
+        """
+        content_ids = list(token_ids)
+        for span in self.spans:
+            content_ids[span.start : span.stop] = span.content_ids
+        return content_ids
+
+    def text_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens that no span fills, in order."""
+        filled = {place for span in self.spans for place in range(span.start, span.stop)}
+        return tuple(token_id for place, token_id in enumerate(token_ids) if place not in filled)

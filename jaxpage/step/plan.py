@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.step.draft import PLACEHOLDER, Candidates
+from jaxpage.step.embedded import EmbeddedSpan
 
 
 class Row(NamedTuple):
@@ -41,6 +42,7 @@ class Row(NamedTuple):
         num_logprobs: The number of most likely candidates that are wanted with each of them.
         next_token_id: The known token after the row; -1 if it is to be drawn.
         lora: The digest of the LoRA adapter.
+        embedded: The tokens whose place vectors take, by positions in the sequence.
     """
 
     sequence_id: int
@@ -54,6 +56,7 @@ class Row(NamedTuple):
     num_logprobs: int = 0
     next_token_id: int = -1
     lora: str | None = None
+    embedded: tuple[EmbeddedSpan, ...] = ()
 
     @property
     def context_length(self) -> int:
@@ -150,6 +153,11 @@ class StepPlan:
     def verifies(self) -> bool:
         """Returns whether any row has drafts; the placeholders of several steps are none."""
         return not self.is_multi_step and any([row.parents for row in self.rows])
+
+    @cached_property
+    def takes_vectors(self) -> bool:
+        """Returns whether vectors take the place of any token."""
+        return any([row.embedded for row in self.rows])
 
     @cached_property
     def is_multi_step(self) -> bool:

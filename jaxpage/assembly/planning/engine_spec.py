@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpage.assembly.planning import encoders
@@ -19,7 +20,7 @@ from jaxpage.assembly.planning.drafters import DraftedEngine
 from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
-from jaxpage.device.inputs import BucketMenu, TableShape, make_menu
+from jaxpage.device.inputs import Bucket, BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
@@ -87,6 +88,12 @@ class EngineSpec:
     def vocab_size(self) -> int:
         """Returns the number of the model's token ids (V)."""
         return self.described.model.vocab_size
+
+    @property
+    def vectors(self) -> jax.ShapeDtypeStruct | None:
+        """Returns the shape and type of what may take the place of a token; None if nothing may."""
+        vectors = self.described.vectors
+        return None if vectors is None else vectors.shape(self.layout.dtype)
 
     @property
     def page_dtype(self) -> jnp.dtype:
@@ -204,8 +211,14 @@ class EngineSpec:
             ],
             "vocab_size": self.vocab_size,
             "limits": asdict(self.limits),
-            "buckets": [list(asdict(bucket).values()) for bucket in self.menu.buckets],
+            "buckets": [_record(bucket) for bucket in self.menu.buckets],
         }
+
+
+def _record(bucket: Bucket) -> list[Any]:
+    """Returns a bucket for the event log: its last field is there where it says something."""
+    values = list(asdict(bucket).values())
+    return values if bucket.takes_vectors else values[:-1]
 
 
 def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
@@ -239,7 +252,9 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
-    menu = step_menu(config, described.device, mixed=mixed)
+    menu = step_menu(
+        config, described.device, mixed=mixed, takes_vectors=described.vectors is not None
+    )
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
     groups = cache_groups(
         kvs,
@@ -313,13 +328,16 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     return device.prefers_mixed_steps(config.attention_backend)
 
 
-def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+def step_menu(
+    config: EngineConfig, device: DeviceSpec, *, mixed: bool, takes_vectors: bool = False
+) -> BucketMenu:
     """Returns the shapes of an engine's steps.
 
     Args:
         config: The settings.
         device: The device.
         mixed: True if prompt chunks and decodes share a step; see `mixes`.
+        takes_vectors: True if vectors may take the place of tokens.
 
     Raises:
         ConfigError: No shape has room for the drafts that the settings ask for.
@@ -338,6 +356,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
         trees=drafts is not None and drafts.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=config.num_scheduler_steps,
+        takes_vectors=takes_vectors,
     )
     if drafts is not None and not menu.verify:
         raise ConfigError(

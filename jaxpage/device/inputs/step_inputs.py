@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.shapes import MAX_BIASES
@@ -65,6 +66,7 @@ class StepInputs(NamedTuple):
     # The token whose log probability after this token is wanted; 0 where none is.
     scored_T: jax.Array
     lora_slot_T: jax.Array  # the slot of its adapter; 0: none
+    is_vector_T: jax.Array  # 1 where a vector takes the place of the token, in steps that take some
     flags: jax.Array  # see `Flags`
 
 
@@ -123,6 +125,7 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     }
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
+    shapes["is_vector_T"] = (tokens if bucket.takes_vectors else 0,)
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 
@@ -138,6 +141,17 @@ def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> Proces
         bias_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.float32),
         history_RC=jax.ShapeDtypeStruct((num_draws, context), jnp.int32),
     )
+
+
+def vector_shape(num_deep: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Returns the shape [1 + n, D] of what takes the place of a token.
+
+    Args:
+        num_deep: The number of vectors for later layers (n).
+        width: The width of a vector (D).
+        dtype: The type of the model's activations.
+    """
+    return jax.ShapeDtypeStruct((1 + num_deep, width), jnp.dtype(dtype))
 
 
 def size_when_packed(bucket: Bucket, tables: TableShape) -> int:

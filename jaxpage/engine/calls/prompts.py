@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 from jinja2 import TemplateError
 
 FORMS = (
-    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of "
-    "those"
+    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, "
+    "{'prompt_embeds': array}, or a list of those"
 )
 Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
@@ -23,10 +23,17 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt as text, as token ids, or as both when the text has been encoded."""
+    """Holds a prompt as text, as token ids, or as both when the text has been encoded.
+
+    Attributes:
+        text: The text, if there is one.
+        token_ids: The token ids, if they are known.
+        vectors: An array of vectors in place of both, if a caller gave one.
+    """
 
     text: str | None
     token_ids: tuple[int, ...] | None
+    vectors: Any = None
 
 
 def accept_sampling_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -166,6 +173,8 @@ def _one(prompt: Any) -> Prompt:
 
 
 def _from_dict(prompt: dict[str, Any]) -> Prompt:
+    if set(prompt) == {"prompt_embeds"} and prompt["prompt_embeds"] is not None:
+        return Prompt(None, None, prompt["prompt_embeds"])
     if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
         raise TypeError(
             f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}"
