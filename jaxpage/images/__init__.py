@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
+    from jaxpage.images.content import (
+        PICTURE_TYPES,  # are the types of parts that are pictures, in Python
+        parts_of_content,  # gives the content of a message as parts
+        picture_in,  # gives the picture of a part
+        takes_parts_alone,  # says whether a chat template shows no content that is a text
+    )
     from jaxpage.images.loading import (
         MAX_PIXELS,  # is the most pixels of a picture
+        base64_in,  # gives the base64 in a data URL
         decode_base64,  # gives the bytes of a text in base64
-        decode_data_url,  # gives the bytes of a data URL
         load_picture,  # gives a picture as RGB
     )
     from jaxpage.images.placeholders import (
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     )
     from jaxpage.images.processor import (
         PictureProcessor,  # processes the pictures of one model, and expands its prompts
-        ProcessedPicture,  # holds a picture with its key and its placeholders
+        ReadyPicture,  # holds a picture with its key and its placeholders
     )
     from jaxpage.images.processor_settings import (
         ProcessorSettings,  # names a model's image processor, with its arguments

@@ -54,11 +54,11 @@ def load_picture(source: PictureSource, max_pixels: int = MAX_PIXELS) -> Image.I
     return _decode(bytes(source), max_pixels)
 
 
-def decode_data_url(url: str) -> bytes:
-    """Returns the bytes of a data URL in base64, such as `data:image/png;base64,iVBOR...`.
+def base64_in(url: str) -> str:
+    """Returns the base64 in a data URL, such as `data:image/png;base64,iVBOR...`.
 
     Raises:
-        ValueError: It is another URL, or no base64.
+        ValueError: It is another URL.
     """
     if (match := _DATA_URL.match(url[:1024])) is None:
         kind = re.match(r"[A-Za-z][A-Za-z0-9+.-]*(?=:)", url[:32])
@@ -67,7 +67,7 @@ def decode_data_url(url: str) -> bytes:
             f"must be a data URL with base64 (data:image/png;base64,...), got {what}: nothing is "
             "fetched, so send the picture itself"
         )
-    return decode_base64(url[match.end() :])
+    return url[match.end() :]
 
 
 def decode_base64(text: str) -> bytes:
@@ -89,7 +89,7 @@ def _bytes_of(text: str) -> bytes | Path:
     """Returns the bytes of a data URL, or the path that a text is."""
     if text[:5].lower() == "data:":
         try:
-            return decode_data_url(text)
+            return decode_base64(base64_in(text))
         except ValueError as error:
             raise ValueError(f"the picture {error}") from None
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):

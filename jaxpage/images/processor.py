@@ -21,7 +21,7 @@ from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
 AxesOf = Callable[[Sequence[int], Sequence[Picture]], npt.NDArray[np.int32]]
 
 
-class ProcessedPicture(NamedTuple):
+class ReadyPicture(NamedTuple):
     """Holds a picture that is ready for a model.
 
     Attributes:
@@ -74,9 +74,11 @@ class PictureProcessor:
         return int(token_id)
 
     def process(
-        self, pictures: Iterable[PictureSource], max_pixels: int = MAX_PIXELS
-    ) -> list[ProcessedPicture]:
+        self, pictures: Iterable[PictureSource | ReadyPicture], max_pixels: int = MAX_PIXELS
+    ) -> list[ReadyPicture]:
         """Returns pictures as the model takes them; see `load_picture`.
+
+        Those that are ready already stay as they are.
 
         Raises:
             TypeError: Something is no picture.
@@ -84,6 +86,9 @@ class PictureProcessor:
         """
         processed = []
         for index, source in enumerate(pictures):
+            if isinstance(source, ReadyPicture):
+                processed.append(source)
+                continue
             try:
                 picture = load_picture(source, max_pixels)
                 arrays = process_picture(self.settings, picture, self.rule.options)
@@ -93,12 +98,12 @@ class PictureProcessor:
             processed.append(self.finish(arrays))
         return processed
 
-    def finish(self, arrays: PictureArrays) -> ProcessedPicture:
+    def finish(self, arrays: PictureArrays) -> ReadyPicture:
         """Returns a picture of which the image processor has made the arrays."""
         text = self.rule.text_of(arrays)
         inputs = {name: array for name, array in arrays.items() if name not in self.rule.notes}
         picture = Picture(inputs, text.count(self.rule.token))
-        return ProcessedPicture(picture_key(inputs, self._settings_text), picture, text)
+        return ReadyPicture(picture_key(inputs, self._settings_text), picture, text)
 
     def check_text(self, text: str, num_pictures: int) -> None:
         """Raises ValueError if a prompt has not one marker for each picture."""
@@ -114,7 +119,7 @@ class PictureProcessor:
     def expand(
         self,
         prompt: str | Sequence[int],
-        pictures: Sequence[ProcessedPicture],
+        pictures: Sequence[ReadyPicture],
         *,
         add_special_tokens: bool = True,
     ) -> tuple[list[int], EmbeddedPrompt]:
@@ -148,9 +153,7 @@ class PictureProcessor:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def _expand_ids(
-        self, token_ids: Sequence[int], pictures: Sequence[ProcessedPicture]
-    ) -> list[int]:
+    def _expand_ids(self, token_ids: Sequence[int], pictures: Sequence[ReadyPicture]) -> list[int]:
         """Returns token ids with the placeholders of each picture in place of its marker."""
         num_rows = sum(picture.picture.num_rows for picture in pictures)
         if pictures and token_ids.count(self.token_id) == num_rows:
@@ -166,7 +169,7 @@ class PictureProcessor:
         return expanded
 
     def _spans(
-        self, token_ids: Sequence[int], pictures: Sequence[ProcessedPicture]
+        self, token_ids: Sequence[int], pictures: Sequence[ReadyPicture]
     ) -> tuple[EmbeddedSpan, ...]:
         """Returns the spans of the pictures: one for each run of placeholders of a picture."""
         places = np.flatnonzero(np.asarray(token_ids) == self.token_id)
