@@ -124,6 +124,10 @@ class ForwardContext:
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
         vectors: The vectors that take the place of tokens; None if there are none.
+        axes_AT: The positions by which pairs of heads turn, on several axes (see `Rope`); None if
+            `positions_T` are these too.
+        deep_nTD: What is added to the outputs of the first n layers: features of pictures, and zero
+            for the other tokens (DeepStack); None for nothing.
     """
 
     positions_T: Int[Array, "T"]
@@ -131,12 +135,15 @@ class ForwardContext:
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
     vectors: PlacedVectors | None = None
+    axes_AT: Int[Array, "A T"] | None = None
+    deep_nTD: Float[Array, "n T D"] | None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
         """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
-            self._angles[rope] = rope.angles(self.positions_T)
+            has_axes = self.axes_AT is not None and bool(rope.axes)
+            self._angles[rope] = rope.angles(self.axes_AT if has_axes else self.positions_T)
         return self._angles[rope]
 
     def place_vectors(self, embedded_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:

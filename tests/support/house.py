@@ -151,7 +151,11 @@ BANNED_ATTRIBUTES = {
 BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
 
 # Where modules multiply: everywhere else they call `product`.
-PRODUCTS = {"jaxpage/layers/product.py", "jaxpage/layers/norms.py"}
+PRODUCTS = {
+    "jaxpage/layers/product.py",
+    "jaxpage/layers/norms.py",
+    "jaxpage/layers/picture_attention.py",  # it multiplies by no weights
+}
 PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
