@@ -141,7 +141,7 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
         "thinking.type": "thinking",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    body = {"thinking": {"type": "enabled"}, **wanted}
+    body: dict[str, Any] = {"thinking": {"type": "enabled"}, **wanted}
     ignored = ()
     if isinstance(thinking, ThinkingWithBudget) and thinking.budget_tokens is not None:
         # Only the end of reasoning that has a form can be found.
