@@ -1,7 +1,6 @@
 """Makes requests of the prompts that callers give, and log probabilities of outputs."""
 
 from jaxpage.engine.calls.prompts import (
-    NO_PICTURES,  # says that a model takes no pictures
     Messages,  # is the type of the messages of a conversation
     Prompt,  # holds one prompt, as a text or as token ids
     accept_sampling_params,  # lets a method take `sampling_params` for `params`

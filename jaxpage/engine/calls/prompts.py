@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
 
+from jaxpage.engine.vector_sources import NO_PICTURES
 from jaxpage.errors import UnsupportedError
 from jaxpage.images import (
     PICTURE_TYPES,
@@ -24,10 +25,6 @@ FORMS = (
     "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, "
     "{'prompt_embeds': array}, or a list of those; a prompt with pictures is "
     "{'prompt': ..., 'multi_modal_data': {'image': [...]}}"
-)
-NO_PICTURES = (
-    "this model takes text alone: its files have no encoder of pictures that is supported, or "
-    "limit_mm_per_prompt is 0"
 )
 Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
