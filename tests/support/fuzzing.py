@@ -332,7 +332,7 @@ def _left_over(performance: Performance) -> str:
     for engine in performance.engines:
         llm = engine.llm
         if llm.is_sleeping:
-            performance.finish(engine.call("wake_up"), "wake_up")
+            performance.wake(engine)
         for pin in list(engine.pins):
             performance.finish(performance.release(engine, pin), "release of a pin")
         if performance.finish(engine.call("drain", MOST_SECONDS), "drain") is not True:

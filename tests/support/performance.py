@@ -353,7 +353,15 @@ class Performance:
             ]
             raise WrongBehaviour(f"{', '.join(names)} waits, and nothing is left to do")
         for engine in asleep:
+            self.wake(engine)
+
+    def wake(self, engine: PlayedEngine) -> None:
+        """Wakes an engine. A call that was interrupted may wake it first."""
+        try:
             self.finish(engine.call("wake_up"), "wake_up")
+        except RuntimeError:
+            if engine.llm.is_sleeping:
+                raise
 
     def finish(self, coroutine: Any, what: str) -> Any:
         """Returns the result of a last call, which nothing may keep from ending."""
