@@ -158,7 +158,7 @@ BUDGETS = [
     SamplingParams(temperature=0.0, max_tokens=40, thinking_token_budget=0, thinking_markers=OPENED),
     SamplingParams(temperature=0.0, max_tokens=60, thinking_token_budget=9, thinking_markers=OPENED),
     SamplingParams(
-        temperature=0.7, seed=5, max_tokens=90, thinking_token_budget=4, thinking_markers=QUOTED
+        temperature=0.7, seed=6, max_tokens=90, thinking_token_budget=4, thinking_markers=QUOTED
     ),
     SamplingParams(
         temperature=0.0, max_tokens=96, thinking_token_budget=500, thinking_markers=OPENED
