@@ -145,9 +145,7 @@ def plain() -> Any:
 
 def texts_of(llm: LLM, *params: SamplingParams) -> list[list[int]]:
     """The tokens of each request. They run one after the other, so that few shapes are compiled."""
-    return [
-        llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0].token_ids for each in params
-    ]
+    return [llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
 
 
 PROMPT = "Once upon a time there was a poor miller"
@@ -155,8 +153,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 # The prompt opens the reasoning of some; what others say in quotes is theirs, again and again.
 OPENED, QUOTED = ("", "</think>", False), ('"', '"', True)
 BUDGETS = [
-    SamplingParams(temperature=0.0, max_tokens=40, thinking_token_budget=0, thinking_markers=OPENED),
-    SamplingParams(temperature=0.0, max_tokens=60, thinking_token_budget=9, thinking_markers=OPENED),
+    SamplingParams(
+        temperature=0.0, max_tokens=40, thinking_token_budget=0, thinking_markers=OPENED
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=60, thinking_token_budget=9, thinking_markers=OPENED
+    ),
     SamplingParams(
         temperature=0.7, seed=6, max_tokens=90, thinking_token_budget=4, thinking_markers=QUOTED
     ),

@@ -448,7 +448,9 @@ THOUGHT_IN = {
         "<|end|><|start|>assistant<|channel|>final<|message|>",
     ),
 }
-WORDS = st.sampled_from(["a", "We ", "think", ". ", "\n", "é", "\U0001f600", "</", "<|", " the fox"])
+WORDS = st.sampled_from(
+    ["a", "We ", "think", ". ", "\n", "é", "\U0001f600", "</", "<|", " the fox"]
+)
 
 
 @functools.cache
@@ -519,9 +521,7 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     made = output(exchange, scripts)
     chunks = [c for delta in deltas(made, scripts) for c in exchange.chunks(0, delta)]
     chunks += exchange.last_chunks()
-    numbers = [
-        chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks
-    ]
+    numbers = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
     assert numbers == sorted(numbers) and numbers[-1] == expected
     assert chunks[-1]["usage"] == response["usage"]
     if num_choices == 1:
