@@ -159,7 +159,7 @@ def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS
     places, text = reader._parser.reasoning, "".join(texts)
     thoughts = [text[begin:end] for begin, end in zip(places.begins, places.ends, strict=True)]
     joint = "" if form.headers is None else "\n"
-    assert joint.join(filter(None, thoughts)) == message["reasoning_content"]
+    assert joint.join(filter(None, thoughts)).strip() == message["reasoning_content"].strip()
     return message
 
 

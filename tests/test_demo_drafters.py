@@ -17,6 +17,7 @@ from jaxpage.assembly.planning.drafters import open_heads
 from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import open_model
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -139,11 +140,44 @@ def plain() -> Any:
     with LLM(
         model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=160, use_tqdm=False
     ) as llm:
-        yield llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        yield texts_of(llm, GREEDY, *BUDGETS)
+
+
+def texts_of(llm: LLM, *params: SamplingParams) -> list[list[int]]:
+    """The tokens of each request. They run one after the other, so that few shapes are compiled."""
+    return [llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
 
 
 PROMPT = "Once upon a time there was a poor miller"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
+# The prompt opens the reasoning of some; what others say in quotes is theirs, again and again.
+OPENED, QUOTED = ("", "</think>", False), ('"', '"', True)
+BUDGETS = [
+    SamplingParams(
+        temperature=0.0, max_tokens=40, thinking_token_budget=0, thinking_markers=OPENED
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=60, thinking_token_budget=9, thinking_markers=OPENED
+    ),
+    SamplingParams(
+        temperature=0.7, seed=6, max_tokens=90, thinking_token_budget=4, thinking_markers=QUOTED
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=96, thinking_token_budget=500, thinking_markers=OPENED
+    ),
+]
+
+
+def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain: list[list[int]]) -> None:
+    """Otherwise the drafts of budgets would be those of other requests."""
+    tokenizer = load_tokenizer(DEMO)
+    free, at_once, later, quoted, unspent = plain
+    close = tokenizer("</think>", add_special_tokens=False)["input_ids"]
+    assert len(close) > 1 and at_once[: len(close)] == close
+    assert later[9 : 9 + len(close)] == close and later[:9] == free[:9]
+    assert unspent == free
+    said = tokenizer.decode(quoted).split('"')[1::2]
+    assert any(len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 4 for text in said)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +193,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
     ],
 )
 def test_packaged_drafters_save_steps_and_change_nothing(
-    plain: list[int], method: str, name: str | None, settings: dict[str, Any], at_least: float
+    plain: list[list[int]],
+    method: str,
+    name: str | None,
+    settings: dict[str, Any],
+    at_least: float,
 ) -> None:
+    """Also where a budget forces the end of the reasoning, in the middle of drafts."""
     with started(method, name, **settings) as llm:
-        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
+        assert texts_of(llm, GREEDY) == plain[:1]
         assert llm.stats()["tokens_per_target_step"] > at_least
+        before = llm.stats()["spec_decode_num_accepted_tokens_total"]
+        assert texts_of(llm, *BUDGETS) == plain[1:]
+        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > before
         invariants(llm)
 
 

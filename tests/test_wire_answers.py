@@ -484,7 +484,7 @@ def begins_of(token_ids: Sequence[int]) -> list[int]:
     cuts=st.lists(st.integers(0, 80), max_size=12),
     num_choices=st.integers(1, 2),
 )
-def test_tokens_of_reasoning_are_those_that_begin_in_it(
+def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     template: str,
     words: list[str],
     said: str,
@@ -509,9 +509,10 @@ def test_tokens_of_reasoning_are_those_that_begin_in_it(
     response = whole.whole([output(whole, scripts)])
     message = response["choices"][0]["message"]
     reasoning = message.get("reasoning_content", "")
-    begin = text.index(before) + len(before)
-    assert text[begin:].startswith(reasoning)
-    inside = range(begin, begin + len(reasoning))
+    begin = len(before.rstrip())
+    end = len(text) if is_cut else text.index(after.split("|>")[0].strip(), begin)
+    assert text[begin:end].strip() == reasoning.strip()
+    inside = range(begin, end)
     expected = num_choices * sum(place in inside for place in begins_of(token_ids))
     assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
     read(ChatCompletion, response)

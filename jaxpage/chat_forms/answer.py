@@ -90,12 +90,16 @@ class AnswerReader(BufferedReader):
             self._emit_space("content", max(map(leading_space, content.tails), key=len, default=""))
 
     def _read_reasoning(self, form: ReasoningForm) -> Parser[None]:
-        buffer = self._buffer
+        buffer, start = self._buffer, self._buffer.position
         if self._is_open:
             yield from buffer.skip_trailing_space(form.open)
         elif not (yield from fits(buffer, buffer.literal(form.open, before_value=True))):
             return
-        self.reasoning.begin(buffer.place)
+        opened = buffer.text[start : buffer.position]
+        # White space next to the markers is no text of the reasoning, but between them.
+        num_space = len(opened) - len(opened.rstrip())
+        self.reasoning.begin(buffer.place - num_space)
+        self.reasoning.extend(num_space)
         emit = functools.partial(self._emit, "reasoning")
         trigger = "" if self._form is None else self._form.trigger
         bare = "" if self._bare is None or not self._bare.has_tag else self._bare_marker
@@ -363,12 +367,14 @@ class AnswerReader(BufferedReader):
 
     def _emit(self, kind: TextKind, text: str) -> None:
         """Gives out text, and keeps the white space at its end until more text follows."""
+        if kind == "reasoning":
+            self.reasoning.extend(len(text))
         stripped = text.rstrip()
         if stripped and kind == "content":
             self._has_content = True
             self._count_fences(text)
         if stripped:
-            self._give_out(kind, "".join(self._space) + stripped)
+            self._pieces.append(AnswerPiece(kind, "".join(self._space) + stripped))
             self._space.clear()
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
@@ -383,10 +389,5 @@ class AnswerReader(BufferedReader):
     def _emit_space(self, kind: TextKind, of_marker: str) -> None:
         """Gives out the white space that was kept, without that of the marker after it."""
         if space := "".join(self._space).removesuffix(of_marker):
-            self._give_out(kind, space)
+            self._pieces.append(AnswerPiece(kind, space))
         self._space.clear()
-
-    def _give_out(self, kind: TextKind, text: str) -> None:
-        self._pieces.append(AnswerPiece(kind, text))
-        if kind == "reasoning":
-            self.reasoning.extend(len(text))

@@ -28,6 +28,8 @@ class AnswerPiece(NamedTuple):
 class ReasoningPlaces:
     """Says where in the text of an answer its reasoning is, as far as that is certain.
 
+    It is what stands between the markers, with the white space next to them.
+
     Attributes:
         begins: Where each part of the reasoning begins, in characters of the answer, in order.
         ends: Where each part ends.
@@ -54,7 +56,7 @@ class PieceParser(Protocol):
     The pieces put together are the same however the text is cut. The time is linear in the text.
 
     Attributes:
-        reasoning: Where the reasoning is in the text. Its text is that of the pieces.
+        reasoning: Where the reasoning is in the text.
     """
 
     reasoning: ReasoningPlaces

@@ -24,7 +24,8 @@ from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.templates import RENDER_BYTES, RENDER_SECONDS
 
-_DERIVE_SECONDS = 20.0  # for all that is rendered of one template
+# For all that is rendered of one template: a second, or a minute on a machine that is busy.
+_DERIVE_SECONDS = 90.0
 # A template alone, without a tokenizer, gets the tokens that most of them call so.
 _SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

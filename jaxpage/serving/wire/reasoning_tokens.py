@@ -11,14 +11,13 @@ from jaxpage.serving.wire.logprobs import TextOffsets
 
 
 class ReasoningTokens:
-    r"""Counts the tokens of one answer whose text begins in the reasoning.
+    r"""Counts the tokens of one answer whose text begins between the markers of reasoning.
 
-    Here the line break belongs to the closing marker, so 3 tokens are reasoning:
+        <think>  \n  We  think  .</  think>  Hi        <think>  We  think  .  \n  </think>  Hi
+                  1   2      3    4                              1      2  3   4
 
-        <think>  We  think  .</  think>  Hi        <think>  We  think  .  \n  </think>  Hi
-                  1      2    3                              1      2  3
-
-    A token without text is reasoning if it comes between the markers.
+    So a budget of N tokens that is used up gives N. A token without text is reasoning if it comes
+    before the closing marker.
     """
 
     def __init__(self, places: ReasoningPlaces, offsets: TextOffsets) -> None:
