@@ -427,7 +427,13 @@ def test_a_cross_encoder_has_no_vectors(ranker: tuple[LLM, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"num_blocks": 9}, {"enable_lora": True}, {"kv_cache_dtype": "int8"}, {"event_log": "x"}],
+    [
+        {"num_blocks": 9},
+        {"enable_lora": True},
+        {"kv_cache_dtype": "int8"},
+        {"event_log": "x"},
+        {"tensor_parallel_size": 2},
+    ],
 )
 def test_settings_of_a_kv_cache_are_refused(settings: dict[str, Any], saved: Any) -> None:
     [(name, _)] = settings.items()

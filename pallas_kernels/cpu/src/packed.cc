@@ -62,7 +62,7 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 #endif
 }
 
-// A vector of this number. `Floats{} + x` would add zero to it: that is -0 made 0, and so an addition.
+// A vector of this number; see `splat`.
 inline Floats each(float x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(x);
