@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import LLM, AsyncLLM
+from jaxpage.cli import doctor, main
 from jaxpage.device.encoder import TextEncoder
 from jaxpage.device.encoder_step import (
     attend_in_cpp,
@@ -337,7 +338,9 @@ def files_of(directory: Path, pooling: dict[str, Any], *more: str, **prompts: An
         write_json(directory / "config_sentence_transformers.json", prompts)
 
 
-def test_the_files_of_sentence_transformers_are_followed(tmp_path: Path) -> None:
+def test_the_files_of_sentence_transformers_are_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_encoder(tmp_path, "BertModel", **FORMS["BertModel"])
     modes = {"pooling_mode_cls_token": True, "pooling_mode_mean_sqrt_len_tokens": True}
     files_of(
@@ -348,6 +351,11 @@ def test_the_files_of_sentence_transformers_are_followed(tmp_path: Path) -> None
         default_prompt_name="query",
     )
     tokenizer = word_tokenizer()
+    main(["plan", str(tmp_path), "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["max_model_len"], planned["max_position_embeddings"]) == (64, POSITIONS)
+    [said] = doctor._texts(str(tmp_path))
+    assert said == "embedded by cls, mean_sqrt_len_tokens: at most 64 tokens of 128"
     with open_llm(tmp_path) as llm:
         [found] = llm.embed("the cat", use_tqdm=False)
         ranked = llm.rerank("the cat", ["a dog", "cat"])
@@ -419,7 +427,13 @@ def test_a_cross_encoder_has_no_vectors(ranker: tuple[LLM, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"num_blocks": 9}, {"enable_lora": True}, {"kv_cache_dtype": "int8"}, {"event_log": "x"}],
+    [
+        {"num_blocks": 9},
+        {"enable_lora": True},
+        {"kv_cache_dtype": "int8"},
+        {"event_log": "x"},
+        {"tensor_parallel_size": 2},
+    ],
 )
 def test_settings_of_a_kv_cache_are_refused(settings: dict[str, Any], saved: Any) -> None:
     [(name, _)] = settings.items()

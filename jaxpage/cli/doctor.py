@@ -97,6 +97,9 @@ def _model(model: str) -> Iterator[tuple[str, str]]:
         return
     yield from _part("model", lambda: _checkpoint(model))
     yield from _part("tokenizer", lambda: _tokenizer(model))
+    if texts := list(_part("texts", lambda: _texts(model))):
+        yield from texts
+        return
     yield from _part("chat template", lambda: _chat_template(model))
     yield from _part("form of answers", lambda: _chat_form(model))
 
@@ -239,6 +242,28 @@ def _checkpoint(model: str) -> Iterator[str]:
     files = open_model(resolve_model(model))
     architecture = ", ".join(files.config.get("architectures") or ["of no named architecture"])
     yield f"{files.directory}, {architecture}: config and tensors fit"
+
+
+def _texts(model: str) -> Iterator[str]:
+    """Yields what an encoder does with texts; nothing for a model that generates."""
+    from jaxpage.checkpoints import describe_model, read_embedding_files
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.models import EncoderConfig
+
+    directory = resolve_model(model)
+    described = describe_model(directory)
+    if not isinstance(described.spec, EncoderConfig):
+        return
+    files = read_embedding_files(directory)
+    files = files.of_encoder(described.config, scores_pairs=described.spec.scores_pairs)
+    positions = described.spec.max_position_embeddings
+    longest = f"at most {min(positions, files.max_tokens or positions)} tokens of {positions}"
+    if files.pair_activation is not None:
+        yield f"pairs are scored, by {files.pair_activation}: {longest}"
+    else:
+        yield f"embedded by {', '.join(files.modes)}: {longest}"
+        if files.refusal:
+            yield f"not supported: {files.refusal}"
 
 
 def _tokenizer(model: str) -> Iterator[str]:

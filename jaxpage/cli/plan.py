@@ -30,7 +30,13 @@ from jaxpage.assembly.planning import (
     open_drafting,
     vector_input,
 )
-from jaxpage.checkpoints import ModelDescription, describe_model, open_model, read_dtype
+from jaxpage.checkpoints import (
+    ModelDescription,
+    describe_model,
+    open_model,
+    read_dtype,
+    read_embedding_files,
+)
 from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
 from jaxpage.device.hardware import DeviceSpec, open_devices
@@ -63,6 +69,8 @@ class Subject:
         device: The device.
         drafting: The draft model or the draft head, if there is one.
         lora: The adapters that the engine takes, if it takes any.
+        max_text: The tokens of the longest text that an encoder's files allow; None if they say
+            nothing.
     """
 
     config: EngineConfig
@@ -72,6 +80,7 @@ class Subject:
     device: DeviceSpec
     drafting: Drafting
     lora: LoRASpec | None
+    max_text: int | None
 
     @property
     def spec(self) -> ModelSpec:
@@ -98,6 +107,7 @@ class Subject:
             self.drafting,
             self.lora,
             vectors=vector_input(self.config, family, self.spec, vision),
+            max_text=self.max_text,
         )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
@@ -206,6 +216,7 @@ def _print_encoder(subject: Subject, chosen: Option, *, as_json: bool) -> None:
         "weights_bytes": chosen.plan.weights_bytes,
         "workspace_bytes": chosen.plan.workspace_bytes,
         "max_model_len": chosen.plan.max_model_len,
+        "max_position_embeddings": subject.spec.max_position_embeddings,
     }
     if as_json:
         print(json.dumps(about))
@@ -218,6 +229,7 @@ def _print_encoder(subject: Subject, chosen: Option, *, as_json: bool) -> None:
         ("keys and values", "none: the model is an encoder, which keeps nothing of a text"),
         ("dtype", chosen.layout.dtype),
         *chosen.plan.rows(),
+        ("positions", f"{subject.spec.max_position_embeddings:,}"),
     ]
     print("\n".join(align(rows, num_words=2)))
 
@@ -243,7 +255,8 @@ def spec_of(
 def _describe(
     arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[str, Any]
 ) -> tuple[Subject, ModelLayout]:
-    model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
+    directory = resolve_model_config(config.model, config.revision)
+    model = describe_model(directory, config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
     divisions = Divisions(model.family, model.spec, model.rule)
     unquantised = (
@@ -252,7 +265,8 @@ def _describe(
     num_parameters = sum(weight.size for weight in unquantised)
     drafting = _drafting(config)
     lora = lora_spec(config, model.family, model.spec)
-    subject = Subject(config, model, divisions, num_parameters, device, drafting, lora)
+    max_text = read_embedding_files(directory).max_tokens
+    subject = Subject(config, model, divisions, num_parameters, device, drafting, lora, max_text)
     dtype = choose_dtype(config.dtype, device, read_dtype(model.config), model.family)
     layout = ModelLayout(
         dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization)

@@ -34,6 +34,7 @@ from jaxpage.engine.texts import (
     are_texts,
     check_pairs,
     encode,
+    encode_together,
     reranker_of,
     truncation_of,
 )
@@ -170,6 +171,7 @@ class DrivenModel(BuiltModel):
         """Prepares prompts whose vectors are computed, with how each is pooled."""
         truncation = self._truncation(truncate_prompt_tokens)
         prompts, poolings = self._embedding.add_prompts(prompts, pooling)
+        prompts = encode_together(self.tokenizer, prompts, truncation)
         if requests := self._prepare(prompts, self._embedding.params, truncation=truncation):
             return requests, poolings
         raise ValueError("embed needs at least one prompt")
@@ -187,7 +189,9 @@ class DrivenModel(BuiltModel):
     ) -> tuple[list[PreparedRequest], list[TokenPooling]]:
         """Prepares prompts of whose vectors or scores the scores of pairs are made."""
         texts, poolings = reranker.inputs(pairs, instruction, truncation)
-        return self._prepare(texts, self._embedding.params, truncation=truncation), poolings
+        prompts = [{"prompt": text} if isinstance(text, str) else text for text in texts]
+        prompts = encode_together(self.tokenizer, prompts, truncation)
+        return self._prepare(prompts, self._embedding.params, truncation=truncation), poolings
 
     def _text_pairs(self, first: Any, second: Any) -> list[Pair] | None:
         """Returns the pairs of texts that an encoder scores; None for token ids, or no encoder."""

@@ -9,6 +9,7 @@ from jaxpage.engine.texts.encoding import (
     Truncation,  # says how prompts that are too long are cut
     check_scored_whole,  # refuses to cut token ids that are scored
     encode,  # encodes a text, or two that are read together
+    encode_together,  # encodes several texts in one call
     truncation_of,  # checks how many tokens of a prompt stay
 )
 from jaxpage.engine.texts.reranking import (

@@ -282,6 +282,7 @@ void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int
   const int64_t vecs = a.value_width / kLanes;
   int64_t i = 0;
   for (; i + 4 <= vecs; i += 4) add_values<kHeads, 4>(heads, values, vecs, i, begin, end);
+  for (; i + 2 <= vecs; i += 2) add_values<kHeads, 2>(heads, values, vecs, i, begin, end);
   for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
 }
 

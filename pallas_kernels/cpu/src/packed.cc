@@ -62,6 +62,17 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 #endif
 }
 
+// A vector of this number; see `splat`.
+inline Floats each(float x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+
 // Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
 // gives one of them, `add` adds its product with x.
 struct FloatWord {
@@ -70,7 +81,7 @@ struct FloatWord {
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int) { return w; }
-  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+  static Sum add(Sum sum, X x, Words w) { return add_product(each(x), (Floats)w, sum); }
 };
 
 // Reads two numbers of bfloat16, which are made float; x has been.
@@ -80,7 +91,7 @@ struct PairWord {
   static constexpr int kSteps = 2;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
-  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+  static Sum add(Sum sum, X x, Words w) { return add_product(each(x), (Floats)w, sum); }
 };
 
 // Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.

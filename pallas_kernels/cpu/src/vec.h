@@ -25,7 +25,8 @@ typedef uint8_t UByte __attribute__((vector_size(16)));
 
 constexpr int kLanes = 16;
 
-static inline Vec splat(float x) { return Vec{} + x; }
+// `Vec{} + x` would add zero to it: that makes 0 of -0, and so it is an addition.
+static inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 static inline Vec ascending() { return Vec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 static inline Vec as_float(Bits x) { return (Vec)x; }
 static inline Bits as_bits(Vec x) { return (Bits)x; }
