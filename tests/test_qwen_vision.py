@@ -147,7 +147,13 @@ def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate(joined).astype(np.int32)
 
 
-PROMPTS = [((0,), (0, 3)), ((2, 0), (4, 1, 0)), ((3, 1, 4), (1, 2, 30, 7)), ((5,), (2, 1)), ((), (6,))]
+PROMPTS = [
+    ((0,), (0, 3)),
+    ((2, 0), (4, 1, 0)),
+    ((3, 1, 4), (1, 2, 30, 7)),
+    ((5,), (2, 1)),
+    ((), (6,)),
+]
 
 
 def their_inputs(ids: np.ndarray, shown: Sequence[Picture]) -> dict[str, Any]:
@@ -284,7 +290,11 @@ def test_no_axis_of_an_encoder_is_divided_among_devices() -> None:
     for name in TOWERS:
         family, spec, *_ = encoder(name)
         for weight in model_weights(family, spec):
-            names = {name for axis in weight.axes for name, _ in (axis if isinstance(axis, tuple) else [(axis, 0)])}
+            names = {
+                name
+                for axis in weight.axes
+                for name, _ in (axis if isinstance(axis, tuple) else [(axis, 0)])
+            }
             assert names <= {None, "embed"}, weight.path
 
 
@@ -306,7 +316,9 @@ def test_placeholders_that_are_not_those_of_the_pictures_are_refused() -> None:
     grids = [PatchGrid(4, 6, 2), PatchGrid(2, 2, 2)]
     with pytest.raises(ValueError, match="has 6 tokens for pictures, and its 2 pictures fill 7"):
         rotary_positions([1] + [PICTURE] * 6, PICTURE, grids)
-    with pytest.raises(ValueError, match="6 tokens of a picture, from position 0 on, do not follow"):
+    with pytest.raises(
+        ValueError, match="6 tokens of a picture, from position 0 on, do not follow"
+    ):
         rotary_positions([PICTURE] * 3 + [1] + [PICTURE] * 4, PICTURE, grids)
     # Pictures that follow each other without a text between them are told apart by their grids.
     axes_3T = rotary_positions([PICTURE] * 7 + [1], PICTURE, grids)
