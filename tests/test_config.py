@@ -65,6 +65,8 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "speculative_config": None,
         "enable_lora": False,
         "enable_prompt_embeds": False,
+        "limit_images": None,
+        "encoder_cache_bytes": 512 * 2**20,
         "max_loras": 4,
         "max_lora_rank": 16,
         "tensor_parallel_size": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,6 +36,14 @@ TOWER = {
 SIZES = ((40, 30), (90, 41), (23, 23), (31, 100))  # width and height of pictures in pixels
 
 
+def features_of_all(model: Any, arrays: Mapping[str, Any]) -> Any:
+    return model.get_image_features(**arrays).pooler_output
+
+
+def features_of_pixels(model: Any, arrays: Mapping[str, Any]) -> Any:
+    return model.get_image_features(pixel_values=arrays["pixel_values"]).pooler_output
+
+
 @dataclass(frozen=True)
 class Tower:
     """An encoder of transformers and its image processor.
@@ -46,6 +54,7 @@ class Tower:
         processor: The class of the processor.
         settings: Its settings.
         parts: How names of the encoder's tensors begin.
+        features: Gives the rows of a picture.
     """
 
     architecture: str
@@ -53,9 +62,7 @@ class Tower:
     processor: str
     settings: Mapping[str, Any]
     parts: tuple[str, ...]
-    features: Callable[[Any, Mapping[str, Any]], Any] = field(
-        default=lambda model, arrays: model.get_image_features(**arrays).pooler_output
-    )
+    features: Callable[[Any, Mapping[str, Any]], Any] = features_of_all
 
 
 SMOLVLM = Tower(
@@ -76,16 +83,58 @@ IDEFICS3 = Tower(
     SMOLVLM.settings,
     SMOLVLM.parts,
 )
+GEMMA3 = Tower(
+    "Gemma3ForConditionalGeneration",
+    {
+        "text_config": TEXT,
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model", "image_size": 32},
+        "mm_tokens_per_image": 16,
+    },
+    "Gemma3ImageProcessorPil",
+    {"size": {"height": 32, "width": 32}},
+    ("model.vision_tower.", "model.multi_modal_projector."),
+    features_of_pixels,
+)
+MISTRAL3 = Tower(
+    "Mistral3ForConditionalGeneration",
+    {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**TOWER, "model_type": "pixtral", "image_size": 96},
+    },
+    "PixtralImageProcessorPil",
+    {"size": {"longest_edge": 96}, "patch_size": {"height": 8, "width": 8}},
+    ("model.vision_tower.", "model.multi_modal_projector."),
+)
 TOWERS = {
     "smolvlm": SMOLVLM,
-    "smolvlm-whole": Tower(
-        SMOLVLM.architecture,
-        SMOLVLM.config,
-        SMOLVLM.processor,
-        {**SMOLVLM.settings, "do_image_splitting": False},
-        SMOLVLM.parts,
+    "smolvlm-whole": dataclasses.replace(
+        SMOLVLM, settings={**SMOLVLM.settings, "do_image_splitting": False}
     ),
     "idefics3": IDEFICS3,
+    "mistral3": MISTRAL3,
+    "ministral3": dataclasses.replace(
+        MISTRAL3,
+        config={
+            "text_config": {**TEXT, "model_type": "ministral3"},
+            "vision_config": {
+                **MISTRAL3.config["vision_config"],
+                "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"},
+                "hidden_act": "silu",
+            },
+            **{"spatial_merge_size": 3, "multimodal_projector_bias": True},
+            "projector_hidden_act": "relu",
+        },
+        settings={"size": {"longest_edge": 96}, "patch_size": {"height": 12, "width": 12}},
+    ),
+    "gemma3": GEMMA3,
+    "gemma3-crops": dataclasses.replace(
+        GEMMA3,
+        settings={
+            **GEMMA3.settings,
+            **{"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10},
+            **{"pan_and_scan_max_num_crops": 3, "pan_and_scan_min_ratio_to_activate": 1.2},
+        },
+    ),
 }
 
 
@@ -96,7 +145,12 @@ def theirs(name: str) -> tuple[Any, Any]:
     kind = getattr(transformers, tower.architecture)
     config = {key: dict(v) if isinstance(v, dict) else v for key, v in tower.config.items()}
     model = kind(kind.config_class(**config)).eval()
-    randomise(model, torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    randomise(model, generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # a parameter outside of the modules that are known
+                parameter.normal_(0.0, 0.3, generator=generator)
     return model, getattr(transformers, tower.processor)(**tower.settings)
 
 
@@ -179,7 +233,7 @@ def test_rows_are_the_features_of_transformers(name: str) -> None:
 
 
 # A picture whose encoder has another size; the encoder of transformers has none.
-@pytest.mark.parametrize("name", ["smolvlm"])
+@pytest.mark.parametrize("name", ["smolvlm", "gemma3", "mistral3"])
 def test_the_same_picture_in_a_larger_size_has_the_same_rows(name: str) -> None:
     family, spec, _ = ours(name)
     size = max(spec.sizes)
@@ -244,6 +298,9 @@ def test_what_an_encoder_cannot_take_is_refused() -> None:
     pixels = np.zeros((1, 1, 3, 48, 48), np.float32)
     with pytest.raises(UnsupportedError, match="has 144 patches, and the encoder takes at most 36"):
         family.Model.calls(spec, {"pixel_values": pixels})
+    gemma, gemma_spec, _ = ours("gemma3")
+    with pytest.raises(UnsupportedError, match="fills 4 rows, not 16: .* to 32 x 32 pixels"):
+        gemma.Model.calls(gemma_spec, {"pixel_values": pixels[0, :, :, :16, :16]})
     mask = np.ones((1, 1, 24, 24), np.int64)
     mask[..., 12:] = 0
     with pytest.raises(UnsupportedError, match="has padding"):

@@ -25,6 +25,7 @@ from jaxpage.assembly.planning import (
     ModelLayout,
     engine_spec_of,
     find_refused_settings,
+    find_vision,
     notices,
     open_drafting,
     vector_input,
@@ -86,6 +87,8 @@ class Subject:
     def describe(self, layout: ModelLayout) -> Described:
         """Returns the description from which an engine with this layout is planned."""
         weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
+        family = self.model.family
+        vision = find_vision(self.config, family, self.model.config)
         return Described(
             self.config,
             self.spec,
@@ -94,7 +97,7 @@ class Subject:
             weights_bytes,
             self.drafting,
             self.lora,
-            vectors=vector_input(self.config, self.model.family, self.spec),
+            vectors=vector_input(self.config, family, self.spec, vision),
         )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:

@@ -1,8 +1,9 @@
 """Runs steps on the device: step functions, the table of executables, and what runs next to them.
 
 Nothing in this room sees a request. Its inner rooms are `hardware` (devices and kernels), `inputs`
-(the shapes and the inputs of steps), `pages` (keys and values) and `drafters`. Names are loaded at
-first use, so that a part that asks for one of them does not load the others.
+(the shapes and the inputs of steps), `pages` (keys and values), `drafters` and `vision` (encoders
+of pictures). Names are loaded at first use, so that a part that asks for one of them does not load
+the others.
 """
 
 from __future__ import annotations

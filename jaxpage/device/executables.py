@@ -373,6 +373,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
             output,
             pages,
         )
+    if job.func.__name__ == "compile_vision":
+        return (job.args[0], job.args[1]), 0
     pages = job.args[0]
     moves = {
         _compile_copy: ((pages, 0), pages),

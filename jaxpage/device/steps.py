@@ -30,7 +30,7 @@ from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
-from jaxpage.layers.context import ForwardContext, PlacedVectors
+from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
@@ -390,9 +390,14 @@ def _run_model(
     )
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
-    placed = None if vectors is None else PlacedVectors(inputs.is_vector_T > 0, vectors)
     context = ForwardContext(
-        inputs.positions_T, attend, aux_layers=aux_layers, recur=recur, vectors=placed
+        inputs.positions_T,
+        attend,
+        aux_layers=aux_layers,
+        recur=recur,
+        vectors=None if vectors is None else (inputs.is_vector_T > 0, vectors[:, 0]),
+        axes_AT=inputs.axes_AT if options.tables.num_axes else None,
+        deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
     with _scope(options, inputs.lora_slot_T).open():
         hidden_TD, by_layer, states = model(

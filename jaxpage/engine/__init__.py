@@ -20,6 +20,9 @@ from jaxpage.engine.engine import (
     Engine,  # calls the scheduler and the runner in turn
     EngineParts,  # names the parts of an engine that may be replaced
 )
+from jaxpage.engine.picture_encoder import (
+    PictureEncoder,  # encodes pictures, and keeps what it has encoded
+)
 from jaxpage.engine.reporting import (
     Reporter,  # reports on one request
 )

@@ -25,6 +25,7 @@ from jaxpage.device.inputs import (
     empty_inputs,
 )
 from jaxpage.engine.processor_inputs import processor_inputs_of
+from jaxpage.engine.vector_fields import NO_SOURCES, Sources, fill_axes, place_vectors
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
@@ -32,7 +33,6 @@ from jaxpage.step.token_masks import Mask
 Pairs = npt.NDArray[np.int32]
 Move = tuple[int, Pairs]  # the index of a cache group, and pairs of its blocks
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
-NO_SOURCES: Mapping[bytes, npt.NDArray[Any]] = MappingProxyType({})
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
@@ -80,6 +80,7 @@ class BatchBuilder:
         block_size: int,
         blocks: Sequence[range],
         vocab_size: int,
+        tables: TableShape | None = None,
         host_blocks: Sequence[range] = (),
         max_loras: int = 0,
         vectors: jax.ShapeDtypeStruct | None = None,
@@ -92,12 +93,13 @@ class BatchBuilder:
             block_size: The slots of a block (S).
             blocks: The block ids of each cache group's pool. The arrays of a group count from 1.
             vocab_size: The number of token ids (V).
+            tables: What the inputs of all steps have in common; None for block tables alone.
             host_blocks: The ids of each cache group's host blocks.
             max_loras: The number of adapter slots.
             vectors: The shape and type of what may take the place of a token; see `StepOptions`.
         """
         self.menu = menu
-        self.tables = TableShape(len(blocks), table_width)
+        self.tables = tables or TableShape(len(blocks), table_width)
         self.block_size = block_size
         self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
@@ -122,7 +124,7 @@ class BatchBuilder:
         plan: StepPlan,
         masks: Mapping[int, Mask] = NO_MASKS,
         lora_slots: Mapping[str, int] = NO_SLOTS,
-        sources: Mapping[bytes, npt.NDArray[Any]] = NO_SOURCES,
+        sources: Sources = NO_SOURCES,
     ) -> Batch:
         """Returns the batch of a plan.
 
@@ -150,6 +152,8 @@ class BatchBuilder:
             fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
+        if self.tables.num_axes:
+            fill_axes(fields, plan.rows)
         if num_scored:
             self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
@@ -169,7 +173,7 @@ class BatchBuilder:
             bucket,
             packed,
             processor_inputs,
-            self._place_vectors(fields, plan.rows, sources) if bucket.takes_vectors else (),
+            place_vectors(fields, plan.rows, sources, self.vectors) if bucket.takes_vectors else (),
             swap_out=_moves(
                 "swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped
             ),
@@ -229,25 +233,6 @@ class BatchBuilder:
                 _fill_tree_mask(fields["tree_mask_TU"][first:stop], row.parents)
         if fields["q_TW"].size:
             _fill_candidates(fields, rows)
-
-    def _place_vectors(
-        self,
-        fields: dict[str, Any],
-        rows: tuple[Row, ...],
-        sources: Mapping[bytes, npt.NDArray[Any]],
-    ) -> tuple[npt.NDArray[Any]]:
-        """Returns the vectors at the places of the tokens that they take the place of."""
-        assert self.vectors is not None, "the engine takes no vectors"
-        shape = (len(fields["token_ids_T"]), *self.vectors.shape)
-        table_TND = np.zeros(shape, self.vectors.dtype)
-        for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
-            for span in row.embedded:
-                begin = first + span.start - row.start
-                place = slice(begin, begin + span.length)
-                source = sources[span.key]
-                table_TND[place, : source.shape[1]] = source[span.offset :][: span.length]
-                fields["is_vector_T"][place] = 1
-        return (table_TND,)
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()

@@ -25,13 +25,14 @@ from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.batch_builder import NO_SLOTS, NO_SOURCES, BatchBuilder
+from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.engine.thinking import budget_of
-from jaxpage.engine.vector_sources import NOT_ENABLED, VectorSources
+from jaxpage.engine.vector_fields import NO_SOURCES
+from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
@@ -234,6 +235,10 @@ class Engine:
             UnsupportedError: A parameter cannot be honoured. The message names it and its value.
         """
         checked = params if isinstance(params, CheckedParams) else self.check_params(params)
+        if embedded is not None:
+            if self.sources is None:
+                raise UnsupportedError(NO_PICTURES)
+            embedded = self.sources.complete(token_ids, embedded)
         return self.admission.prepare(prompt, token_ids, checked, embedded)
 
     def prompt_of_vectors(self, values: Any) -> tuple[TokenIds[int], EmbeddedPrompt]:
@@ -411,6 +416,8 @@ class Engine:
         self._check_unused("weights cannot be replaced", "prefixes of the old ones")
         self.reset_prefix_cache()
         self.runner.replace_parameters(weights)
+        if self.sources is not None:
+            self.sources.weights_replaced()
         self.weights_version += 1
         self.events.weights_replaced()
         return self.weights_version
@@ -477,6 +484,8 @@ class Engine:
         self.events.pages_rebuilt()
         if were_dropped and self.adapters is not None:
             self.adapters.lose_slots()
+        if were_dropped and self.sources is not None:
+            self.sources.weights_replaced()
         if were_dropped and self.weights_version:
             self.weights_version += 1  # those of the checkpoint, in place of later ones
 

@@ -100,19 +100,6 @@ def no_recurrence(*_: Any) -> NoReturn:
     raise UnsupportedError("recurrent layers (linear attention) are not supported here")
 
 
-class PlacedVectors(NamedTuple):
-    """Holds the vectors that take the place of tokens in a pass.
-
-    Attributes:
-        is_vector_T: Which tokens they take the place of.
-        table_TND: For each token, the vector that takes the place of the token table's row, and
-            those that later layers take.
-    """
-
-    is_vector_T: Bool[Array, "T"]
-    table_TND: Float[Array, "T 1+n D"]
-
-
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
     """Describes one pass of a model over a stream of tokens. It belongs to the trace that made it.
@@ -123,7 +110,7 @@ class ForwardContext:
         aux_layers: The layers before which the model takes the hidden states that it returns as
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
-        vectors: The vectors that take the place of tokens; None if there are none.
+        vectors: Which tokens vectors take the place of, and these vectors [T, D]; None for none.
         axes_AT: The positions by which pairs of heads turn, on several axes (see `Rope`); None if
             `positions_T` are these too.
         deep_nTD: What is added to the outputs of the first n layers: features of pictures, and zero
@@ -134,7 +121,7 @@ class ForwardContext:
     attend: Attend
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
-    vectors: PlacedVectors | None = None
+    vectors: tuple[Bool[Array, "T"], Float[Array, "T D"]] | None = None
     axes_AT: Int[Array, "A T"] | None = None
     deep_nTD: Float[Array, "n T D"] | None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
@@ -150,6 +137,5 @@ class ForwardContext:
         """Returns the token table's rows, and the vectors where these take their place."""
         if self.vectors is None:
             return embedded_TD
-        is_vector_T, table_TND = self.vectors
-        vectors_TD = table_TND[:, 0].astype(embedded_TD.dtype)
-        return jnp.where(is_vector_T[:, None], vectors_TD, embedded_TD)
+        is_vector_T, vectors_TD = self.vectors
+        return jnp.where(is_vector_T[:, None], vectors_TD.astype(embedded_TD.dtype), embedded_TD)

@@ -84,6 +84,7 @@ MULTIMODAL = {
         "images",
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
+        vision="vision.gemma3:Gemma3Vision",
     ),
     "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
@@ -104,6 +105,7 @@ MULTIMODAL = {
         _LLAVA,
         "images",
         tied_by_files=True,
+        vision="vision.pixtral:PixtralVision",
     ),
     "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},

@@ -93,9 +93,8 @@ class PlanBuilder:
                 token_ids = tuple(known[start : start + num_tokens])
             tables = block_manager.block_tables(sequence.sequence_id)
             row = Row(sequence.sequence_id, start, token_ids, tables)
-            if sequence.takes_vectors:
-                assert sequence.embedded is not None
-                row = row._replace(embedded=sequence.embedded.within(start, start + num_tokens))
+            if sequence.needs_embedded:
+                row = row._replace(embedded=sequence.embedded)
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)
             if not draws:

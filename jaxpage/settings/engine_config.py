@@ -220,6 +220,17 @@ class EngineConfig(Settings):
         False,
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}",
     )
+    limit_images: Annotated[int, Field(ge=0, lt=2**31)] | None = setting(
+        None,
+        "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes "
+        "text alone",
+        shown="what a prompt holds",
+    )
+    encoder_cache_bytes: ByteSize = setting(
+        512 * 2**20,
+        "host memory for encoded pictures that later requests may have, too: 512MiB, or bytes",
+        shown="512MiB",
+    )
     tensor_parallel_size: _Count = setting(
         1, "devices that share the model (docs/scale.md)", alias="-tp"
     )

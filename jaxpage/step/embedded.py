@@ -127,6 +127,33 @@ class EmbeddedPrompt:
             span.cut(start, stop) for span in self.spans if span.start < stop and start < span.stop
         )
 
+    def longest_chunk(self, start: int, stop: int) -> int:
+        """Returns the last position, at most `stop`, up to which a step may compute from `start`.
+
+        It is not within a span whose tokens see each other both ways.
+        """
+        for span in self.spans:
+            if span.is_whole and span.start < stop < span.stop:
+                return max(start, span.start)
+        return stop
+
+    def end_of_whole(self, start: int) -> int:
+        """Returns the end of the whole span that has this position; the position itself if none."""
+        for span in self.spans:
+            if span.is_whole and span.start <= start < span.stop:
+                return span.stop
+        return start
+
+    def rotary_positions(self, positions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns the rotary positions [A, T] of tokens at these places of the sequence.
+
+        Those after the prompt go on from the largest one of the prompt, the same on all axes.
+        """
+        assert self.axes_AT is not None
+        length = self.axes_AT.shape[1]
+        of_prompt_AT = self.axes_AT[:, np.minimum(positions_T, length - 1)]
+        return np.where(positions_T < length, of_prompt_AT, positions_T + self.position_offset)
+
     def replace_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Returns a sequence's tokens as the prefix cache compares them.
 

@@ -200,6 +200,12 @@ class Sequence:
         return self.embedded is not None and self.num_computed_tokens < self.embedded.stop
 
     @property
+    def needs_embedded(self) -> bool:
+        """Returns whether its next step takes vectors, or rotary positions on several axes."""
+        embedded = self.embedded
+        return embedded is not None and (self.takes_vectors or embedded.axes_AT is not None)
+
+    @property
     def output_token_ids(self) -> list[int]:
         """Returns the tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -92,6 +92,7 @@ INNER_DOORS = {
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
+    "jaxpage.device.vision",
     "jaxpage.engine.calls",
     "jaxpage.models.config",
     "jaxpage.models.drafters",

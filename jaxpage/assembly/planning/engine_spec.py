@@ -19,6 +19,7 @@ from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafters import DraftedEngine
 from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.planning.sizing import MemoryPlan
+from jaxpage.assembly.planning.vectors import VectorInput
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
 from jaxpage.device.inputs import Bucket, BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
@@ -123,7 +124,12 @@ class EngineSpec:
     @property
     def tables(self) -> TableShape:
         """Returns the shape of the block tables."""
-        return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
+        width = -(-self.memory.max_model_len // self.memory.block_size)
+        if (vectors := self.described.vectors) is None:
+            return TableShape(len(self.groups), width)
+        return TableShape(
+            len(self.groups), width, vectors.num_axes, sees_ahead=vectors.num_whole > 0
+        )
 
     @property
     def pages_of_shard(self) -> KVPages:
@@ -247,6 +253,8 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     weights_bytes = (
         described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
     )
+    if described.vectors is not None:  # each device has the whole encoder
+        weights_bytes += described.vectors.vision_bytes(layout.dtype) * sharding.num_devices
     if described.lora:
         weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
@@ -256,6 +264,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         config, described.device, mixed=mixed, takes_vectors=described.vectors is not None
     )
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
+    check_whole(described.vectors, limits)
     groups = cache_groups(
         kvs,
         max_length=config.max_model_len or max_length,
@@ -297,6 +306,17 @@ def check_length(config: EngineConfig, model: ModelSpec) -> None:
             f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
             " (original_max_position_embeddings, where the model has LongRoPE; index_topk, where an indexer"
             " chooses the positions that are attended to: it is not computed)"
+        )
+
+
+def check_whole(vectors: VectorInput | None, limits: StepLimits) -> None:
+    """Raises ConfigError if a step cannot hold tokens that see each other both ways."""
+    if vectors is not None and vectors.num_whole > limits.max_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens is {limits.max_tokens}, but a picture of this model fills up "
+            f"to {vectors.num_whole} tokens that see each other both ways, which one step "
+            f"computes: set max_num_batched_tokens to {vectors.num_whole} or more, or limit_images "
+            "to 0"
         )
 
 

@@ -23,10 +23,12 @@ NUM_FLAGS = 7
 
 
 class TableShape(NamedTuple):
-    """Holds the shape of the block tables of a step."""
+    """Holds the shape of the block tables of a step, and what else all steps have in common."""
 
     num_groups: int  # Z: cache groups
     width: int  # M: blocks of the longest sequence
+    num_axes: int = 0  # A: axes of rotary positions; 0 if these are the tokens' places
+    sees_ahead: bool = False  # tokens of pictures see each other both ways
 
 
 class StepInputs(NamedTuple):
@@ -66,6 +68,10 @@ class StepInputs(NamedTuple):
     # The token whose log probability after this token is wanted; 0 where none is.
     scored_T: jax.Array
     lora_slot_T: jax.Array  # the slot of its adapter; 0: none
+    axes_AT: jax.Array  # the rotary positions, if these have several axes
+    # The last position that each token sees, in steps that take vectors if these see each other
+    # both ways.
+    last_seen_T: jax.Array
     is_vector_T: jax.Array  # 1 where a vector takes the place of the token, in steps that take some
     flags: jax.Array  # see `Flags`
 
@@ -125,6 +131,8 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     }
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
+    shapes["axes_AT"] = (tables.num_axes, tokens)
+    shapes["last_seen_T"] = (tokens if bucket.takes_vectors and tables.sees_ahead else 0,)
     shapes["is_vector_T"] = (tokens if bucket.takes_vectors else 0,)
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
@@ -215,6 +223,7 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
         **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
         token_ids_T=token_ids_B,
         positions_T=positions_B,
+        axes_AT=inputs.axes_AT[:, place_B],
         slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, place_B], 0),
         context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
         query_start=jnp.append(0, jnp.cumsum(is_row_B)),
