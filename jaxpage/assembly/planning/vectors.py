@@ -74,7 +74,15 @@ def find_vision(
     vision: Any = getattr(family, "Vision", None)
     if vision is None or config.limit_images == 0 or "vision_config" not in model_config:
         return None
+    if not takes_vectors(family):
+        return None
     return VisionPart(vision, vision.Spec.from_config(model_config))
+
+
+def takes_vectors(family: Family) -> bool:
+    """Returns whether vectors may take the place of tokens in models of a family."""
+    takes: bool = getattr(family.Model, "takes_vectors", False)
+    return takes
 
 
 def vector_input(
@@ -93,14 +101,11 @@ def vector_input(
     """
     if not config.enable_prompt_embeds and vision is None:
         return None
-    if not getattr(family.Model, "takes_vectors", False):
+    if not takes_vectors(family):
         name = getattr(family.Model, "__name__", "this")
-        setting = (
-            "enable_prompt_embeds" if config.enable_prompt_embeds else "pictures (limit_images)"
-        )
         raise UnsupportedError(
-            f"{setting}: not supported for {config.model}, since models of the family {name} need "
-            "the ids of all tokens"
+            f"enable_prompt_embeds is not supported for {config.model}: models of the family "
+            f"{name} need the ids of all tokens"
         )
     # A family may project narrow embeddings to the width of its layers (OPT-350m).
     width = getattr(spec, "embedding_width", spec.hidden_size)
