@@ -14,6 +14,8 @@ from jaxpage.models import Family, ModelSpec, model_weights
 from jaxpage.models.parameters import num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 
+QUERY_TILE = 128  # the queries whose scores an encoder has at a time, at least
+
 
 @dataclass(frozen=True)
 class VisionPart:
@@ -60,6 +62,21 @@ class VectorInput:
     def vision_bytes(self, dtype: str) -> int:
         """Returns the bytes of the encoder's weights."""
         return 0 if self.vision is None else self.vision.num_bytes(dtype)
+
+    @property
+    def vision_workspace_bytes(self) -> int:
+        """Returns an estimate of the temporary memory of the encoder's largest executable.
+
+        It has a few float32 activations, and the scores of a tile of queries.
+        """
+        if self.vision is None:
+            return 0
+        size = self.vision.spec.sizes[-1]
+        tower: Any = getattr(self.vision.spec, "tower", None)
+        width = max(
+            4 * getattr(tower, "hidden_size", self.width), getattr(tower, "intermediate_size", 0)
+        )
+        return 4 * size * (6 * width + 3 * QUERY_TILE * getattr(tower, "num_heads", 16))
 
 
 def find_vision(
