@@ -76,7 +76,9 @@ class VectorInput:
         width = max(
             4 * getattr(tower, "hidden_size", self.width), getattr(tower, "intermediate_size", 0)
         )
-        return 4 * size * (6 * width + 3 * QUERY_TILE * getattr(tower, "num_heads", 16))
+        num_heads: int = getattr(tower, "num_heads", 16)
+        num_bytes: int = 4 * size * (6 * width + 3 * QUERY_TILE * num_heads)
+        return num_bytes
 
 
 def find_vision(
