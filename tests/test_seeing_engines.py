@@ -263,3 +263,12 @@ def test_a_plan_counts_the_encoder(directories, capsys):
             held = jax.tree.leaves(llm._engine.parameters.get("vision", {}))
             assert sum(leaf.nbytes for leaf in held) == llm.memory.vision_bytes
             assert (llm.memory.vision_bytes > 0) == has
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_a_drafter_on_the_device_changes_no_bit(name, directories, alone):
+    """It sees placeholders in place of a picture, and no later tokens."""
+    drafts = {"method": "draft_model", "model": str(directories(name)), "num_speculative_tokens": 3}
+    with make_llm(directories(name), speculative_config=drafts) as llm:
+        assert tokens_of(run(llm, prompts_of(name), GREEDY)) == alone(name, GREEDY)
+        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > 0
