@@ -162,7 +162,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
         window = pixels // common["merge"] // common["patch"][-1]
         if window == 0:
             text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note(WrongField(text), window_size=pixels)
+            fields.note(WrongField(text), window_size=pixels, patch_size=common["patch"][-1])
         return cls(
             **common,
             inner=fields.integer("intermediate_size", 3420),
