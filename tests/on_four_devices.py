@@ -24,10 +24,10 @@ from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402
+from tests.support import seeing_models as seeing  # noqa: E402
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
-from tests.support import seeing_models as seeing  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
-from jaxpage import BeamSearchParams, SamplingParams
+from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
 from jaxpage.replay.replaying import replay
 from jaxpage.step.embedded import EmbeddedPrompt
@@ -249,3 +250,16 @@ def test_what_does_not_fit_is_refused(directories):
     few = {"max_num_batched_tokens": 12, "block_size": 4}
     with pytest.raises(ConfigError, match="fills up to 16 tokens that see each other both ways"):
         make_llm(directories("gemma3"), **few)
+
+
+def test_a_plan_counts_the_encoder(directories, capsys):
+    directory = str(directories("gemma3"))
+    for limit, has in ((None, True), ("0", False)):
+        words = [] if limit is None else ["--limit-images", limit]
+        assert cli.main(["plan", directory, *words]) == 0
+        lines = capsys.readouterr().out
+        assert ("encoder of pictures" in lines) == ("up to 512.00 MiB of the host" in lines) == has
+        with make_llm(directory, **({} if has else {"limit_images": 0})) as llm:
+            held = jax.tree.leaves(llm._engine.parameters.get("vision", {}))
+            assert sum(leaf.nbytes for leaf in held) == llm.memory.vision_bytes
+            assert (llm.memory.vision_bytes > 0) == has

@@ -90,7 +90,10 @@ MULTIMODAL = {
         {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
     ),
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
+        {"gemma4_text": "gemma4:Gemma4"},
+        _GEMMA,
+        "images, videos and sound",
+        vision="vision.gemma4:Gemma4Vision",
     ),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
