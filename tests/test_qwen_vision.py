@@ -389,19 +389,85 @@ def test_a_table_that_is_no_square_is_refused() -> None:
         family.Vision.Spec.from_config({**config, "vision_config": vision})
 
 
-def test_published_configs_are_read() -> None:
-    """Those that transformers' classes have as defaults."""
-    for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5"):
-        config = getattr(transformers, f"{name}Config")()
-        config.text_config.hidden_size, config.text_config.num_attention_heads = 3584, 28
-        fields = {**config.to_dict(), "architectures": [f"{name}ForConditionalGeneration"]}
-        loaded: Any = load_family(fields)
-        spec = loaded.Vision.Spec.from_config(fields)
-        assert spec.hidden_size == 3584 and spec.image_token_id == config.image_token_id
-        assert spec.num_layers == config.vision_config.depth
-        assert spec.window == (4 if name == "Qwen2_5_VL" else 0)
-        assert spec.num_entries == (48 if name.startswith("Qwen3") else 0)
-        assert spec.deep_layers == ((8, 16, 24) if name == "Qwen3VL" else ())
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {
+        **{"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        **{"intermediate_size": 18_944, "num_hidden_layers": 1, "vocab_size": 152_064},
+        **{"model_type": "qwen2_vl", "max_window_layers": 28, "sliding_window": 32_768},
+        **{"use_sliding_window": False, "image_token_id": 151_655, "rope_theta": 1_000_000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            **{"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3},
+            **{"hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2},
+            **{"spatial_patch_size": 14, "temporal_patch_size": 2},
+        },
+    },
+    "Qwen2_5_VL": {
+        **{"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        **{"intermediate_size": 18_944, "num_hidden_layers": 1, "vocab_size": 152_064},
+        **{"model_type": "qwen2_5_vl", "max_window_layers": 28, "sliding_window": 32_768},
+        **{"use_sliding_window": False, "image_token_id": 151_655, "rope_theta": 1_000_000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            **{"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420},
+            **{"num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14},
+            **{"spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112},
+            **{"fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
+            "temporal_patch_size": 2,
+        },
+    },
+    "Qwen3VL": {
+        **{"image_token_id": 151_655, "model_type": "qwen3_vl"},
+        "text_config": {
+            **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8},
+            **{"intermediate_size": 6144, "num_hidden_layers": 1, "vocab_size": 151_936},
+            **{"head_dim": 128, "model_type": "qwen3_vl_text", "rope_theta": 5_000_000},
+            "rope_scaling": {
+                **{"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+                "rope_type": "default",
+            },
+        },
+        "vision_config": {
+            **{"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024},
+            **{"hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "intermediate_size": 4096},
+            **{"model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304},
+            **{"out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2},
+            "temporal_patch_size": 2,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_encoders_of_published_sizes_have_the_tensors_of_transformers(name: str) -> None:
+    """Qwen2-VL-7B, Qwen2.5-VL-7B and Qwen3-VL-2B, with the fields that their files have."""
+    config = {**_PUBLISHED[name], "architectures": [f"{name}ForConditionalGeneration"]}
+    loaded: Any = load_family(config)
+    family = loaded.Vision
+    spec = family.Spec.from_config(config)
+    axes = loaded.Spec.from_config(config).rope.axes
+    assert (spec.image_token_id, len(axes), axes.count(0)) == (
+        151_655,
+        64,
+        24 if "3" in name else 16,
+    )
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    fields = {key: value for key, value in _PUBLISHED[name].items() if key != "model_type"}
+    with torch.device("meta"):
+        model = kind(kind.config_class(**copy.deepcopy(fields)))
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.visual.")
+    }
+    found = {
+        piece.name: piece.stored_shape
+        for weight in model_weights(family, spec)
+        for source in weight.sources
+        for piece in source.pieces
+        if piece.name in expected
+    }
+    assert found == expected and len(found) > 200
 
 
 # Engines: one with windows in the encoder, one with linear attention and MTP drafts, one with experts.
@@ -443,7 +509,7 @@ def test_engines_give_the_log_probabilities_of_transformers(name: str, tmp_path:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=5)
     with make_llm(tmp_path, **ENGINES[name]) as llm:
         engine = llm._engine
-        outputs = []
+        outputs: list[Any] = []
         for number in range(2):  # the second time the prefix is found
             prepared = engine.prepare(None, ids.tolist(), params, embedded_prompt(ids, shown))
             reporter = engine.add(str(number), prepared)
