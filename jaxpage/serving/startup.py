@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
-from jaxpage.assembly import PHASES, Built, Hooks
+from jaxpage.assembly import PHASES, Built, Hooks, open_pictures
+from jaxpage.assembly.planning import find_vision
 from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
@@ -142,11 +143,11 @@ def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext
     Raises:
         JaxpageError: There is no such model, or its files are wrong.
     """
-    described = describe_model(
-        resolve_model_config(engine.model, engine.revision), engine.quantization
-    )
+    directory = resolve_model_config(engine.model, engine.revision)
+    described = describe_model(directory, engine.quantization)
     tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
     derived, _ = derive_form(tokenizer)
+    sees = find_vision(engine, described.family, described.config) is not None
     return ModelContext(
         model_names=model_names(engine, server),
         max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
@@ -154,6 +155,7 @@ def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext
         tokenizer=tokenizer,
         card=card_of_settings(engine),
         chat_format=choose_form(derived, server.tool_parser, server.reasoning_parser),
+        pictures=open_pictures(directory, described.config, tokenizer) if sees else None,
     )
 
 
