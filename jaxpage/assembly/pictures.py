@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpage.checkpoints import read_object_if_there
+from jaxpage.checkpoints.tokenizers import read_processor_files
 from jaxpage.errors import CheckpointError
 from jaxpage.images import PictureProcessor, read_settings, rule_of
 
@@ -29,10 +29,8 @@ def open_pictures(
     """
     if tokenizer is None:
         return None
-    settings = read_settings(
-        read_object_if_there(directory, "processor_config.json"),
-        read_object_if_there(directory, "preprocessor_config.json"),
-    )
+    files = read_processor_files(directory)
+    settings = read_settings(files.processor, files.image_processor)
     rule = None if settings is None else rule_of(settings, tokenizer, config)
     if settings is None or rule is None:
         kind = "no image processor" if settings is None else f"the image processor {settings.kind}"
