@@ -45,7 +45,7 @@ from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_server
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
@@ -114,6 +114,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
+    most = engine.limit_images
     form, no_form = _chat_format(built.tokenizer, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
@@ -128,6 +129,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
+        limits=RequestLimits() if most is None else RequestLimits(max_pictures=most),
         reranker=reranker_of(built.embedding, server.rerank_method),
         generates=not built.spec.encoded,
         embedding=built.embedding,
