@@ -361,12 +361,13 @@ def test_there_are_not_too_many_pictures() -> None:
     # A template without borders, so that the text itself is short enough.
     bare = "{% for m in messages %}{% for p in m.content %}<|image_pad|>{% endfor %}{% endfor %}"
     short = seeing(template=bare, max_model_len=20)
-    error = refused(open_chat, chat(said([image(SMALL)] * 8)), short)
+    large = encoded(picture(96, 96, 3))
+    error = refused(open_chat, chat(said([image(large)] * 8)), short)
     assert (error.code, error.param) == (
         "context_length_exceeded",
-        "messages[0].content[5].image_url.url",
+        "messages[0].content[2].image_url.url",
     )
-    assert "the first 6 pictures of the 8 fill 24 tokens, and max_model_len is 20" in error.message
+    assert "the first 3 pictures of the 8 fill 27 tokens, and max_model_len is 20" in error.message
 
 
 def test_usage_counts_the_tokens_of_pictures() -> None:
@@ -756,8 +757,7 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
                 model="smol",
                 max_tokens=4,
                 messages=turns,
-                temperature=0,
-                extra_body={"ignore_eos": True},
+                extra_body={"ignore_eos": True, "temperature": 0},
             )
             assert message.content[0].text == answer  # type: ignore[union-attr]
             counted = claude.messages.count_tokens(model="smol", messages=turns)
