@@ -162,7 +162,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
         window = pixels // common["merge"] // common["patch"][-1]
         if window == 0:
             text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note(WrongField(text), window_size=pixels)
+            fields.note(WrongField(text), window_size=pixels, patch_size=common["patch"][-1])
         return cls(
             **common,
             inner=fields.integer("intermediate_size", 3420),
@@ -238,7 +238,7 @@ def _read_square(fields: VisionFields) -> int:
 def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     """Returns numbers of layers, which must be in order; those that do not exist are left out."""
     layers = fields.get(name, default)
-    stated = list(layers) if isinstance(layers, list | tuple) else [None]
+    stated: list[Any] = list(layers) if isinstance(layers, list | tuple) else [None]
     if not all(type(layer) is int for layer in stated) or stated != sorted(set(stated)):
         text = f"{name} must be a list of numbers of layers in their order, not {layers!r}"
         fields.note(WrongField(text), **{name: []})

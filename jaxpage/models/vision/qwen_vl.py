@@ -224,7 +224,7 @@ class QwenVision(VisionTower):
             position_PW = (entry_P4W * inputs["share_P4"][:, :, None]).sum(axis=1)
             hidden_PW = hidden_PW + position_PW.astype(hidden_PW.dtype)
         angles = config.rope.angles(inputs["place_P2"].T)
-        deep = []
+        deep: list[jax.Array] = []
         for index, layer in enumerate(self.layers):
             has_windows = config.window and index not in config.whole_layers
             segment_P = inputs["window_P" if has_windows else "segment_P"]
@@ -286,7 +286,8 @@ def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
         raise ValueError(
             f"{num_patches} patches with image_grid_thw {grids} are not those of one picture"
         )
-    return PatchGrid(*grids[0][1:], spec.merge)
+    _, height, width = grids[0]
+    return PatchGrid(height, width, spec.merge)
 
 
 def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
