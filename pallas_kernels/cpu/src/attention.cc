@@ -391,7 +391,7 @@ void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, in
 
 void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens,
                   int64_t kv_head) {
-  Unit units[kHeadsOfChunk];
+  Unit units[kTokensOfTiles];
   for (int64_t t = 0; t < num_tokens; ++t)
     units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
   (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens));

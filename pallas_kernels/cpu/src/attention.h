@@ -10,6 +10,8 @@ constexpr int kMostHeadWidth = 640;
 constexpr int kMostHeads = 4;  // query heads that are computed together
 // The query heads of a prompt's chunk that share what is read of the pages.
 constexpr int kHeadsOfChunk = 48;
+// The query tokens of a prompt's chunk that do so with tiles, whatever their query heads.
+constexpr int kTokensOfTiles = 256;
 
 enum class Type : int { kF32, kBF16, kF16, kI8, kF8 };
 
@@ -46,8 +48,8 @@ struct Attention {
 struct Kernels {
   void (*write)(const Attention&, int64_t token);
   void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end);
-  // The same of some tokens of a row without a tree and one key/value head, at most kHeadsOfChunk
-  // query heads in all.
+  // The same of some tokens of a row without a tree and one key/value head: at most kHeadsOfChunk
+  // query heads in all, or kTokensOfTiles tokens with tiles.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t token, int64_t num_tokens,
                        int64_t kv_head);
 };

@@ -174,6 +174,7 @@ bool type_of(ffi::DataType given, bool is_page, Type* type) {
 
 constexpr int64_t kHeadsInCache = 6144;  // numbers of queries, sums and scores
 constexpr int64_t kQueriesOfChunk = 32;
+constexpr int64_t kSumsInCache = 400'000;  // bytes of queries and sums
 
 using Pages = ffi::Result<ffi::AnyBuffer>;
 using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
@@ -262,12 +263,24 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side =
       std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
-  const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kHeadsOfChunk / group_size);
+  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
+  // Tiles read keys and values once for all queries of a unit, whose sums stay in the second cache.
+  const int64_t bytes_of_query = group_size * (4 * a.value_width + 2 * a.head_dim);
+  const auto of_tiles = [&](int64_t queries) {
+    const int64_t of_thread = up(queries * a.num_kv_heads, 2 * pool.num_threads());
+    return std::clamp<int64_t>(std::min(kSumsInCache / bytes_of_query, up(of_thread, 16) * 16), 1,
+                               kTokensOfTiles);
+  };
+  const auto of_chunk = [&](int64_t queries) -> int64_t {
+    if (a.tree_mask) return 1;
+    return a.with_tiles ? of_tiles(queries) : std::max<int64_t>(1, kHeadsOfChunk / group_size);
+  };
   // Tiles share already what two queries read.
   const int64_t few = a.with_tiles && !a.tree_mask ? 2 : kQueriesOfChunk;
   const auto heads_of_unit = [&](int64_t queries) { return queries < few ? side_by_side : 1; };
-  const auto queries_of_unit = [&](int64_t queries) { return queries < few ? 1 : of_chunk; };
-  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
+  const auto queries_of_unit = [&](int64_t queries) {
+    return queries < few ? 1 : of_chunk(queries);
+  };
   std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
   for (int64_t row = 0; row < a.num_rows; ++row) {
     first_query[row + 1] = std::min<int64_t>(a.query_start[row + 1], num_queries);
