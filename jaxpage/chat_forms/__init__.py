@@ -16,7 +16,8 @@ Enter by these names:
 - `Tools`: the tools that an answer may call.
 - `grammar_of`: the grammar of an answer that must call tools, in the model's own form;
   `grammar_of_text`: that of an answer whose text keeps to a rule, unless it calls a tool.
-- `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
+- `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out;
+  `ReasoningPlaces`: where its reasoning begins and ends.
 """
 
 from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader

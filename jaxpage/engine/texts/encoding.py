@@ -62,7 +62,8 @@ class Truncation(NamedTuple):
         return [place for place, number in enumerate(sequences) if number is None or place in left]
 
     def _side_of(self, tokenizer: Any) -> str:
-        return self.side or getattr(tokenizer, "truncation_side", "right")
+        side: str = self.side or getattr(tokenizer, "truncation_side", "right")
+        return side
 
 
 class Encoded(NamedTuple):
