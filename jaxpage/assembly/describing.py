@@ -11,6 +11,7 @@ import jax
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafting import open_drafting
+from jaxpage.assembly.planning.encoders import check_settings, is_encoder
 from jaxpage.assembly.planning.vectors import VisionPart, vector_input
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
@@ -54,6 +55,8 @@ def describe(
     hooks.phase(PHASES[0])
     _use_compile_cache()
     files = open_files(config) if files is None else files
+    if is_encoder(files.spec):
+        check_settings(config, config.tensor_parallel_size)
     tokenizer = _tokenizer(config.tokenizer, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     lora = lora_spec(config, files.family, files.spec)

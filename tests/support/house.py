@@ -256,6 +256,7 @@ DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/lazy.py": "a part that asks for one name of a room does not load the others",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
+    "tools/lab/bench_encoder.py": "sentence-transformers is compared with where it is installed",
 }
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
 
 from jaxpage import LLM
 
@@ -39,9 +41,6 @@ def make_texts(tokenizer: Any, count: int, num_tokens: int) -> list[str]:
 
 def transformers_encoder(directory: str) -> Callable[[Sequence[str]], np.ndarray]:
     """Returns a function that embeds by the mean of all tokens, longest texts first."""
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModel.from_pretrained(directory).eval()
 

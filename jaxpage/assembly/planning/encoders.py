@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxpage.assembly.planning.cache_groups import CacheGroup
-from jaxpage.assembly.planning.described import Described, ModelLayout
+from jaxpage.assembly.planning.described import Described
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.device.inputs import stream_sizes
 from jaxpage.errors import CapacityError, UnsupportedError
@@ -34,12 +34,13 @@ def is_encoder(model: ModelSpec) -> bool:
     return isinstance(model, EncoderConfig)
 
 
-def check_settings(config: EngineConfig, layout: ModelLayout) -> None:
+def check_settings(config: EngineConfig, num_devices: int) -> None:
     """Refuses settings that an encoder cannot honour.
 
     Args:
         config: The settings.
-        layout: The layout that is planned, which may be another one than that of the settings.
+        num_devices: The number of devices that is planned, which may be another one than that of
+            the settings.
 
     Raises:
         UnsupportedError: There are such settings; the message names them with their values.
@@ -53,9 +54,8 @@ def check_settings(config: EngineConfig, layout: ModelLayout) -> None:
         for name in sorted(config.model_fields_set - _HONOURED)
         if (value := getattr(config, name)) != defaults[name]
     ]
-    devices = layout.tensor_parallel_size
-    if devices > 1 and config.tensor_parallel_size != devices:
-        refused.append(f"tensor_parallel_size = {devices}")
+    if num_devices > 1 and config.tensor_parallel_size != num_devices:
+        refused.append(f"tensor_parallel_size = {num_devices}")
     if refused:
         raise UnsupportedError(
             f"{', '.join(refused)}: not supported for {config.model}, which is an encoder: it has "

@@ -283,7 +283,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
 def _spec_of_encoder(described: Described) -> EngineSpec:
     """Returns the spec of an engine that only encodes; see `engine_spec_of`."""
     config = described.config
-    encoders.check_settings(config, described.layout)
+    encoders.check_settings(config, described.layout.tensor_parallel_size)
     check_length(config, described.model)
     sharding = make_sharding(described.model, 1, invariant=False)
     memory = encoders.plan_encoder_memory(described)
