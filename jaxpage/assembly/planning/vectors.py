@@ -128,6 +128,5 @@ def vector_input(
         )
     # A family may project narrow embeddings to the width of its layers (OPT-350m).
     width = getattr(spec, "embedding_width", spec.hidden_size)
-    axes = getattr(getattr(spec, "rope", None), "axes", ())
-    num_axes = 1 + max(axes) if axes and vision is not None else 0
+    num_axes = 0 if vision is None else getattr(vision.spec, "num_axes", 0)
     return VectorInput(width, vision, num_axes)
