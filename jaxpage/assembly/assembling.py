@@ -13,6 +13,7 @@ from typing import Any
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import Hooks
+from jaxpage.assembly.pictures import open_pictures
 from jaxpage.assembly.planning.encoders import max_stream_tokens
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.assembly.planning.sizing import MemoryPlan
@@ -33,6 +34,7 @@ from jaxpage.engine import (
 )
 from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
+from jaxpage.images import PictureProcessor
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
@@ -70,6 +72,13 @@ class Built:
         if isinstance(self.model.spec, EncoderConfig):
             files = files.of_encoder(self.model.config, scores_pairs=self.model.spec.scores_pairs)
         return TextEmbedding(files, self.tokenizer)
+
+    @functools.cached_property
+    def pictures(self) -> PictureProcessor | None:
+        """Returns what processes the pictures of prompts; None if the model takes none."""
+        if self.model.vision is None:
+            return None
+        return open_pictures(self.model.directory, self.model.config, self.tokenizer)
 
     def new_embedder(self) -> AnyEmbedder:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""

@@ -28,7 +28,6 @@ from jaxpage.checkpoints.loading import (
 )
 from jaxpage.checkpoints.lora_files import (
     Adapter,  # holds the matrices of a LoRA adapter
-    AdapterVersion,  # is the type of what `adapter_version` gives
     adapter_version,  # changes when the files of an adapter are written again
     read_adapter,  # reads a LoRA adapter
 )

@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "scheduling": (1, WEST, {"step", "memory"}),
     "decoding": (1, WEST, {"step", "settings"}),
     "chat_forms": (1, WEST, set()),
+    "images": (1, WEST, {"step", "settings"}),
     "speculation": (1, WEST, {"step", "settings"}),
     "layers": (1, EAST, set()),
     "models": (1, EAST, {"layers"}),
@@ -71,6 +72,7 @@ DOORS = {
     "device",
     "driver",
     "engine",
+    "images",
     "memory",
     "models",
     "prefix_store",
@@ -194,6 +196,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/cli/generate.py",
         "jaxpage.checkpoints.finding",
     ): "wrong flags and an empty prompt are refused before jax is imported",
+    (
+        "jaxpage/images/processor.py",
+        "*",
+    ): "Pillow and the image processors are imported for the first picture, and texts need neither",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
         "jaxpage/cli/resolving.py",

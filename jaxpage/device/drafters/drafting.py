@@ -109,6 +109,8 @@ class Ends(NamedTuple):
     draws: Draws  # the parameters that it was drawn with
     # The drafter's output for the token before it, if the drafter takes features.
     output_BD: Float[Array, "B D"] | None
+    # What the rotary positions after that token have more than its place, if these have axes.
+    offset_B: Int[Array, "B"] | None
 
 
 class _Tree(NamedTuple):
@@ -144,7 +146,8 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
     )
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
-        context = ForwardContext(inputs.positions_T, attend)
+        axes_AT = inputs.axes_AT if len(inputs.axes_AT) else None
+        context = ForwardContext(inputs.positions_T, attend, axes_AT=axes_AT)
         if drafter.aux_layers is None:
             return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if target.bucket.verifies else _next_tokens(inputs, token_ids_R)
@@ -184,6 +187,8 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
         jnp.maximum(target.token_ids_R[last_B], 0),
         draws,
         None if output_TD is None else output_TD[token_B],
+        # A token of text has the same position on all axes.
+        (inputs.axes_AT[0] - inputs.positions_T)[token_B] if len(inputs.axes_AT) else None,
     )
 
 
@@ -330,7 +335,11 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     attend = make_attend(
         inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups
     )
-    context = ForwardContext(position_BX.reshape(-1), attend)
+    axes_AT = None
+    if ends.offset_B is not None:
+        rotary_BX = position_BX + ends.offset_B[:, None]
+        axes_AT = jnp.broadcast_to(rotary_BX.reshape(-1), (len(target.inputs.axes_AT), count))
+    context = ForwardContext(position_BX.reshape(-1), attend, axes_AT=axes_AT)
     output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 

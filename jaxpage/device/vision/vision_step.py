@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import Any
 
@@ -39,6 +40,8 @@ def vision_jobs(
     backend: Backend,
     graphs: GraphSettings,
     mesh: DeviceMesh,
+    *,
+    max_rows: int,
 ) -> dict[Bucket | str, functools.partial[Any]]:
     """Returns the calls that compile an encoder of pictures, by the keys of their executables.
 
@@ -50,6 +53,7 @@ def vision_jobs(
         backend: The kernels.
         graphs: The settings of CUDA graphs.
         mesh: The devices, each of which has the whole encoder.
+        max_rows: The most positions that a picture fills in a prompt.
     """
     graph, _ = abstract_model(family, spec, dtype)
     return {
@@ -63,7 +67,7 @@ def vision_jobs(
             graphs,
             mesh,
         )
-        for size in spec.sizes
+        for size in spec.sizes[: 1 + bisect.bisect_left(spec.sizes, max_rows * spec.block**2)]
     }
 
 

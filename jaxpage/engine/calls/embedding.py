@@ -73,6 +73,8 @@ class TextEmbedding:
         for prompt in normalise(prompts):
             if prompt.vectors is not None:
                 raise UnsupportedError("embed takes texts and token ids, no prompt_embeds")
+            if prompt.pictures:
+                raise UnsupportedError("embed takes texts and token ids, no pictures")
             if prompt.token_ids is None:
                 prefixed_prompts.append({"prompt": f"{before}{prompt.text}"})
                 poolings.append(prefixed)

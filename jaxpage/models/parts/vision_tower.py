@@ -205,14 +205,14 @@ def fill_up(inputs: Mapping[str, npt.NDArray[Any]], size: int) -> dict[str, npt.
     return full
 
 
-def size_menu(most_patches: int, block: int) -> tuple[int, ...]:
+def size_menu(max_patches: int, block: int) -> tuple[int, ...]:
     """Returns the powers of two below a number of patches, from 256, and the number itself.
 
     Each is rounded up to whole blocks of patches.
     """
-    powers = (2**exponent for exponent in range(8, most_patches.bit_length()))
-    whole = (-(-size // block**2) * block**2 for size in (*powers, most_patches))
-    return tuple(sorted({min(size, most_patches) for size in whole}))
+    powers = (2**exponent for exponent in range(8, max_patches.bit_length()))
+    whole = (-(-size // block**2) * block**2 for size in (*powers, max_patches))
+    return tuple(sorted({min(size, max_patches) for size in whole}))
 
 
 def size_for(sizes: Sequence[int], num_patches: int) -> int:
