@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from jaxpage.images import base64_in, decode_base64, load_picture, read_settings, rule_of
+from jaxpage.assembly import open_pictures
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.images import (
+    ProcessorSettings,
+    base64_in,
+    decode_base64,
+    load_picture,
+    process_picture,
+    read_settings,
+    rule_of,
+)
 from jaxpage.images.processor import PictureProcessor, picture_key
 from tests.support.picture_models import (
     FAMILIES,
@@ -324,3 +334,29 @@ def test_a_picture_that_the_processor_refuses_is_named() -> None:
     with pytest.raises(ValueError, match=r"300 x 1 pixels.*aspect ratio") as caught:
         processor_of("qwen3_vl").process([picture(20, 20), picture(300, 1)])
     assert caught.value.__notes__ == ["This is picture 1 of the prompt."]
+
+
+def test_a_model_without_an_image_processor_takes_no_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files say so in a warning; a tokenizer that lacks the tokens is an error."""
+    tokenizer = tokenizer_of("qwen3_vl")
+    assert open_pictures(tmp_path, {}, None) is None
+    assert open_pictures(tmp_path, {}, tokenizer) is None
+    assert "name no image processor, so pictures are refused" in caplog.text
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    assert open_pictures(tmp_path, {}, tokenizer) is None
+    assert "name the image processor CLIPImageProcessor" in caplog.text
+    file.write_text('{"image_processor_type": "PixtralImageProcessor"}')
+    with pytest.raises(CheckpointError, match=r"has no token '\[IMG\]' for pictures"):
+        open_pictures(tmp_path, {}, tokenizer)
+    file.write_text("[")
+    with pytest.raises(CheckpointError, match="preprocessor_config.json"):
+        open_pictures(tmp_path, {}, tokenizer)
+
+
+def test_an_image_processor_that_transformers_lacks_is_named() -> None:
+    settings = ProcessorSettings("NoSuchImageProcessor", {}, {})
+    with pytest.raises(UnsupportedError, match="has no NoSuchImageProcessorPil: pip install -U"):
+        process_picture(settings, picture(4, 4), {})

@@ -12,6 +12,7 @@ import pytest
 from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
 from jaxpage.replay.replaying import replay
+from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.step.embedded import EmbeddedPrompt
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, invariants, make_llm, tokens_of
 from tests.support.executables import when_used
@@ -263,3 +264,37 @@ def test_a_plan_counts_the_encoder(directories, capsys):
             held = jax.tree.leaves(llm._engine.parameters.get("vision", {}))
             assert sum(leaf.nbytes for leaf in held) == llm.memory.vision_bytes
             assert (llm.memory.vision_bytes > 0) == has
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_a_drafter_on_the_device_changes_no_bit(name, directories, alone):
+    """It sees placeholders in place of a picture, and no later tokens."""
+    drafts = {"method": "draft_model", "model": str(directories(name)), "num_speculative_tokens": 3}
+    with make_llm(directories(name), speculative_config=drafts) as llm:
+        assert tokens_of(run(llm, prompts_of(name), GREEDY)) == alone(name, GREEDY)
+        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_texts_are_embedded_and_scored(directories):
+    """By steps without axes and without vectors."""
+    with make_llm(directories("qwen3-vl")) as llm:
+        vectors = llm.embed([[3, 4, 5], [3, 4]], use_tqdm=False)
+        assert vectors.shape == (2, 64) and np.isfinite(vectors).all()
+        ids, _ = prompts_of("qwen3-vl")[-1]
+        want = seeing.their_logprobs("qwen3-vl", ids, [])
+        (score,) = llm.score(ids, [7])
+        assert abs(score - want[7]) < 1e-4
+
+
+def test_blocks_with_pictures_are_no_kv_events(directories):
+    """Their tokens are placeholders, by which a router would take any picture for any other."""
+    batches = []
+    name = "smolvlm"
+    with make_llm(directories(name), **BLOCKS_OF_4) as llm:
+        events = KVEvents(4, batches.append)
+        llm._engine.prefix_cache.index.observer = events
+        ids, embedded = prompts_of(name)[2]  # 20 tokens, a picture of 8, and 33 tokens
+        run(llm, [(ids, embedded)])
+        events.stepped(None)
+    stored = [token for _, each, _ in batches for event in each for token in event["token_ids"]]
+    assert stored == ids[:20]

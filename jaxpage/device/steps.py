@@ -160,7 +160,16 @@ def _target_step(
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
     target = TargetStep(
-        inputs, bucket, backend, by_row, hidden_TD, states, logits, token_ids_R, paths, last_B
+        inputs._replace(last_seen_T=inputs.last_seen_T[:0]),  # a drafter looks back alone
+        bucket,
+        backend,
+        by_row,
+        hidden_TD,
+        states,
+        logits,
+        token_ids_R,
+        paths,
+        last_B,
     )
     return StepOutput(drawn, scored, paths), target, pages
 
