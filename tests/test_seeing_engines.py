@@ -16,6 +16,7 @@ from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.step.embedded import EmbeddedPrompt
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, invariants, make_llm, tokens_of
 from tests.support.executables import when_used
+from tests.support.sweeps import few
 
 seeing = pytest.importorskip("tests.support.seeing_models")
 
@@ -108,7 +109,17 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(("name", "engine"), [*itertools.product(MODELS, ENGINES)])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    few(
+        [*itertools.product(MODELS, ENGINES)],
+        [
+            *(("qwen3-vl", engine) for engine in ENGINES),
+            *(("gemma3", engine) for engine in ("recompute", "swap", "mixed", "blocks of 4")),
+            *(("smolvlm", engine) for engine in ("recompute", "no cache")),
+        ],
+    ),
+)
 def test_every_path(name, engine, directories, alone):
     params = GREEDY if engine == "drafts" else PARAMS
     want = alone(name, params)

@@ -172,8 +172,11 @@ TOWERS = {
 
 @functools.cache
 def theirs(name: str) -> tuple[Any, Any]:
+    return build(TOWERS[name])
+
+
+def build(tower: Tower) -> tuple[Any, Any]:
     """The model of transformers with random weights, and its processor."""
-    tower = TOWERS[name]
     kind = getattr(transformers, tower.architecture)
     config = {key: dict(v) if isinstance(v, dict) else v for key, v in tower.config.items()}
     model = kind(kind.config_class(**config)).eval()

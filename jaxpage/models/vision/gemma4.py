@@ -25,6 +25,7 @@ from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.fields import text_part
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
@@ -43,6 +44,7 @@ from jaxpage.models.parts.vision_tower import (
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
+_USUAL_ROWS = 280  # without such a setting in preprocessor_config.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Gemma4VisionConfig(VisionConfig):
         rope_theta: The base of the rotations.
         is_clipped: True if inputs and outputs of products have bounds.
         is_standardized: True if rows are moved and scaled before the last product.
+        num_whole: The usual most of a picture's tokens that see each other both ways; 0
+            if they do not.
     """
 
     num_kv_heads: int
@@ -62,10 +66,12 @@ class Gemma4VisionConfig(VisionConfig):
     rope_theta: float
     is_clipped: bool
     is_standardized: bool
+    num_whole: int
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
+        both_ways = text_part(config).get("use_bidirectional_attention")
         with VisionFields(vision_part(config, "gemma4_vision"), "") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
@@ -83,6 +89,7 @@ class Gemma4VisionConfig(VisionConfig):
                 rope_theta=read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
+                num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
             )
 
 

@@ -85,7 +85,7 @@ class PixtralConfig(VisionConfig):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
                 own.note(RefusedField(text_of_error), vision_feature_layer=-1)
             theta = read_theta(fields, 10_000.0)
-        epsilon = _TEXT_EPSILONS.get(config["text_config"].get("model_type", ""), 1e-6)
+        epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
             tower=tower,
             hidden_size=text_width(config),
