@@ -341,7 +341,6 @@ def test_a_model_without_an_image_processor_takes_no_pictures(
 ) -> None:
     """Its files say so in a warning; a tokenizer that lacks the tokens is an error."""
     tokenizer = tokenizer_of("qwen3_vl")
-    assert open_pictures(tmp_path, {}, None) is None
     assert open_pictures(tmp_path, {}, tokenizer) is None
     assert "name no image processor, so pictures are refused" in caplog.text
     file = tmp_path / "preprocessor_config.json"
