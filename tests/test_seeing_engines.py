@@ -11,10 +11,18 @@ import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
+from jaxpage.replay.reading import RecordedSteps
 from jaxpage.replay.replaying import replay
 from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.step.embedded import EmbeddedPrompt
-from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, invariants, make_llm, tokens_of
+from tests.support.engines import (
+    BLOCKS_OF_4,
+    SMALL_POOL,
+    invariants,
+    make_llm,
+    run_giving_way,
+    tokens_of,
+)
 from tests.support.executables import when_used
 from tests.support.sweeps import few
 
@@ -136,6 +144,23 @@ def test_every_path(name, engine, directories, alone):
         invariants(llm)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_preempted_in_its_prompt_and_later(name, mode, directories, alone):
+    settings = {**SMALL_POOL, "preemption_mode": mode, "enable_prefix_caching": False}
+    with make_llm(directories(name), **settings) as llm:
+        engine = llm._engine
+        prompts = prompts_of(name)
+        for step in (2, 3, 4, 5, 6, 9):
+            engine.add("older", engine.prepare(None, prompts[6][0], PARAMS))
+            ids, embedded = prompts[1]
+            reporter = engine.add("watched", engine.prepare(None, ids, PARAMS, embedded))
+            run_giving_way(engine, step)
+            assert tokens_of([reporter.whole()]) == [alone(name)[1]]
+        assert llm.stats()["num_preemptions_total"][mode] >= 4
+        invariants(llm)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_prefixes_are_found_through_a_picture(name, directories, alone):
     """Never through another one in its place."""
@@ -198,6 +223,12 @@ def test_a_log_is_replayed(name, directories, tmp_path):
     with when_used():
         report = replay(path, progress=False)
     assert report.difference is None and report.num_steps > 10
+    steps = RecordedSteps(path)
+    rows = []
+    for record in steps.records():
+        steps.follow(record)
+        rows += [steps.step["bucket"][1]] if record["event"] == "plan" else []
+    assert rows[0] == 4 and len(rows) == report.num_steps  # of all sequences, as a vector is in it
     files[0].write_bytes(b"damaged")
     with when_used(), pytest.raises(EventLogError, match="cannot be read"):
         replay(path, progress=False)
