@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
@@ -340,3 +342,18 @@ def test_blocks_with_pictures_are_no_kv_events(directories):
         events.stepped(None)
     stored = [token for _, each, _ in batches for event in each for token in event["token_ids"]]
     assert stored == ids[:20]
+
+
+def test_stored_prefixes_depend_on_the_encoder(directories, alone, tmp_path):
+    """Another encoder gives other rows, although the text model is the same."""
+    name = "smolvlm"
+    other = tmp_path / "other"
+    shutil.copytree(directories(name), other)
+    weights = load_file(other / "model.safetensors")
+    (projection,) = (key for key in weights if "modality_projection" in key)
+    save_file({**weights, projection: 1.5 * weights[projection]}, other / "model.safetensors")
+    for directory, num_cached in ((directories(name), 0), (directories(name), 48), (other, 0)):
+        with make_llm(directory, prefix_cache_directory=str(tmp_path / "stored")) as llm:
+            (output,) = run(llm, [prompts_of(name)[2]])
+            assert output.metrics.num_cached_tokens == num_cached
+            assert (tokens_of([output]) == [alone(name)[2]]) == (directory != other)
