@@ -41,7 +41,8 @@ _WINDOWS: dict[str, Any] = {
 _GEMMA3 = with_text(GEMMA3, token_field="image_token_index", query_pre_attn_scalar=12, **_WINDOWS)
 _GEMMA4: dict[str, Any] = {
     **{**_WINDOWS, "global_head_dim": 16, "vocab_size_per_layer_input": 60, "pad_token_id": 7},
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    # What pictures' tokens see in the first layer, the others see; the last one must be full.
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
 # For each model, how many placeholders stand next to each other; 0 for all of a picture.
 MODELS = {

@@ -114,8 +114,14 @@ class Gemma4Config(Gemma4LayersConfig):
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=_experts(fields),
             sees_ahead=both_ways == "vision",
-            padding_id=fields.integer("pad_token_id", 0, least=0),
+            padding_id=_padding_id(fields),
         )
+
+
+def _padding_id(fields: Fields) -> int:
+    """Returns the padding token, for which a config without one has the first token."""
+    is_null = fields.get("pad_token_id", 0) is None
+    return 0 if is_null else fields.integer("pad_token_id", 0, least=0)
 
 
 def _layer_forms(
