@@ -125,7 +125,7 @@ def step(
             block_table_BM=table,
             context_len_B=context,
             query_start=start,
-            options=AttentionOptions(scale=6.4 / width, **options),
+            options=AttentionOptions(**{"scale": 6.4 / width, **options}),
             max_query_len=LONGEST,
             **scales,
         )
@@ -161,6 +161,9 @@ TILES: dict[str, dict[str, Any]] = {
     "long blocks, window": {"width": 64, "block_size": 16, "sliding_window": 20},
     "many heads": {"heads": (20, 1)},
     "more heads": {"heads": (50, 1)},
+    "many heads in a tree": {"heads": (20, 1), "tree": True},
+    "steep scores": {"width": 64, "scale": 2.0},
+    "sinks": {"sinks": np.array([-np.inf, 0.5, 3.0, -1.0, 9.0, 2.0], np.float32)},
 }
 ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI, **TILES}
 
@@ -172,7 +175,7 @@ ONE_CALL = {**OPTIONS, **WIDTHS, **ALIBI, **TILES}
         [
             *itertools.product(PAGES, OPTIONS),
             *zip(("float32", "bfloat16", "int8"), WIDTHS, strict=True),
-            *(("float32", name) for name in ALIBI),
+            *((dtype, name) for dtype in ("float32", "bfloat16") for name in ALIBI),
             *(("bfloat16", name) for name in TILES),
         ],
     ),
@@ -669,8 +672,8 @@ ROW_MISTAKES = {
     "gates and ups change places": ("load<Stored>(gates + p.width", "load<Stored>(gates"),
     "a sigmoid of gates": ("return x / (splat", "return splat(1.0f) / (splat"),
     "gates without their last vector": (
-        "store<Stored>(out, i, p.width, activated",
-        "if (i + kLanes <= p.width) store<Stored>(out, i, p.width, activated",
+        "i < p.width; i += kLanes)\n    store<Stored>(out, i, p.width,\n                  activated",
+        "i + kLanes <= p.width; i += kLanes)\n    store<Stored>(out, i, p.width, activated",
     ),
     "a norm without its offset": (
         "(load(p.scale_type, p.scale, i, p.width) + offset)",
@@ -700,7 +703,10 @@ MISTAKES = {
     "keys of other numbers": ("keys[(i * kLanes + lane)", "keys[(i * kLanes + kLanes - 1 - lane)"),
     "lanes are added twice": ("width, lane + kStep, other)", "width, lane, other)"),
     "values of the first position": ("values[j * value_vecs + first + i];", "values[first + i];"),
-    "slopes of other heads": ("a.slopes[head]", "a.slopes[a.num_heads - 1 - head]"),
+    "slopes of other heads": (
+        "slope = a.slopes ? a.slopes[head]",
+        "slope = a.slopes ? a.slopes[a.num_heads - 1 - head]",
+    ),
     "distances from the block": ("tile.position + group - own", "group % a.block_size - own"),
     "sums are left in registers": ("heads[h].acc[i] = acc[h][i];", ";"),
     "scales of keys are forgotten": ("scores[j] *= a.k_scale", "scores[j] += 0 * a.k_scale"),
@@ -709,29 +715,49 @@ MISTAKES = {
 
 # These need AMX.
 TILE_MISTAKES = {
-    "a group with the inputs of the first": ("x + first + i * size, p", "x + first, p"),
+    "a group with the inputs of the first": ("x + first + i * size,", "x + first,"),
     "a group with the codes of the first": (
-        "made - begin * kOutputsOfPanel + i * size * kOutputsOfPanel",
-        "made - begin * kOutputsOfPanel",
+        "i * size * kOutputsOfPanel;  // where the group's",
+        "0;  // where the group's",
     ),
-    "values of the first pair": ("values + j / 2 * vecs", "values"),
+    "values of the first half": ("(half * vecs + i) * kRowsOfTile", "i * kRowsOfTile"),
+    "few heads with the first positions' values again": (
+        "values + (vecs + i) * kRowsOfTile",
+        "values + i * kRowsOfTile",
+    ),
     "the first positions' values again": (
-        "_tile_loadd(2, values + lower + i, stride)",
-        "_tile_loadd(2, values + i, stride)",
+        "_tile_loadd(2, high + i * kRowsOfTile",
+        "_tile_loadd(2, low + i * kRowsOfTile",
     ),
-    "scores without their scale": ("products[part][h] * splat(a.scale)", "products[part][h]"),
-    "queries of the first block": (
-        "queries.data() + place / kRowsOfTile * words, scratch",
-        "queries.data(), scratch",
-    ),
-    "a value that is not finite reaches all": ("&& num_tokens > 1) return", "&& false) return"),
+    "scores without their scale": ("a.scale * kLog2E", "kLog2E"),
+    "queries of the first block": ("queries.data() + next * words", "queries.data()"),
+    "a value that is not finite reaches all": ("data()) && num_tokens > 1", "data()) && false"),
     "keys of another key/value head": (
         "(a.k_pages) + (all.kv_begin + kv) * width",
         "(a.k_pages) + all.kv_begin * width",
     ),
-    "one row of weights": ("configured(std::min(num_heads, kRowsOfTile))", "configured(1)"),
-    "keys of the positions before": ("keys[i + 1] + k * 4", "keys[i] + k * 4"),
-    "heads of the first 48": ("+ offset + i % per_token", "+ i % per_token"),
+    "one row of weights": ("configured(kAreFew, num_heads)", "configured(kAreFew, 1)"),
+    "keys of the positions before": ("k * kTile + second", "k * kTile + first"),
+    "sums that are not corrected": ("sums[i] *= correction", "sums[i] *= splat(1.0f)"),
+    "few heads with sums that are not corrected": (
+        "sums[h * vecs + i] *= splat(correction)",
+        "sums[h * vecs + i] *= splat(1.0f)",
+    ),
+    "the position after the last": ("(position <= block.last)", "(position <= block.last + 1)"),
+    "few heads with the position after the last": (
+        "(lane <= block.last[h])",
+        "(lane <= block.last[h] + 1)",
+    ),
+    "weights of another head": ("sums[a.value_width][place])", "sums[a.value_width][0])"),
+    "slopes of other heads in tiles": (
+        "slope[lane] = a.slopes ? a.slopes[head]",
+        "slope[lane] = a.slopes ? a.slopes[0]",
+    ),
+    "sinks of other heads in tiles": ("a.sinks[head] * kLog2E", "a.sinks[0] * kLog2E"),
+    "numbers of a result in the order of tiles": (
+        "shuffled<0, 1, 2, 3, 16, 17, 18, 19, 4,",
+        "shuffled<0, 1, 2, 3, 4, 5, 6, 7, 8,",
+    ),
 }
 ALL_MISTAKES = {**MISTAKES, **PACKED_MISTAKES, **ROW_MISTAKES, **TILE_MISTAKES}
 

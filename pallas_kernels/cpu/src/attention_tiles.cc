@@ -9,6 +9,7 @@
 // the same operations in the same order, so that a head has the same bits in a prompt's chunk, in
 // decoding and in a tree of drafts.
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -86,7 +87,7 @@ struct Softmax {
   Vec score(const Attention& a, Vec product, Vec slope, Vec distance) const {
     if (is_plain) return product;
     Vec score = product * splat(a.scale);
-    if (a.softcap > 0.0f) score = tanh(score / splat(a.softcap)) * splat(a.softcap);
+    if (a.softcap > 0.0f) score = capped(a, score);
     return multiply_add(slope, distance, score);
   }
 };
@@ -100,27 +101,22 @@ struct Block {
   int64_t begin, end;                // what any of them sees
   int64_t begin_of_all, end_of_all;  // what all of them see
 
-  void start() {
-    count = 0;
-    begin = begin_of_all = std::numeric_limits<int64_t>::max();
-    end = end_of_all = 0;
-  }
-
-  void add(const Attention& a, const Unit& unit, int64_t head) {
-    if (count == 0) begin = unit.first, begin_of_all = 0, end_of_all = unit.last + 1;
+  // Adds a head; the first one begins the block.
+  void add(const Attention& a, const Unit& unit, int64_t head, int place) {
+    if (place == 0) begin = begin_of_all = unit.first, end = end_of_all = unit.last + 1;
     begin = std::min(begin, unit.first);
     end = std::max(end, unit.last + 1);
     begin_of_all = std::max(begin_of_all, unit.first);
     end_of_all = std::min(end_of_all, unit.last + 1);
     // Lanes without a head see what the last one sees.
-    for (int lane = count; lane < kLanes; ++lane) {
+    for (int lane = place; lane < kLanes; ++lane) {
       most[lane] = a.sinks ? std::max(a.sinks[head] * kLog2E, kLeast) : kLeast;
       slope[lane] = a.slopes ? a.slopes[head] : 0.0f;
       own[lane] = static_cast<float>(unit.last);
       first[lane] = static_cast<int32_t>(unit.first);
       last[lane] = static_cast<int32_t>(unit.last);
     }
-    ++count;
+    count = place + 1;
   }
 };
 
@@ -411,8 +407,7 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
             (all.kv_begin + kv) * per_token + i % per_token);
   };
   for_each_head([&](int block, int place, const Unit& unit, int64_t head) {
-    if (place == 0) scratch.blocks[block].start();
-    scratch.blocks[block].add(a, unit, head);
+    scratch.blocks[block].add(a, unit, head, place);
     Vec* const sums = scratch.sums.data() + block * sums_of_block;
     if (a.sinks && kAreFew) sums[place * (vecs + 1) + vecs] = splat(1.0f);
     if (a.sinks && !kAreFew) sums[a.value_width][place] = 1.0f;

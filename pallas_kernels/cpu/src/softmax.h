@@ -57,6 +57,11 @@ struct Unit {
   }
 };
 
+// Returns scores that stay between -softcap and softcap.
+inline Vec capped(const Attention& a, Vec score) {
+  return tanh(score / splat(a.softcap)) * splat(a.softcap);
+}
+
 // Returns a unit that sees what some tokens of a row see together.
 inline Unit all_of(const Unit* units, int num_tokens) {
   Unit all = units[num_tokens - 1];
@@ -142,7 +147,7 @@ struct Head {
       for (int group = from; group < end; group += kLanes) {
         Vec score;
         std::memcpy(&score, scores + group, sizeof(score));
-        score = tanh(score / splat(a.softcap)) * splat(a.softcap);
+        score = capped(a, score);
         std::memcpy(scores + group, &score, sizeof(score));
       }
     if (slope != 0.0f)
