@@ -191,9 +191,7 @@ def ask(scene: Scene, rng: np.random.Generator) -> list[Question]:
     questions = [
         Question("describe", _choose(rng, DESCRIBE), describe(scene)),
         Question("count", _choose(rng, COUNT), NUMBERS[len(scene.shapes)]),
-        Question(
-            "background", _spell(rng, "What colour is the background?"), scene.background
-        ),
+        Question("background", _spell(rng, "What colour is the background?"), scene.background),
         *_about_shapes(scene, rng),
         *(_is_there(scene, rng) for _ in range(2)),
         *_about_places(scene, rng),
@@ -215,7 +213,9 @@ def _about_shapes(scene: Scene, rng: np.random.Generator) -> Iterator[Question]:
     shape = _choose(rng, scene.shapes)
     size = "large" if shape.is_large else "small"
     which = _which(scene, shape, rng)
-    yield Question("size", _choose(rng, (f"Is {which} small or large?", f"How big is {which}?")), size)
+    yield Question(
+        "size", _choose(rng, (f"Is {which} small or large?", f"How big is {which}?")), size
+    )
     if sum(other.kind == shape.kind for other in scene.shapes) == 1:
         text = _choose(rng, ("What colour is the {}?", "What is the colour of the {}?"))
         yield Question("colour", _spell(rng, text.format(shape.kind)), shape.colour)

@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.lab.demo_model.drawings import Question, Scene, ask, draw, make_scene
+from tools.lab.demo_model.drawings import COLOURS, KINDS, Question, Scene, ask, draw, make_scene
 from tools.lab.demo_model.seeing_model import Rows, SeeingSpec
 
 VOCABULARY = 512
@@ -25,7 +27,8 @@ CHAT_TEMPLATE = (
     "{{ '<end_of_utterance>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-ROW_LENGTH = 144
+# The tokens of a row, and of the answers in it, at most.
+ROW_LENGTH, ANSWERS_LENGTH = 144, 48
 # Shares of the rows: a bare prompt without the chat template, and a conversation of several turns,
 # of which some have the first question before the picture.
 RAW_SHARE, CONVERSATION_SHARE, QUESTION_FIRST_SHARE = 0.12, 0.38, 0.5
@@ -89,9 +92,36 @@ def save_tokenizer(tokenizer: Tokenizer, spec: SeeingSpec, directory: Path) -> N
 
 
 def pixels_of(picture: Image.Image, spec: SeeingSpec) -> np.ndarray:
-    """Returns the pixels [3, size, size] as the image processor makes them, -1 to 1."""
-    square = picture.resize((spec.image_size, spec.image_size), Image.Resampling.LANCZOS)
+    """Returns the pixels [3, size, size] as the image processor makes them, -1 to 1.
+
+    The longer side gets its size first, in the picture's own proportions.
+    """
+    size, (width, height) = spec.image_size, picture.size
+    sides = (size, int(size * height / width))
+    if height > width:
+        sides = (int(size * width / height), size)
+    square = picture.resize(sides, Image.Resampling.LANCZOS)
+    square = square.resize((size, size), Image.Resampling.LANCZOS)
     return (np.asarray(square, np.float32) / 127.5 - 1).transpose(2, 0, 1)
+
+
+def cells_of(scene: Scene, side: int) -> np.ndarray:
+    """Returns the colour, kind and size [side * side, 3] of the shape centred in each cell.
+
+    The numbers begin at 1; a cell without a shape has zeros.
+    """
+    cells = np.zeros((side, side, 3), np.int32)
+    for shape in scene.shapes:
+        colour, kind = list(COLOURS).index(shape.colour), KINDS.index(shape.kind)
+        cells[int(shape.y * side), int(shape.x * side)] = colour + 1, kind + 1, 1 + shape.is_large
+    return cells.reshape(-1, 3)
+
+
+class Seen(NamedTuple):
+    """Holds the pixels of a picture [3, size, size], and what its cells show."""
+
+    pixels: np.ndarray
+    cells: np.ndarray
 
 
 class RowMaker:
@@ -114,59 +144,75 @@ class RowMaker:
 
     def one_question(self, scene: Scene, question: Question, rng: np.random.Generator) -> Rows:
         """Returns a row with one question in the chat template, to measure its answer."""
+        seen = self._draw(scene, rng)
+        return self._row(seen, USER + self._picture, [(question.text + ASSISTANT, question)])
+
+    def unfinished(self, picture: Image.Image, question: str, answer_ids: Sequence[int]) -> Rows:
+        """Returns a row whose only place is the end of an answer as far as it goes."""
+        tokens = self.tokenizer.encode(USER + self._picture + question + ASSISTANT).ids
+        tokens += answer_ids
+        nothing = np.zeros((self.spec.image_tokens, 3), np.int32)
+        row = self._row(Seen(pixels_of(picture, self.spec), nothing), tokens, [])
+        places = np.zeros_like(row.places)
+        places[0] = len(tokens) - 1
+        return row._replace(places=places)
+
+    def _draw(self, scene: Scene, rng: np.random.Generator) -> Seen:
         picture = draw(scene, random_size(rng), rng)
-        return self._row(picture, USER + self._picture, [(question.text + ASSISTANT, question)])
+        cells = cells_of(scene, math.isqrt(self.spec.image_tokens))
+        return Seen(pixels_of(picture, self.spec), cells)
 
     def _random_row(self, scene: Scene, rng: np.random.Generator) -> Rows:
-        picture, questions = draw(scene, random_size(rng), rng), ask(scene, rng)
-        draws = rng.random(2)
-        if draws[0] < RAW_SHARE:
+        seen, questions = self._draw(scene, rng), ask(scene, rng)
+        form, order = rng.random(2)
+        if form < RAW_SHARE:
             turns = [(question.text + " ", question) for question in questions]
-            return self._row(picture, self._picture, turns)
+            return self._row(seen, self._picture, turns)
+        if form > RAW_SHARE + CONVERSATION_SHARE:
+            turns = [(question.text + ASSISTANT, question) for question in questions]
+            return self._row(seen, USER + self._picture, turns)
         first, *others = questions
-        turns = [(question.text + ASSISTANT, question) for question in questions]
-        if draws[0] > RAW_SHARE + CONVERSATION_SHARE:
-            return self._row(picture, USER + self._picture, turns)
         turns = [("\n" + USER + question.text + ASSISTANT, question) for question in others]
-        question_first = draws[1] < QUESTION_FIRST_SHARE
+        question_first = order < QUESTION_FIRST_SHARE
         parts = (first.text, self._picture) if question_first else (self._picture, first.text)
         shared = USER + "".join(parts) + ASSISTANT
-        return self._row(picture, shared, [("", first), *turns], is_conversation=True)
+        return self._row(seen, shared, [("", first), *turns], is_conversation=True)
 
     def _row(
         self,
-        picture: Image.Image,
-        shared: str,
+        seen: Seen,
+        shared: str | list[int],
         turns: Sequence[tuple[str, Question]],
         is_conversation: bool = False,
     ) -> Rows:
         """Returns a row of the shared text and as many turns (prompt, question) as it holds."""
-        tokens = self.tokenizer.encode(shared).ids
+        tokens = self.tokenizer.encode(shared).ids if isinstance(shared, str) else shared
         positions, segments = list(range(len(tokens))), [0] * len(tokens)
-        counts = [0.0] * len(tokens)
+        places: list[int] = []
         begin = len(tokens)
         for number, (prompt, question) in enumerate(turns, 1):
             prompt_ids, answer_ids = self._turn(prompt, question)
             length = len(prompt_ids) + len(answer_ids)
-            if len(tokens) + length > ROW_LENGTH:
+            learnt = len(places) + len(answer_ids)
+            if len(tokens) + length > ROW_LENGTH or learnt > ANSWERS_LENGTH:
                 break
             begin = len(tokens) if is_conversation else begin
             tokens += prompt_ids + answer_ids
             positions += range(begin, begin + length)
             segments += [0 if is_conversation else number] * length
-            counts += [0.0] * len(prompt_ids) + [1.0] * len(answer_ids)
-        padding = ROW_LENGTH - len(tokens)
-        # A token counts where the *next* one is to learn, so counts move one to the left.
-        counts = [*counts[1:], *[0.0] * (padding + 1)]
-        tokens_T = np.array(tokens + [0] * padding, np.int32)
+            places += range(len(tokens) - len(answer_ids) - 1, len(tokens) - 1)
+        answers = [tokens[place + 1] for place in places]
+        tokens_T = _padded(tokens, ROW_LENGTH)
         is_image = tokens_T == self.image_id
         return Rows(
-            pixels_of(picture, self.spec),
+            seen.pixels,
             tokens_T,
-            np.array(positions + [0] * padding, np.int32),
-            np.array(segments + [-1] * padding, np.int32),
+            _padded(positions, ROW_LENGTH),
+            _padded(segments, ROW_LENGTH, -1),
             np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32),
-            np.array(counts, np.float32),
+            _padded(places, ANSWERS_LENGTH),
+            _padded(answers, ANSWERS_LENGTH, -1),
+            seen.cells,
         )
 
     def _turn(self, prompt: str, question: Question) -> tuple[list[int], list[int]]:
@@ -180,6 +226,10 @@ def random_size(rng: np.random.Generator) -> tuple[int, int]:
     """Returns the width and height of a drawing in pixels, not quite square."""
     width, height = rng.integers(96, 145, 2).tolist()
     return width, height
+
+
+def _padded(values: Sequence[int], length: int, value: int = 0) -> np.ndarray:
+    return np.array([*values, *[value] * (length - len(values))], np.int32)
 
 
 def stack(rows: Sequence[Rows]) -> Rows:

@@ -1,18 +1,21 @@
 """Measures how many answers of the demo that sees are right, word for word."""
 
+import functools
 from collections import defaultdict
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from tools.lab.demo_model.drawings import Question, Scene, ask, make_scene
 from tools.lab.demo_model.model import Params
-from tools.lab.demo_model.picture_talk import RowMaker, stack
-from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, next_token_logits
+from tools.lab.demo_model.picture_talk import END, RowMaker, stack
+from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, answer_logits
 
 ROWS = 32
+LONGEST_ANSWER = 24  # tokens
 KINDS = (
     *("describe", "count", "colour", "shape", "size", "present"),
     *("where", "relation", "background"),
@@ -64,19 +67,38 @@ def measure(
     """
     asked: dict[str, int] = defaultdict(int)
     right: dict[str, int] = defaultdict(int)
-    decide = jax.jit(lambda p, rows: _are_right(spec, p, rows))
     for begin in range(0, len(questions), ROWS):
         part = questions[begin : begin + ROWS]
         rows = [maker.one_question(scene, question, rng) for scene, question in part]
         # The last batch is filled up with its first row, so that one program serves all.
         filled = stack(rows + rows[:1] * (ROWS - len(rows)))
-        for (_, question), is_right in zip(part, np.asarray(decide(params, filled)), strict=False):
+        are_right = _are_right(spec, params, filled)
+        for (_, question), is_right in zip(part, are_right, strict=False):
             asked[question.kind] += 1
             right[question.kind] += bool(is_right)
     return Accuracy(asked, right)
 
 
-def _are_right(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
-    likeliest = jnp.argmax(next_token_logits(spec, params, rows), -1)[:, :-1]
-    is_right = (likeliest == rows.tokens[:, 1:]) | (rows.counts[:, :-1] == 0)
-    return jnp.all(is_right, -1)
+def answer(
+    spec: SeeingSpec, params: Params, maker: RowMaker, picture: Image.Image, question: str
+) -> str:
+    """Returns the greedy answer to a question in the chat template."""
+    ids: list[int] = []
+    end = maker.tokenizer.token_to_id(END)
+    while len(ids) < LONGEST_ANSWER:
+        row = stack([maker.unfinished(picture, question, ids)])
+        likeliest = int(_likeliest(spec, params, row)[0, 0])
+        if likeliest == end:
+            break
+        ids.append(likeliest)
+    return maker.tokenizer.decode(ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likeliest(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
+    return jnp.argmax(answer_logits(spec, params, rows), -1)
+
+
+def _are_right(spec: SeeingSpec, params: Params, rows: Rows) -> np.ndarray:
+    likeliest = np.asarray(_likeliest(spec, params, rows))
+    return ((likeliest == rows.answers) | (rows.answers < 0)).all(-1)

@@ -1,8 +1,8 @@
 """Defines Idefics 3, as small as the demo that sees, as a pure function of a dict of arrays.
 
-A vision transformer (SigLIP) reads patches of a picture; each square of neighbouring patches becomes
-the input of one token of the Llama in `model.py`. Shapes: B rows, T tokens, P patches, C width of
-the vision transformer, I picture tokens, D width of the Llama.
+A vision transformer (SigLIP) reads patches of a picture, and each square of patches becomes the
+input of one token of the Llama in `model.py`. Shapes: B rows, T tokens, P patches, C width of the
+vision transformer, I picture tokens, A tokens of answers, D width of the Llama.
 """
 
 import dataclasses
@@ -23,6 +23,10 @@ from tools.lab.demo_model.model import (
     rope_at,
 )
 
+# The one parameter that serves training alone: what a picture token shows, read off its vector.
+CELLS = "cells_proj"
+CELLS_WEIGHT = 0.5
+
 
 @dataclasses.dataclass(frozen=True)
 class SeeingSpec:
@@ -37,6 +41,8 @@ class SeeingSpec:
     patch_size: int = 8
     shuffle: int = 2
     norm_epsilon: float = 1e-6
+    # The numbers of values in each column of `Rows.cells`, 0 (no shape) included.
+    cell_values: tuple[int, ...] = (7, 5, 3)
 
     @property
     def patches(self) -> int:
@@ -62,13 +68,15 @@ class Rows(NamedTuple):
     positions: np.ndarray  # [B, T]
     segments: np.ndarray  # [B, T]
     image_rows: np.ndarray  # [B, T], which row of the picture a token takes, or -1
-    counts: np.ndarray  # [B, T], 1.0 where the next token is one to learn
+    places: np.ndarray  # [B, A], the tokens after which a token of an answer comes; 0 as padding
+    answers: np.ndarray  # [B, A], the tokens that come there; -1 as padding
+    cells: np.ndarray  # [B, I, 3], colour, kind and size of the shape that a picture token shows
 
 
 def init_seeing(spec: SeeingSpec, key: jax.Array) -> Params:
     """Returns Normal weights in [in, out] layout; those of the Llama have the prefix "text."."""
     width, inner = spec.width, spec.feed_forward
-    text_key, *keys = jax.random.split(key, 3 + 6 * spec.layers + 1)
+    text_key, *keys = jax.random.split(key, 5 + 6 * spec.layers)
     params = {f"text.{name}": w for name, w in init_params(spec.text, text_key).items()}
     draws = iter(keys)
 
@@ -92,6 +100,7 @@ def init_seeing(spec: SeeingSpec, key: jax.Array) -> Params:
         params[f"{prefix}fc2_bias"] = jnp.zeros(width)
         for norm in ("norm1", "norm2"):
             params |= {f"{prefix}{norm}": jnp.ones(width), f"{prefix}{norm}_bias": jnp.zeros(width)}
+    params[CELLS] = normal(spec.text.width, sum(spec.cell_values))
     return params | {"vision_norm": jnp.ones(width), "vision_norm_bias": jnp.zeros(width)}
 
 
@@ -132,26 +141,44 @@ def picture_rows(spec: SeeingSpec, params: Params, pixels: jax.Array) -> jax.Arr
     return x_BPC.transpose(0, 1, 3, 2, 4, 5).reshape(b, small**2, -1) @ params["connector_proj"]
 
 
-def next_token_logits(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
-    """Returns the logits [B, T, vocabulary] of the token that follows each token."""
+def answer_logits(
+    spec: SeeingSpec, params: Params, rows: Rows, pictures: jax.Array | None = None
+) -> jax.Array:
+    """Returns the logits [B, A, vocabulary] of the tokens of the answers."""
+    if pictures is None:
+        pictures = picture_rows(spec, params, rows.pixels)
     text = {n.removeprefix("text."): w for n, w in params.items() if n.startswith("text.")}
     # Products with zeros and ones: the gradients of gathers are slow on CPUs.
     is_text = (rows.image_rows < 0)[..., None]
     chosen = is_text * jax.nn.one_hot(rows.tokens, spec.text.vocabulary)
     taken = jax.nn.one_hot(rows.image_rows, spec.image_tokens)
-    x_BTD = chosen @ text["embed"] + taken @ picture_rows(spec, params, rows.pixels)
+    x_BTD = chosen @ text["embed"] + taken @ pictures
     segments = rows.segments
     sees = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])
     sees &= jnp.tril(jnp.ones(sees.shape[1:], bool))
     rope = rope_at(spec.text, rows.positions)
     for layer in range(spec.text.layers):
         x_BTD = decoder_layer(spec.text, layer_params(text, layer), x_BTD, rope, sees)
-    return rms_norm(x_BTD, text["norm"], spec.text.norm_epsilon) @ text["embed"].T
+    x_BAD = jnp.take_along_axis(x_BTD, rows.places[..., None], 1)
+    return rms_norm(x_BAD, text["norm"], spec.text.norm_epsilon) @ text["embed"].T
 
 
-def answer_loss(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
-    """Returns the mean cross-entropy, in nats, of the tokens of the answers."""
-    logits = next_token_logits(spec, params, rows)[:, :-1]
-    targets, counts = rows.tokens[:, 1:], rows.counts[:, :-1]
+def seeing_loss(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
+    """Returns the mean cross-entropy of the answers' tokens in nats, and a share of the cells'.
+
+    The cells teach each picture token to show the shape whose centre it has, from the first step
+    on; answers alone teach the vision transformer slowly, because they reach it through the Llama.
+    """
+    pictures = picture_rows(spec, params, rows.pixels)
+    logits = answer_logits(spec, params, rows, pictures)
+    counts = rows.answers >= 0
+    loss = jnp.sum(_cross_entropy(logits, rows.answers) * counts) / jnp.sum(counts)
+    ends = np.cumsum(spec.cell_values)[:-1]
+    for column, part in enumerate(jnp.split(pictures @ params[CELLS], ends, -1)):
+        loss += CELLS_WEIGHT * _cross_entropy(part, rows.cells[..., column]).mean()
+    return loss
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     chosen = jnp.sum(logits * jax.nn.one_hot(targets, logits.shape[-1]), -1)
-    return jnp.sum((jax.nn.logsumexp(logits, -1) - chosen) * counts) / jnp.sum(counts)
+    return jax.nn.logsumexp(logits, -1) - chosen
