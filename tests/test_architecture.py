@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 # import name -> distribution, where they differ
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "yaml": "pyyaml",
     "orbax": "orbax-checkpoint",
     "pydantic_core": "pydantic",  # which requires one version of it

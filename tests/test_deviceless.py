@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.device.executables import compiler_options
+from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
 from pallas_kernels.sets import fa3, triton

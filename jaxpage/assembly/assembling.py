@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxpage.assembly.pictures import open_pictures
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import Hooks
@@ -22,9 +23,18 @@ from jaxpage.checkpoints.tokenizers import ends_of_text
 from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
 from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
-from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
+from jaxpage.engine import (
+    Adapters,
+    BatchBuilder,
+    Engine,
+    EngineParts,
+    PictureEncoder,
+    Runner,
+    VectorSources,
+)
 from jaxpage.engine.calls import TextEmbedding
 from jaxpage.errors import ConfigError
+from jaxpage.images import PictureProcessor
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
@@ -62,6 +72,11 @@ class Built:
         if isinstance(self.model.spec, EncoderConfig):
             files = files.of_encoder(self.model.config, scores_pairs=self.model.spec.scores_pairs)
         return TextEmbedding(files, self.tokenizer)
+
+    @functools.cached_property
+    def pictures(self) -> PictureProcessor | None:
+        """Returns what processes the pictures of prompts; None if the model takes none."""
+        return open_pictures(self.model, self.tokenizer)
 
     def new_embedder(self) -> AnyEmbedder:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""
@@ -117,6 +132,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         max_model_len=spec.memory.max_model_len,
         seed=spec.config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
+        sources=_sources(spec, files, runner),
         strategies=strategies,
         generates=not spec.encoded,
         **parts,
@@ -168,8 +184,33 @@ def _builder(spec: EngineSpec) -> BatchBuilder:
         block_size=spec.memory.block_size,
         blocks=spec.blocks,
         vocab_size=spec.vocab_size,
+        tables=spec.tables,
         host_blocks=spec.host_blocks,
         max_loras=lora.num_slots if (lora := spec.described.lora) else 0,
+        vectors=spec.vectors,
+    )
+
+
+def _sources(spec: EngineSpec, files: ModelFiles, runner: Runner) -> VectorSources | None:
+    """Returns what keeps the vectors in prompts; None if prompts may have none."""
+    if spec.vectors is None:
+        return None
+    encoder = None
+    if (vision := files.vision) is not None:
+        encoder = PictureEncoder(
+            vision.family,
+            vision.spec,
+            runner.encode,
+            max_pictures=spec.config.limit_images,
+            cache_bytes=spec.config.encoder_cache_bytes,
+        )
+    return VectorSources(
+        spec.vectors,
+        takes_prompt_embeds=spec.config.enable_prompt_embeds,
+        num_axes=spec.tables.num_axes,
+        sees_ahead=spec.tables.sees_ahead,
+        max_tokens=spec.limits.max_tokens,
+        encoder=encoder,
     )
 
 

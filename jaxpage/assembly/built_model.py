@@ -29,6 +29,7 @@ class BuiltModel:
         self._packed = built.engine.packed
         self._embedder = built.new_embedder()
         self._embedding = built.embedding
+        self._pictures = built.pictures
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -44,19 +45,24 @@ class BuiltModel:
         """Returns the prompt of a conversation, by the model's chat template.
 
         Args:
-            messages: The messages, each a dict with "role" and "content".
+            messages: The messages, each a dict with "role" and "content", which is a text or a list
+                of parts: {"type": "text", "text": ...}, or {"type": "image", "image": ...} with a
+                path, bytes or a PIL.Image.
             tools: Functions as JSON schemas or in the form of OpenAI's client, if the template
                 takes tools.
             chat_template_kwargs: Variables of the template, such as enable_thinking.
 
         Raises:
-            ValueError: The model has no chat template, or the template refuses the messages or
-                lacks a variable.
+            ValueError: The model has no chat template, the template refuses the messages or lacks a
+                variable, or a picture is refused.
+            UnsupportedError: A message has a picture, and the model takes none.
             TypeError: The messages are no list of dicts.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
-        return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
+        return chat_prompt(
+            self.tokenizer, messages, tools, chat_template_kwargs or {}, self._pictures
+        )
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of transformers, or None if the model has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,9 @@ from jaxpage.device import (
     pack_weights,
 )
 from jaxpage.device.hardware import make_mesh
+from jaxpage.device.inputs import Bucket
 from jaxpage.device.pages import KVPages
+from jaxpage.device.vision import vision_jobs, without_vision
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import EncoderConfig, abstract, abstract_model, make_model
 from jaxpage.models.parameters import adapter_weights
@@ -66,15 +69,25 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     hooks.phase(PHASES[4])
     options = _step_options(spec, model, by_row=mesh.first.platform == "cpu")
     pages = spec.pages(mesh)
-    further = None
+    further: dict[Bucket | str, functools.partial[Any]] | None = None
     if isinstance(files.spec, EncoderConfig):
         further = encoder_jobs(
             spec.encoded, spec.memory.max_model_len, files.spec, parameters, options, mesh
         )
+    if files.vision is not None:
+        further = vision_jobs(
+            files.vision.family,
+            files.vision.spec,
+            spec.layout.dtype,
+            parameters,
+            options.attention_backend,
+            options.graphs,
+            mesh,
+        )
     try:
         executables = Executables(
             spec.menu,
-            parameters,
+            without_vision(parameters),
             pages,
             options,
             mesh=mesh,
@@ -120,7 +133,8 @@ def load_parameters(
         progress: True shows a bar.
 
     Returns:
-        The model's weights under "target", and those of the drafter under "drafter".
+        The model's weights under "target", those of the drafter under "drafter", and those of the
+        encoder of pictures under "vision", if there is one.
     """
     mesh = make_mesh(spec.layout.tensor_parallel_size)
     dtype = spec.layout.dtype
@@ -139,6 +153,8 @@ def load_parameters(
     if drafting is not None:
         parameters["drafter"] = drafting.load(dtype, mesh.put, progress=progress)
     pack_weights(parameters, packed)
+    if files.vision is not None:
+        parameters["vision"] = load_weights(files.vision.plan, dtype, mesh.put, progress=progress)
     return parameters
 
 
@@ -181,4 +197,5 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
         graphs=spec.config.graphs,
+        vectors=spec.vectors,
     )

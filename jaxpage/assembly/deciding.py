@@ -65,7 +65,8 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
 
 
 def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
-    if not_loaded := getattr(files.spec, "not_loaded", ""):
+    not_loaded = "" if files.vision else getattr(files.spec, "not_loaded", "")
+    if not_loaded:
         globs = getattr(files.family, "others", ())
         count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
         yield (

@@ -11,6 +11,7 @@ import jax
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafting import open_drafting
+from jaxpage.assembly.planning.vectors import VisionPart, vector_input
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
@@ -56,6 +57,9 @@ def describe(
     tokenizer = _tokenizer(config.tokenizer, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     lora = lora_spec(config, files.family, files.spec)
+    vision = None
+    if files.vision is not None:
+        vision = VisionPart(files.vision.family, files.vision.spec)
     hooks.phase(PHASES[1])
     mesh = make_mesh(config.tensor_parallel_size)
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
@@ -75,6 +79,7 @@ def describe(
         kernels,
         _dtype_reason(config.dtype, device, stored),
         read_embedding_files(files.directory).max_tokens,
+        vector_input(config, files.family, files.spec, vision),
     )
     return Opened(described, files, tokenizer, sampling_defaults, mesh)
 
@@ -87,7 +92,8 @@ def open_files(config: EngineConfig) -> ModelFiles:
         CheckpointError: The model's files cannot be used.
         ConfigError: The checkpoint has another format than `load_format`.
     """
-    files = open_model(resolve_model(config.model, config.revision), config.quantization)
+    directory = resolve_model(config.model, config.revision)
+    files = open_model(directory, config.quantization, vision=config.limit_images != 0)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(
             f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}"

@@ -23,7 +23,8 @@ def checkpoint_parts(
 ) -> Iterator[tuple[LoadPlan, Any]]:
     """Yields the weights of the model's checkpoint as it has them, and where each of them is.
 
-    They are undivided and not in panels. A drafter in the checkpoint follows the model.
+    They are undivided and not in panels. A drafter in the checkpoint and an
+    encoder of pictures follow the model.
 
     Args:
         files: The model's files.
@@ -38,6 +39,8 @@ def checkpoint_parts(
     yield files.plan, target
     if plan := spec.described.drafting.plan_in_model:
         yield plan, unpacked["drafter"]
+    if files.vision is not None:
+        yield files.vision.plan, unpacked["vision"]
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:

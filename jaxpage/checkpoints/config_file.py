@@ -90,6 +90,9 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                     generation = content
                 if name == "config.json":
                     config = text_part(content)
+                    vision = content.get("vision_config")
+                    if config and isinstance(vision, dict):
+                        config["vision_config"] = vision
                     check_sizes(config, problems)
                     _check_dtype(config)
                 if content.get("auto_map"):

@@ -17,6 +17,7 @@ from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
 from jaxpage.checkpoints.gguf.header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf.tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quote
+from jaxpage.checkpoints.vision_files import VisionFiles, fit_vision
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import (
     Family,
@@ -57,6 +58,7 @@ class ModelFiles:
     spec: ModelSpec
     plan: LoadPlan
     quantization: Scheme | None = None
+    vision: VisionFiles | None = None  # its encoder of pictures, if that is opened
 
     @property
     def rule(self) -> Rule | None:
@@ -75,24 +77,51 @@ class ModelFiles:
         return tuple(sorted(rounded))
 
 
-def open_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelFiles:
+def open_model(
+    directory: str | os.PathLike[str], quantization: str | None = None, *, vision: bool = False
+) -> ModelFiles:
     """Reads all of a local model but its weights, in Hugging Face, Orbax or GGUF layout.
 
     Args:
         directory: The directory or GGUF file.
         quantization: See `EngineConfig`.
+        vision: True opens its encoder of pictures, too, if the files have one that is known.
 
     Raises:
         CheckpointError: The config, the architecture, files or tensors do not fit; the error lists
             all that is wrong.
     """
-    return _open(Path(directory), quantization, compare=True)
+    files = _open(Path(directory), quantization, compare=True)
+    return _with_vision(files) if vision else files
+
+
+def _with_vision(files: ModelFiles) -> ModelFiles:
+    """Returns the model with its encoder of pictures, if the checkpoint has one that is known.
+
+    Raises:
+        CheckpointError: The encoder does not fit; the error lists all that is wrong.
+    """
+    family = getattr(files.family, "Vision", None)
+    has_config = isinstance(files.config.get("vision_config"), dict)
+    if family is None or not has_config or files.plan.layout not in ("safetensors", "orbax"):
+        return files
+    problems = Problems(files.directory)
+    spec = check_spec(family, without_quantization(files.config), problems)
+    vision = None if spec is None else _open_vision(family, spec, problems)
+    problems.raise_if_any()
+    return replace(files, vision=vision)
+
+
+def _open_vision(family: Any, spec: Any, problems: Problems) -> VisionFiles | None:
+    layout, stored = read_layout(problems.directory, problems)
+    return fit_vision(family, spec, LoadPlan(problems.directory, layout), stored, problems)
 
 
 def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> ModelFiles:
     """Returns the same model with the weights of another directory.
 
-    Its config.json may be missing; if it is there, it must say the same of the model.
+    Its config.json may be missing; if it is there, it must say the same of the model. Without an
+    encoder of pictures there, the result has none.
 
     Raises:
         CheckpointError: The weights do not fit; the error lists all that is wrong.
@@ -108,8 +137,11 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
     plan = fit(
         problems.directory, weights, find_ignored_tensors(files.family, files.spec), problems
     )
+    vision = files.vision
+    if vision is not None:
+        vision = _open_vision(vision.family, vision.spec, problems)
     problems.raise_if_any()
-    return replace(files, directory=problems.directory, plan=plan)
+    return replace(files, directory=problems.directory, plan=plan, vision=vision)
 
 
 def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, str, str]]:

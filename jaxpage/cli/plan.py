@@ -25,8 +25,10 @@ from jaxpage.assembly.planning import (
     ModelLayout,
     engine_spec_of,
     find_refused_settings,
+    find_vision,
     notices,
     open_drafting,
+    vector_input,
 )
 from jaxpage.checkpoints import ModelDescription, describe_model, open_model, read_dtype
 from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
@@ -85,8 +87,17 @@ class Subject:
     def describe(self, layout: ModelLayout) -> Described:
         """Returns the description from which an engine with this layout is planned."""
         weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
+        family = self.model.family
+        vision = find_vision(self.config, family, self.model.config)
         return Described(
-            self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora
+            self.config,
+            self.spec,
+            self.device,
+            layout,
+            weights_bytes,
+            self.drafting,
+            self.lora,
+            vectors=vector_input(self.config, family, self.spec, vision),
         )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:

@@ -174,6 +174,24 @@ ENGINE_FLAGS = (
         "largest rank of a LoRA adapter; the others are padded to it; default: 16",
     ),
     Flag(
+        "enable_prompt_embeds",
+        None,
+        "prompts may be vectors in place of tokens, as {'prompt_embeds': array}; default: no",
+    ),
+    Flag(
+        "limit_images",
+        int,
+        "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes"
+        " text alone; default: what a prompt holds",
+    ),
+    Flag(
+        "encoder_cache_bytes",
+        byte_size,
+        "host memory for encoded pictures that later requests may have, too: 512MiB, or bytes; "
+        "default: 512MiB",
+        metavar="SIZE",
+    ),
+    Flag(
         "tensor_parallel_size",
         int,
         "devices that share the model (docs/scale.md); default: 1",

@@ -1,8 +1,9 @@
 """Runs steps on the device: step functions, the table of executables, and what runs next to them.
 
 Nothing in this room sees a request. Its inner rooms are `hardware` (devices and kernels), `inputs`
-(the shapes and the inputs of steps), `pages` (keys and values) and `drafters`. Names are loaded at
-first use, so that a part that asks for one of them does not load the others.
+(the shapes and the inputs of steps), `pages` (keys and values), `drafters` and `vision` (encoders
+of pictures). Names are loaded at first use, so that a part that asks for one of them does not load
+the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
+    from jaxpage.device.compiler_options import (
+        check_graphs,  # refuses settings of CUDA graphs that have no effect
+    )
+    from jaxpage.device.drawn import unpack_drawn  # reads what a step has drawn
     from jaxpage.device.embedder import Embedder  # computes embeddings of prompts
     from jaxpage.device.encoder import (
         AnyEmbedder,  # is the type of what computes vectors
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
     )
     from jaxpage.device.executables import (
         Executables,  # holds the compiled steps
-        check_graphs,  # refuses settings of CUDA graphs that have no effect
         use_compile_cache,  # keeps executables across processes
     )
     from jaxpage.device.host_weights import (
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
     from jaxpage.device.steps import (
         SCORED_AT_ONCE,  # is the number of tokens that are scored at once
         StepOptions,  # says what a step is compiled for
-        unpack_drawn,  # reads what a step has drawn
     )
     from jaxpage.device.stored_executables import (
         compile_cache_directory,  # says where executables are kept

@@ -61,6 +61,8 @@ def make_attend(
         unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
     )
 
+    last_seen_T = inputs.last_seen_T if inputs.last_seen_T.size else None
+
     @jax.named_scope("attention")
     def attend(
         layer_index: int,
@@ -73,7 +75,7 @@ def make_attend(
     ) -> tuple[jax.Array, LayerPages]:
         group = layer_groups[layer_index]
         slots_T = inputs.slots_ZT[group]
-        options = dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ)
+        options = dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ, last_seen_T=last_seen_T)
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=inputs.block_table_ZBM[group],

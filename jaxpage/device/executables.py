@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.hardware.mesh import DeviceMesh
@@ -27,24 +28,10 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
-from jaxpage.errors import UnsupportedError
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
-
-GRAPH_OPTION = "xla_gpu_enable_command_buffer"
-UPDATE_OPTION = "xla_gpu_command_buffer_update_mode"
-IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
-    "FUSION",
-    "CUBLAS",
-    "CUBLASLT",
-    "CUDNN",
-    "CUSTOM_CALL",
-    "DYNAMIC_SLICE_FUSION",
-    "CONDITIONAL",
-    "WHILE",
-)
 
 
 class CompiledStep(NamedTuple):
@@ -67,8 +54,12 @@ class CompiledStep(NamedTuple):
         pages: KVPages,
         packed: Any,
         processor_inputs: ProcessorInputs | None = None,
+        *vectors: Any,
     ) -> tuple[StepOutput, KVPages]:
-        """Runs the step, and returns its output and the pages of all layers."""
+        """Runs the step, and returns its output and the pages of all layers.
+
+        `vectors` is the array of a bucket that takes vectors.
+        """
         filled = self.neutral
         if processor_inputs is not None:
             filled = ProcessorInputs(
@@ -80,7 +71,7 @@ class CompiledStep(NamedTuple):
         pages, others = split_layers(pages, self.off)
         if self.off is not None:
             parameters = {**parameters, "drafter": None}
-        output, pages = self.executable(parameters, pages, packed, filled)
+        output, pages = self.executable(parameters, pages, packed, filled, *vectors)
         return output, pages + others
 
 
@@ -131,7 +122,11 @@ class Executables:
             for bucket in menu.buckets
         }
         jobs |= further or {}
-        alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
+        alone = (
+            menu.decode + menu.chunk + menu.vectors
+            if target_only and options.drafter is not None
+            else ()
+        )
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
         for bucket, key in self._target_only.items():
@@ -293,14 +288,19 @@ def _watch_compilations() -> _Compilations:
 def step_call(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the jitted step of a bucket, and the shapes of its last two arguments.
+    """Returns the jitted step of a bucket, and the shapes of its last arguments.
 
     The parameters and the pages come before them; the pages are donated.
     """
     packed = jax.ShapeDtypeStruct((size_when_packed(bucket, options.tables),), jnp.int32)
-    shapes = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
+    last: tuple[Any, ...] = (packed, _processor_shapes(bucket.num_processed, options))
+    if bucket.takes_vectors:
+        assert options.vectors is not None
+        shape = (bucket.num_tokens, *options.vectors.shape)
+        last += (jax.ShapeDtypeStruct(shape, options.vectors.dtype),)
+    shapes = mesh.whole(last)
     of_device = functools.partial(model_step, bucket=bucket, options=options)
-    step = mesh.on_each(of_device, (parameters, pages, None, None), (None, pages))
+    step = mesh.on_each(of_device, (parameters, pages, *(None,) * len(last)), (None, pages))
     return jax.jit(step, donate_argnums=1), shapes
 
 
@@ -314,59 +314,6 @@ def _compile_step(
 def compile_ahead(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
     """Compiles a function for arguments of these shapes."""
     return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
-
-
-def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dict[str, str]:
-    """Returns XLA's options for all executables.
-
-    On a GPU a whole step is one CUDA graph. By default XLA leaves loops out of graphs, and the host
-    waits in the middle of a step that has one. What XLA_FLAGS says of the contents of graphs has
-    precedence.
-    """
-    if platform != "gpu":
-        return {}
-    options = {}
-    if GRAPH_OPTION not in os.environ.get("XLA_FLAGS", ""):
-        options[GRAPH_OPTION] = ",".join(
-            (*IN_GRAPHS, "COLLECTIVES") if graphs.collectives else IN_GRAPHS
-        )
-    if graphs.update_mode != "auto":
-        options[UPDATE_OPTION] = graphs.update_mode.upper()
-    return options
-
-
-def check_graphs(graphs: GraphSettings, platform: str) -> None:
-    """Refuses settings of CUDA graphs that would have no effect, or that this XLA does not know.
-
-    Args:
-        graphs: The settings.
-        platform: The platform of the device.
-
-    Raises:
-        UnsupportedError: A setting is refused; the text has its name.
-    """
-    requested = {
-        f"cudagraph_update_mode {graphs.update_mode!r}": (
-            graphs.update_mode != "auto",
-            UPDATE_OPTION,
-        ),
-        "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
-    }
-    for setting, (is_requested, option) in requested.items():
-        if not is_requested:
-            continue
-        if platform != "gpu":
-            raise UnsupportedError(
-                f"{setting} is for GPUs, and the device is a {platform}: leave it out"
-            )
-        if option in os.environ.get("XLA_FLAGS", ""):
-            raise UnsupportedError(f"{setting}: XLA_FLAGS has {option} too; leave out one of them")
-        nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
-        try:
-            nothing.compile({option: compiler_options(platform, graphs)[option]})
-        except jax.errors.JaxRuntimeError as error:
-            text = f"XLA of jax {jax.__version__} does not know it ({error})"
-            raise UnsupportedError(f"{setting}: {text}") from None
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:
@@ -426,6 +373,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
             output,
             pages,
         )
+    if job.func.__name__ == "compile_vision":
+        return (job.args[0], job.args[1]), 0
     pages = job.args[0]
     moves = {
         _compile_copy: ((pages, 0), pages),
@@ -440,7 +389,7 @@ def _by_first_use(menu: BucketMenu) -> list[Bucket]:
 
     The smallest of each kind come first, since the first request is usually small.
     """
-    kinds = menu.chunk, menu.decode, menu.verify, menu.multi_step
+    kinds = menu.chunk, menu.decode, menu.vectors, menu.verify, menu.multi_step
     return [
         bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None
     ]

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend, make_layer_kernels
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
 from jaxpage.device.drafters.drafter import DeviceDrafter, TargetStep, split_layers
+from jaxpage.device.drawn import pack_drawn
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import (
@@ -28,7 +27,7 @@ from jaxpage.device.inputs.step_inputs import (
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.recurrence import make_recur
-from jaxpage.device.sampler import draw, log_probabilities
+from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
@@ -63,6 +62,8 @@ class StepOptions(NamedTuple):
     max_loras: int = 0  # slots of adapters
     sharding: Sharding = UNDIVIDED
     graphs: GraphSettings = USUAL_GRAPHS
+    # [1 + n, D], the vectors that may take the place of a token; n are for later layers.
+    vectors: jax.ShapeDtypeStruct | None = None
 
 
 class StepOutput(NamedTuple):
@@ -74,24 +75,12 @@ class StepOutput(NamedTuple):
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
 
 
-class Drawn(NamedTuple):
-    """Holds draws of a step, or given tokens that were scored, on the host.
-
-    Log probabilities are zeros unless a row asked for them.
-    """
-
-    token_ids: npt.NDArray[np.int32]  # [B]
-    logprobs: npt.NDArray[np.float32]  # [B]
-    ranks: npt.NDArray[np.int32]  # [B]
-    top_token_ids: npt.NDArray[np.int32]  # [B, W]
-    top_logprobs: npt.NDArray[np.float32]  # [B, W]
-
-
 def model_step(
     parameters: Any,
     pages: KVPages,
     packed: jax.Array,
     processor_inputs: ProcessorInputs,
+    vectors: jax.Array | None = None,
     *,
     bucket: Bucket,
     options: StepOptions,
@@ -105,6 +94,7 @@ def model_step(
         pages: The pages of all layers, a drafter's after the model's.
         packed: The step's metadata; see `step_inputs`.
         processor_inputs: The wide arrays of logits processors.
+        vectors: [T, 1 + n, D], what takes the place of tokens, in a bucket that takes such.
         bucket: The shape of the step.
         options: The other constants.
     """
@@ -114,6 +104,7 @@ def model_step(
             pages,
             unpack(packed, bucket, options.tables),
             processor_inputs,
+            vectors,
             bucket,
             options,
         )
@@ -124,6 +115,7 @@ def _step(
     pages: KVPages,
     inputs: StepInputs,
     processor_inputs: ProcessorInputs,
+    vectors: jax.Array | None,
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
@@ -131,7 +123,7 @@ def _step(
         return _multi_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     pages, own_pages = split_layers(pages, options.drafter)
     output, target, pages = _target_step(
-        parameters["target"], pages, inputs, processor_inputs, bucket, options
+        parameters["target"], pages, inputs, processor_inputs, bucket, options, vectors
     )
     if options.drafter is not None:
         with TraceScope(make_layer_kernels(options.attention_backend)).open():
@@ -147,10 +139,13 @@ def _target_step(
     processor_inputs: ProcessorInputs,
     bucket: Bucket,
     options: StepOptions,
+    vectors: jax.Array | None = None,
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row = options.sample_by_row
     backend = options.attention_backend
-    model, hidden_TD, pages, states = _run_model(parameters, pages, inputs, bucket, options)
+    model, hidden_TD, pages, states = _run_model(
+        parameters, pages, inputs, bucket, options, vectors
+    )
     own_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(own_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
@@ -193,7 +188,7 @@ def _draw(
         return (
             token_ids_R,
             paths,
-            _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row),
+            pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row),
         )
 
     def of_parts() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -318,7 +313,7 @@ def _score(
             for array in (hidden_TD, token_ids_T, lora_slot_T)
         )
         logits_BV = _logits(model, hidden_BD, lora_slot_B, options)
-        rows = _pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)
+        rows = pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)
         return jax.lax.dynamic_update_slice_in_dim(scored, rows, index * tile, axis=0)
 
     num_tiles = (inputs.flags[Flags.SCORED] + tile - 1) // tile
@@ -327,7 +322,13 @@ def _score(
 
 
 def logits_step(
-    parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    vectors: jax.Array | None = None,
+    *,
+    bucket: Bucket,
+    options: StepOptions,
 ) -> tuple[jax.Array, KVPages]:
     """Computes a step up to the draw.
 
@@ -335,7 +336,9 @@ def logits_step(
         The logits [B, V] in float32 of the tokens to draw from, and the pages.
     """
     pages, own_pages = split_layers(pages, options.drafter)
-    model, hidden_TD, pages, _ = _run_model(parameters["target"], pages, inputs, bucket, options)
+    model, hidden_TD, pages, _ = _run_model(
+        parameters["target"], pages, inputs, bucket, options, vectors
+    )
     return _logits_to_draw_from(model, hidden_TD, inputs, options, divided=False), pages + own_pages
 
 
@@ -372,7 +375,12 @@ def pool_step(
 
 
 def _run_model(
-    parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    bucket: Bucket,
+    options: StepOptions,
+    vectors: jax.Array | None = None,
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
     """Returns the model, its hidden states, its pages, and the states that a drafter takes."""
     model = nnx.merge(options.graph, parameters)
@@ -382,7 +390,15 @@ def _run_model(
     )
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
-    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
+    context = ForwardContext(
+        inputs.positions_T,
+        attend,
+        aux_layers=aux_layers,
+        recur=recur,
+        vectors=None if vectors is None else (inputs.is_vector_T > 0, vectors[:, 0]),
+        axes_AT=inputs.axes_AT if options.tables.num_axes else None,
+        deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
+    )
     with _scope(options, inputs.lora_slot_T).open():
         hidden_TD, by_layer, states = model(
             inputs.token_ids_T, _by_layer(pages, options.sharding), context
@@ -410,40 +426,3 @@ def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
     The pages are to be donated.
     """
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
-
-
-def _pack_drawn(
-    logits_BV: jax.Array, token_ids_B: jax.Array, has_logprobs: jax.Array | bool, *, by_row: bool
-) -> jax.Array:
-    def with_logprobs() -> jax.Array:
-        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(
-            logits_BV, token_ids_B, by_row=by_row
-        )
-        return jnp.concatenate(
-            [_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1
-        )
-
-    num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])
-    width = 2 + 2 * num_candidates
-    logprobs = jax.lax.cond(
-        has_logprobs, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32)
-    )
-    return jnp.concatenate([token_ids_B[:, None], logprobs], axis=1)
-
-
-def _bits(values: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(values, jnp.int32)
-
-
-def unpack_drawn(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
-    """Returns the first `num_rows` rows of one of a step's arrays, on the host."""
-    rows = np.ascontiguousarray(packed[:num_rows])
-    num_candidates = (rows.shape[1] - 3) // 2
-    floats = rows.view(np.float32)
-    return Drawn(
-        rows[:, 0],
-        floats[:, 1],
-        rows[:, 2],
-        rows[:, 3 : 3 + num_candidates],
-        floats[:, 3 + num_candidates :],
-    )

@@ -19,6 +19,7 @@ from jaxpage.engine import (
     WakingWeights,
 )
 from jaxpage.engine.calls import (
+    NO_PICTURES,
     ByPairs,
     ByVectors,
     Prompt,
@@ -29,6 +30,7 @@ from jaxpage.engine.calls import (
     reranker_of,
 )
 from jaxpage.errors import JaxpageError, UnsupportedError
+from jaxpage.images import PictureProcessor
 from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -71,7 +73,12 @@ class DrivenModel(BuiltModel):
             try:
                 if id(params_of_prompt) not in checked:
                     checked[id(params_of_prompt)] = self._engine.check_params(params_of_prompt)
-                request = prepare(self._engine, prompt, checked[id(params_of_prompt)])
+                request = prepare(
+                    self._engine,
+                    prompt,
+                    checked[id(params_of_prompt)],
+                    processor=self._pictures,
+                )
                 requests.append(
                     request._replace(
                         grammar=self._engine.compile_grammar(params_of_prompt), lora=lora
@@ -196,7 +203,12 @@ class DrivenModel(BuiltModel):
 
 
 def prepare(
-    engine: Engine, prompt: Prompt, checked: CheckedParams, *, add_special_tokens: bool = True
+    engine: Engine,
+    prompt: Prompt,
+    checked: CheckedParams,
+    *,
+    add_special_tokens: bool = True,
+    processor: PictureProcessor | None = None,
 ) -> PreparedRequest:
     """Encodes and checks a prompt; a grammar is left to `Engine.compile_grammar`.
 
@@ -207,12 +219,29 @@ def prepare(
         prompt: The prompt.
         checked: The checked parameters.
         add_special_tokens: True if the tokenizer adds its special tokens to a text.
+        processor: What processes the pictures of the prompt; None if the model takes none.
 
     Raises:
-        TypeError: A token id is no integer.
-        ValueError: The prompt is refused, or the tokenizer fails on it.
+        TypeError: A token id is no integer, or a picture is none.
+        ValueError: The prompt or a picture is refused, or the tokenizer fails on the text.
+        UnsupportedError: The prompt has pictures, and the model takes none.
     """
+    if prompt.vectors is not None:
+        placeholder_ids, embedded = engine.prompt_of_vectors(prompt.vectors)
+        return engine.prepare(None, placeholder_ids, checked, embedded)
+    if prompt.pictures and processor is None:
+        raise UnsupportedError(NO_PICTURES)
+    if prompt.pictures and processor is not None:
+        source = prompt.text if prompt.token_ids is None else prompt.token_ids
+        expanded, embedded = processor.expand(
+            source or (),
+            processor.process(prompt.pictures),
+            add_special_tokens=add_special_tokens,
+        )
+        return engine.prepare(prompt.text, expanded, checked, embedded)
     token_ids = prompt.token_ids
+    if token_ids is None and processor is not None and prompt.text is not None:
+        processor.check_text(prompt.text, 0)
     if token_ids is None:
         if engine.tokenizer is None:
             raise ValueError("The model has no tokenizer; give prompts as token ids")

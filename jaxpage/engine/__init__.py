@@ -20,6 +20,9 @@ from jaxpage.engine.engine import (
     Engine,  # calls the scheduler and the runner in turn
     EngineParts,  # names the parts of an engine that may be replaced
 )
+from jaxpage.engine.picture_encoder import (
+    PictureEncoder,  # encodes pictures, and keeps what it has encoded
+)
 from jaxpage.engine.reporting import (
     Reporter,  # reports on one request
 )
@@ -31,4 +34,7 @@ from jaxpage.engine.text import (
     NoText,  # gives no text, for a model without a tokenizer
     StreamDetokenizer,  # makes the text of one sequence as its tokens come
     token_bytes,  # gives the bytes that a token stands for
+)
+from jaxpage.engine.vector_sources import (
+    VectorSources,  # keeps what takes the place of tokens in prompts
 )

@@ -23,6 +23,7 @@ from jaxpage.settings.sampling_params import (
     ThinkingMarkers,
 )
 from jaxpage.shapes import MAX_BIASES, NUM_CANDIDATES
+from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.request import LoRAAdapter, Request
 from jaxpage.step.thinking import ThinkingBudget
 
@@ -74,6 +75,7 @@ class PreparedRequest(NamedTuple):
         grammar: The compiled grammar; None if there is none, or if `Engine.add` shall compile it.
         is_prefix: True if the prompt is computed in order to be pinned.
         lora: The adapter, if the request has one.
+        embedded: The vectors that take the place of tokens, if any do.
     """
 
     prompt: str | None
@@ -82,6 +84,7 @@ class PreparedRequest(NamedTuple):
     grammar: Grammar | None = None
     is_prefix: bool = False
     lora: NamedAdapter | None = None
+    embedded: EmbeddedPrompt | None = None
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
@@ -163,7 +166,11 @@ class Admission:
         return CheckedParams(requested, params, words, self._thinking(params, words))
 
     def prepare(
-        self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams
+        self,
+        prompt: str | None,
+        token_ids: Sequence[int],
+        checked: CheckedParams,
+        embedded: EmbeddedPrompt | None = None,
     ) -> PreparedRequest:
         """Returns a request for `admit`, without a grammar.
 
@@ -171,9 +178,11 @@ class Admission:
             prompt: The text of the prompt, if there is one.
             token_ids: The token ids of the prompt.
             checked: The parameters, which `check_params` returned.
+            embedded: The vectors that take the place of some of the tokens, if any do.
 
         Raises:
             ValueError: The prompt is empty or too long, or has ids that the model does not have.
+            UnsupportedError: The tokens of a prompt with vectors are to be scored.
         """
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
@@ -198,7 +207,12 @@ class Admission:
             )
         if checked.beam:
             _check_length_penalty(checked.beam, min(checked.beam.max_tokens or room, room))
-        return PreparedRequest(prompt, tuple(token_ids), checked)
+        if embedded is not None and checked.sampling.prompt_logprobs is not None:
+            raise UnsupportedError(
+                f"prompt_logprobs={checked.sampling.prompt_logprobs} is not possible for a prompt "
+                "with vectors in place of tokens: a vector has no log probability"
+            )
+        return PreparedRequest(prompt, tuple(token_ids), checked, embedded=embedded)
 
     def _max_length(self, params: SamplingParams) -> int:
         """Returns the most tokens of a sequence, prompt and output together.
@@ -238,6 +252,7 @@ class Admission:
             beam=checked.beam,
             is_prefix=prepared.is_prefix,
             lora=prepared.lora and LoRAAdapter(prepared.lora.name, prepared.lora.adapter.digest),
+            embedded=prepared.embedded,
         )
 
     def _check_processor_inputs(self, params: SamplingParams) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,7 @@ from jaxpage.device.inputs import (
     empty_inputs,
 )
 from jaxpage.engine.processor_inputs import processor_inputs_of
+from jaxpage.engine.vector_fields import NO_SOURCES, Sources, fill_axes, place_vectors
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
@@ -44,6 +46,7 @@ class Batch:
         bucket: The shape of the step.
         packed: All other inputs in one array, so that one transfer is enough.
         processor_inputs: The inputs of logits processors; None for each that no draw asks for.
+        vectors: The array [T, 1 + n, D] of what takes the place of tokens, if anything does.
         swap_out: Arrays [num_swapped, 2] of (block, host block), padded with null blocks.
         swap_in: Arrays [num_swapped, 2] of (host block, block), padded with null blocks.
         copies: Arrays [num_copies, 2] of (source, destination), padded with the null block.
@@ -56,6 +59,7 @@ class Batch:
     bucket: Bucket
     packed: npt.NDArray[np.int32]
     processor_inputs: ProcessorInputs
+    vectors: tuple[npt.NDArray[Any], ...]
     swap_out: tuple[Move, ...]
     swap_in: tuple[Move, ...]
     copies: tuple[Move, ...]
@@ -76,8 +80,10 @@ class BatchBuilder:
         block_size: int,
         blocks: Sequence[range],
         vocab_size: int,
+        tables: TableShape | None = None,
         host_blocks: Sequence[range] = (),
         max_loras: int = 0,
+        vectors: jax.ShapeDtypeStruct | None = None,
     ):
         """Sets the shapes and the limits.
 
@@ -87,15 +93,18 @@ class BatchBuilder:
             block_size: The slots of a block (S).
             blocks: The block ids of each cache group's pool. The arrays of a group count from 1.
             vocab_size: The number of token ids (V).
+            tables: What the inputs of all steps have in common; None for block tables alone.
             host_blocks: The ids of each cache group's host blocks.
             max_loras: The number of adapter slots.
+            vectors: The shape and type of what may take the place of a token; see `StepOptions`.
         """
         self.menu = menu
-        self.tables = TableShape(len(blocks), table_width)
+        self.tables = tables or TableShape(len(blocks), table_width)
         self.block_size = block_size
         self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
         self.max_loras = max_loras
+        self.vectors = vectors
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
@@ -107,6 +116,7 @@ class BatchBuilder:
             verifies=plan.verifies,
             branches=plan.branches,
             multi_step=plan.is_multi_step,
+            takes_vectors=plan.takes_vectors,
         )
 
     def build(
@@ -114,6 +124,7 @@ class BatchBuilder:
         plan: StepPlan,
         masks: Mapping[int, Mask] = NO_MASKS,
         lora_slots: Mapping[str, int] = NO_SLOTS,
+        sources: Sources = NO_SOURCES,
     ) -> Batch:
         """Returns the batch of a plan.
 
@@ -121,6 +132,7 @@ class BatchBuilder:
             plan: The plan of the step.
             masks: The tokens that a grammar admits, by the index of the draw in the plan's samples.
             lora_slots: The slot on the device, from 1, of each adapter, by its digest.
+            sources: The rows [R, 1 or 1 + n, D] of each source of vectors, by its key.
 
         Raises:
             ValueError: An id is out of range, or a step of several tokens needs the host in
@@ -140,6 +152,8 @@ class BatchBuilder:
             fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
+        if self.tables.num_axes:
+            fill_axes(fields, plan.rows)
         if num_scored:
             self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
@@ -159,6 +173,7 @@ class BatchBuilder:
             bucket,
             packed,
             processor_inputs,
+            place_vectors(fields, plan.rows, sources, self.vectors) if bucket.takes_vectors else (),
             swap_out=_moves(
                 "swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped
             ),

@@ -31,6 +31,8 @@ from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.engine.thinking import budget_of
+from jaxpage.engine.vector_fields import NO_SOURCES
+from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
@@ -42,6 +44,7 @@ from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
+from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
@@ -82,6 +85,7 @@ class Engine:
         max_model_len: int,
         seed: int,
         adapters: Adapters | None = None,
+        sources: VectorSources | None = None,
         strategies: dict[int, Strategy] | None = None,
         generates: bool = True,
         speculator: Speculator | None = None,
@@ -99,6 +103,7 @@ class Engine:
             max_model_len: The most tokens of a sequence, prompt and output together.
             seed: The seed from which requests without a seed get theirs.
             adapters: The LoRA adapters; None if requests may have none.
+            sources: The sources of vectors in prompts; None if prompts may have none.
             strategies: The decoding strategies by sequence id; a speculator may read the same dict.
             generates: False for an encoder, which computes vectors and scores of texts alone.
             speculator: The proposer of drafts; None for no speculation.
@@ -124,6 +129,7 @@ class Engine:
             generates=generates,
         )
         self.adapters = adapters
+        self.sources = sources
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
         self._mask_budget = MaskBudget()
         self.speculator: Speculator = speculator or NoSpeculation()
@@ -211,6 +217,7 @@ class Engine:
         prompt: str | None,
         token_ids: TokenIds[int],
         params: SamplingParams | BeamSearchParams | CheckedParams,
+        embedded: EmbeddedPrompt | None = None,
     ) -> PreparedRequest:
         """Returns a request for `add`, without its grammar; see `compile_grammar`.
 
@@ -221,13 +228,24 @@ class Engine:
             token_ids: The token ids of the prompt.
             params: The parameters. For several prompts, pass the result of
                 `check_params`, so that they are checked once.
+            embedded: The vectors that take the place of some of the tokens, if any do.
 
         Raises:
             ValueError: A parameter or the prompt does not fit the model.
             UnsupportedError: A parameter cannot be honoured. The message names it and its value.
         """
         checked = params if isinstance(params, CheckedParams) else self.check_params(params)
-        return self.admission.prepare(prompt, token_ids, checked)
+        if embedded is not None:
+            if self.sources is None:
+                raise UnsupportedError(NO_PICTURES)
+            embedded = self.sources.complete(token_ids, embedded)
+        return self.admission.prepare(prompt, token_ids, checked, embedded)
+
+    def prompt_of_vectors(self, values: Any) -> tuple[TokenIds[int], EmbeddedPrompt]:
+        """Returns what `prepare` takes for a prompt of vectors; see `VectorSources.prompt_of`."""
+        if self.sources is None:
+            raise UnsupportedError(NOT_ENABLED)
+        return self.sources.prompt_of(values)
 
     def compile_grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """Returns the compiled grammar of a checked request, or None if it asks for none.
@@ -264,6 +282,7 @@ class Engine:
             sample_index=0,
             num_prompt_tokens=len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
+            embedded=request.embedded,
         )
         group = SequenceGroup(request, [sequence])
         if request.beam:
@@ -274,6 +293,8 @@ class Engine:
         self.scheduler.add(group)
         if self.adapters is not None and prepared.lora is not None:
             self.adapters.hold(request_id, prepared.lora.adapter)
+        if self.sources is not None and request.embedded is not None:
+            self.sources.hold(request_id, request.embedded)
         self._num_sequences += request.num_sequence_ids
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
@@ -342,8 +363,9 @@ class Engine:
             # It is inside the `try`, so that a replay can fail where the logged step did.
             self.events.planned(plan)
             slots = self.adapters.load_for(plan) if self.adapters else NO_SLOTS
+            sources = self.sources.rows_for(plan) if self.sources else NO_SOURCES
             result = self.runner.run(
-                self.builder.build(plan, masks_of(plan, self._strategies), slots)
+                self.builder.build(plan, masks_of(plan, self._strategies), slots, sources)
             )
         except Exception as error:
             logger.exception("step %d failed; running requests end with an error", plan.step_id)
@@ -394,6 +416,8 @@ class Engine:
         self._check_unused("weights cannot be replaced", "prefixes of the old ones")
         self.reset_prefix_cache()
         self.runner.replace_parameters(weights)
+        if self.sources is not None:
+            self.sources.weights_replaced()
         self.weights_version += 1
         self.events.weights_replaced()
         return self.weights_version
@@ -460,6 +484,8 @@ class Engine:
         self.events.pages_rebuilt()
         if were_dropped and self.adapters is not None:
             self.adapters.lose_slots()
+        if were_dropped and self.sources is not None:
+            self.sources.weights_replaced()
         if were_dropped and self.weights_version:
             self.weights_version += 1  # those of the checkpoint, in place of later ones
 
@@ -551,6 +577,8 @@ class Engine:
         self.metrics.ended(group)
         if self.adapters is not None:
             self.adapters.release(group.request.request_id)
+        if self.sources is not None:
+            self.sources.release(group.request.request_id)
         self.speculator.forget(group)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)

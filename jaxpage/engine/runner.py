@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from jaxpage.device import Executables, Packings, to_host, unpack_drawn
 from jaxpage.device.pages import HostPages, KVPages
+from jaxpage.device.vision import vision_key, without_vision
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models.parameters import Path
 from jaxpage.models.sharding import ShardedWeight, entry_at
@@ -86,7 +87,11 @@ class Runner:
             self._pages = self.executables.copy(self._pages, group, pairs)
         step = self.executables.step(batch.bucket, batch.draft_depth)
         output, self._pages = step(
-            self._parameters, self._pages, batch.packed, batch.processor_inputs
+            self._of_steps,
+            self._pages,
+            batch.packed,
+            batch.processor_inputs,
+            *batch.vectors,
         )
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
@@ -99,6 +104,21 @@ class Runner:
         if output.draft_candidates is not None:
             result = replace(result, draft_candidates=np.asarray(output.draft_candidates))
         return result
+
+    @property
+    def _of_steps(self) -> Any:
+        """Returns the weights that steps take: without those of an encoder of pictures."""
+        return without_vision(self._parameters)
+
+    def encode(self, size: int, inputs: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """Returns the rows [R, 1 + n, D] of one call of the encoder of pictures.
+
+        Args:
+            size: The number of patches of the executable.
+            inputs: The arrays, padded to this size.
+        """
+        encode = self.executables.executable(vision_key(size))
+        return np.asarray(encode(self._parameters["vision"], inputs))
 
     def swap_out(self, moves: tuple[Move, ...]) -> None:
         """Copies blocks to the host, by (block, host block) pairs.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
@@ -109,16 +110,32 @@ class ForwardContext:
         aux_layers: The layers before which the model takes the hidden states that it returns as
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
+        vectors: Which tokens vectors take the place of, and these vectors [T, D]; None for none.
+        axes_AT: The positions by which pairs of heads turn, on several axes (see `Rope`); None if
+            `positions_T` are these too.
+        deep_nTD: What is added to the outputs of the first n layers: features of pictures, and zero
+            for the other tokens (DeepStack); None for nothing.
     """
 
     positions_T: Int[Array, "T"]
     attend: Attend
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
+    vectors: tuple[Bool[Array, "T"], Float[Array, "T D"]] | None = None
+    axes_AT: Int[Array, "A T"] | None = None
+    deep_nTD: Float[Array, "n T D"] | None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
         """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
-            self._angles[rope] = rope.angles(self.positions_T)
+            axes_AT = self.axes_AT if rope.axes else None
+            self._angles[rope] = rope.angles(self.positions_T if axes_AT is None else axes_AT)
         return self._angles[rope]
+
+    def place_vectors(self, embedded_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the token table's rows, and the vectors where these take their place."""
+        if self.vectors is None:
+            return embedded_TD
+        is_vector_T, vectors_TD = self.vectors
+        return jnp.where(is_vector_T[:, None], vectors_TD.astype(embedded_TD.dtype), embedded_TD)

@@ -27,19 +27,27 @@ class Rope:
         attention_factor: The factor of sines and cosines, hence of queries and keys (YaRN and
             LongRoPE).
         interleaved: True if the pairs are neighbours, (2 i, 2 i + 1), and not (i, i + E).
+        axes: For each pair the axis by whose positions it turns, where tokens have positions on
+            several axes (pictures); empty if there is one axis.
     """
 
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
-    def angles(self, positions_T: Int[Array, "T"]) -> Angles:
+    def angles(self, positions: Int[Array, "T"] | Int[Array, "A T"]) -> Angles:
         """Returns cosines and sines for the positions, in float32.
 
         A step computes them once, and its layers share them.
+
+        Args:
+            positions: The position of each token, on one axis or on each of several.
         """
         frequencies_E = jnp.asarray(np.asarray(self.frequencies, np.float32))
-        angles_TE = positions_T.astype(jnp.float32)[:, None] * frequencies_E[None, :]
+        wide = positions.astype(jnp.float32)
+        position_TE = wide[:, None] if wide.ndim == 1 else wide[np.asarray(self.axes, int)].T
+        angles_TE = position_TE * frequencies_E[None, :]
         factor = float(self.attention_factor)
         return Angles(jnp.cos(angles_TE) * factor, jnp.sin(angles_TE) * factor, self.interleaved)
 

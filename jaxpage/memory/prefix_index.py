@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 Digest = bytes
+_FIRST_VECTOR = 2**32  # numbers from here on stand for vectors
+_VECTOR_WORDS = 10  # a key of 32 bytes plus 1, and a place
 Parent = int | str | None  # the block before; at the root the prefix salt, None without one
 
 
@@ -20,6 +23,21 @@ def blake2b_256(content: bytes) -> Digest:
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
+def words_of(content: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Returns a block's content as words of 32 bits; no other content has the same ones.
+
+    A token id is a word. A number that stands for a vector (`EmbeddedSpan.content_ids`) is the
+    largest word, and ten words at the end.
+    """
+    vectors = [number for number in content if number >= _FIRST_VECTOR]
+    words = np.array([min(number, _FIRST_VECTOR - 1) for number in content], "<u4")
+    if not vectors:
+        return words
+    size = 4 * _VECTOR_WORDS
+    ends = np.frombuffer(b"".join(number.to_bytes(size, "little") for number in vectors), "<u4")
+    return np.concatenate([words, ends])
+
+
 class Entry(NamedTuple):
     """The content of a block.
 
@@ -29,7 +47,7 @@ class Entry(NamedTuple):
         digest: The hash of the digest before it and of its own tokens.
         parent: The block before it; for the first block of a sequence the prefix salt.
         token_ids: Its own tokens, as many as the block has slots, and the tokens after it that it
-            depends on; see `PrefixIndex`.
+            depends on; see `PrefixIndex`. They are `Sequence.content_ids`.
     """
 
     digest: Digest
@@ -135,6 +153,11 @@ class PrefixIndex:
         parent = digests[-1] if digests else self._root(salt)
         following = self.num_following
         tokens = token_ids[first * size : num_blocks * size + following]
+        if max(tokens) >= _FIRST_VECTOR:
+            for place in range(first, num_blocks):
+                parent = self._hash(parent + words_of(self.content(token_ids, place)).tobytes())
+                digests.append(parent)
+            return digests
         content = np.array(tokens, "<u4").tobytes()
         for start in range(0, 4 * (num_blocks - first) * size, 4 * size):
             parent = self._hash(parent + content[start : start + 4 * (size + following)])
@@ -259,5 +282,5 @@ class PrefixIndex:
                 before = self._entries[parent].digest
             else:
                 before = self._root(parent)
-            content = np.array(token_ids, "<u4").tobytes()
+            content = words_of(token_ids).tobytes()
             assert digest == self._hash(before + content), f"block {block}: wrong digest"

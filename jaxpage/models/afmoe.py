@@ -111,6 +111,6 @@ class Afmoe(Decoder, config=AfmoeConfig):
         norms = norms_of_heads(config, at, rms_norm)
         return grouped_query_attention(config, index, at, norms=norms, gates=gates)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        return super().embed(token_ids_T, positions_T) * self.config.embedding_scale
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        return super().enter(embedded_TD, positions_T) * self.config.embedding_scale

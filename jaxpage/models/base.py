@@ -180,7 +180,8 @@ def run_layers(
     """
     entering = [hidden_TD]
     new_pages = list(pages)
-    for layer, place in zip(layers, places or range(len(pages)), strict=True):
+    deep_nTD = () if context.deep_nTD is None else context.deep_nTD
+    for number, (layer, place) in enumerate(zip(layers, places or range(len(pages)), strict=True)):
         if isinstance(place, int):
             hidden_TD, new_pages[place] = layer(hidden_TD, new_pages[place], context)
         else:
@@ -188,6 +189,8 @@ def run_layers(
             hidden_TD, of_layer = layer(hidden_TD, of_layer, context)
             for each, layer_pages in zip(place, of_layer, strict=True):
                 new_pages[each] = layer_pages
+        if number < len(deep_nTD):
+            hidden_TD = hidden_TD + deep_nTD[number].astype(hidden_TD.dtype)
         entering.append(hidden_TD)
     output_TD = hidden_TD if norm is None else norm(hidden_TD)
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)

@@ -94,9 +94,9 @@ class Bloom(Decoder, config=BloomConfig):
         """Returns a norm of hidden states."""
         return layer_norm(config, at)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        return self.tokens_norm(super().embed(token_ids_T, positions_T))
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        return self.tokens_norm(super().enter(embedded_TD, positions_T))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,9 +213,9 @@ class FalconH1(Decoder, config=FalconH1Config):
         """Returns a layer."""
         return FalconH1Layer(config, index, at)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        return super().embed(token_ids_T, positions_T) * self.config.factors.embedding
+    def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
+        """Returns what vectors may take the place of."""
+        return super().embed_tokens(token_ids_T) * self.config.factors.embedding
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""

@@ -92,9 +92,9 @@ class Gemma(Llama, config=GemmaConfig):
         """Returns a norm of hidden states."""
         return gemma_norm(config, at)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        return super().embed(token_ids_T, positions_T) * math.sqrt(self.config.hidden_size)
+    def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
+        """Returns what vectors may take the place of."""
+        return super().embed_tokens(token_ids_T) * math.sqrt(self.config.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -314,7 +314,7 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states, which are the active ones."""
-        hidden_TD = self.embed(token_ids_T, context.positions_T)
+        hidden_TD = self.embed(token_ids_T, context)
         # Ids that stand for images and sound have no row of their own.
         is_known_T = token_ids_T < self.config.inputs.vocab_size
         inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)

@@ -273,7 +273,7 @@ class Gemma4(Gemma2, config=Gemma4Config):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.embed(token_ids_T, context.positions_T)
+        hidden_TD = self.embed(token_ids_T, context)
         layers: list[Any] = list(self.layers)
         if self.inputs is not None:
             inputs_TLI = self.inputs(token_ids_T, hidden_TD)

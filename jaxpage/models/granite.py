@@ -105,9 +105,9 @@ class Granite(Llama, config=GraniteConfig):
         scores = Scores(scale=config.factors.attention)
         return attention.grouped_query_attention(config, index, at, scores=scores)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        return super().embed(token_ids_T, positions_T) * self.config.factors.embedding
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        return super().enter(embedded_TD, positions_T) * self.config.factors.embedding
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""

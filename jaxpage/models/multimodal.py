@@ -7,8 +7,8 @@ whose names in the checkpoint have one more level; older files write it in anoth
     LLaVA's    language_model.model.layers.0...    language_model.lm_head.weight   vision_tower...
     Qwen-VL's  model.layers.0...                   lm_head.weight                  visual...
 
-Positions of images have several axes (mrope), which are all the same in a text: what remains is the
-rotation of the family.
+Positions of images have several axes (mrope), which are all the same in a text. The encoder of
+images is a page of `models.vision`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
 from jaxpage.models.config.fields import text_part, without_axes
+from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
+from jaxpage.models.parts.vision import VisionFamily
 
 DECODER = "model.language_model"
 # The names that older files have in place of the first ones.
@@ -44,6 +46,9 @@ class MultimodalCheckpoint:
         fixed: The fields that the family has, and the architecture has not.
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
+        vision: The class of the encoder of images, `module:class`; empty for none that is computed.
+        sections: The pairs of a head that turn by each axis; None if positions have one axis.
+        decoder: The name of the text model's decoder.
     """
 
     texts: Mapping[str, str]
@@ -52,6 +57,9 @@ class MultimodalCheckpoint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     tied_by_files: bool = False
+    vision: str = ""
+    sections: Sections | None = None
+    decoder: str = DECODER
 
 
 _GEMMA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -59,6 +67,13 @@ _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _QWEN3 = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 _NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
+_IDEFICS3 = MultimodalCheckpoint(
+    {"llama": "llama:Llama"},
+    ("vision_model.", "connector."),
+    "images",
+    decoder="model.text_model",
+    vision="vision.siglip:Idefics3Vision",
+)
 MULTIMODAL = {
     "Exaone4_5_ForConditionalGeneration": MultimodalCheckpoint(
         {"exaone4": "exaone:Exaone4", "exaone4_5_text": "exaone:Exaone4"}
@@ -69,6 +84,7 @@ MULTIMODAL = {
         "images",
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
+        vision="gemma3:Gemma3Vision",
     ),
     "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
@@ -76,6 +92,7 @@ MULTIMODAL = {
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
         {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
     ),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
         {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
@@ -88,17 +105,26 @@ MULTIMODAL = {
         _LLAVA,
         "images",
         tied_by_files=True,
+        vision="pixtral:PixtralVision",
     ),
     "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+        vision="vision.qwen_vl:Qwen2Vision",
+        sections=QWEN2_VL,
     ),
     "Qwen2_5_VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_5_vl_text": "qwen:Qwen2", "qwen2_5_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
+        vision="vision.qwen_vl:Qwen2_5Vision",
+        sections=QWEN2_VL,
     ),
     "Qwen3VLForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_vl_text": "qwen:Qwen3"}, defaults=_QWEN3, fixed=_NO_WINDOWS
+        {"qwen3_vl_text": "qwen:Qwen3"},
+        defaults=_QWEN3,
+        fixed=_NO_WINDOWS,
+        vision="vision.qwen_vl:Qwen3Vision",
+        sections=QWEN3_VL,
     ),
     "Qwen3VLMoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_moe_text": "qwen:Qwen3VLMoeText"},
@@ -109,11 +135,20 @@ MULTIMODAL = {
             "moe_intermediate_size": 1408,
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
+        vision="vision.qwen_vl:Qwen3Vision",
+        sections=QWEN3_VL,
     ),
-    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint({"qwen3_5_text": "qwen3_next:Qwen3_5"}),
+    "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint(
+        {"qwen3_5_text": "qwen3_next:Qwen3_5"},
+        vision="vision.qwen_vl:Qwen3_5Vision",
+        sections=QWEN3_5,
+    ),
     "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"}
+        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"},
+        vision="vision.qwen_vl:Qwen3_5Vision",
+        sections=QWEN3_5,
     ),
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 
 
@@ -129,7 +164,10 @@ class TextSpecs:
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
-        changes = {"name": DECODER, "not_loaded": self.wrapper.takes}
+        changes: dict[str, Any] = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
+        if self.wrapper.sections is not None:
+            axes = self.wrapper.sections.axes(config, len(spec.rope.frequencies))
+            changes["rope"] = dataclasses.replace(spec.rope, axes=axes)
         changed: ModelSpec = dataclasses.replace(spec, **changes)
         return changed
 
@@ -140,6 +178,7 @@ class TextFamily:
 
     Attributes:
         others: Globs over the names of tensors of the other models.
+        Vision: The family of the encoder of images; None if there is none.
         older_names: See `models.base.other_names`.
     """
 
@@ -149,6 +188,7 @@ class TextFamily:
     ignored: tuple[str, ...]
     others: tuple[str, ...]
     OVERFLOWS_FLOAT16: bool
+    Vision: VisionFamily | None = None
     older_names: tuple[tuple[str, tuple[str, ...]], ...] = OLDER_NAMES
 
 
@@ -168,8 +208,14 @@ def text_module(architecture: str, config: Mapping[str, Any]) -> str:
     return texts[kind]
 
 
-def text_family(architecture: str, family: Family) -> TextFamily:
-    """Returns the family of the text models in checkpoints of this architecture."""
+def text_family(architecture: str, family: Family, vision: VisionFamily | None) -> TextFamily:
+    """Returns the family of the text models in checkpoints of this architecture.
+
+    Args:
+        architecture: The architecture.
+        family: The family of the text model.
+        vision: The family of the encoder of images; None if there is none.
+    """
     wrapper = MULTIMODAL[architecture]
     others = tuple(f"{before}{name}*" for name in wrapper.others for before in ("model.", ""))
     return TextFamily(
@@ -179,6 +225,7 @@ def text_family(architecture: str, family: Family) -> TextFamily:
         (*family.ignored, *others),
         others,
         getattr(family, "OVERFLOWS_FLOAT16", False),
+        vision,
     )
 
 

@@ -78,9 +78,9 @@ class NanoChat(Llama, config=NanoChatConfig):
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, layer / "mlp", "fc1", "fc2")
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
-        return self.norm(super().embed(token_ids_T, positions_T))
+        return self.norm(super().enter(embedded_TD, positions_T))
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""

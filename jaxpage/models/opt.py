@@ -153,10 +153,9 @@ class OPT(Decoder, config=OPTConfig):
         """Returns the table of learned positions, whose first rows are for padding."""
         return super().make_positions(config, at, padding=POSITION_OFFSET)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        embedded = self.tokens(token_ids_T)
-        hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        hidden_TD = embedded_TD if self.project_in is None else self.project_in(embedded_TD)
         return hidden_TD + self.positions(positions_T + POSITION_OFFSET)
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
@@ -233,9 +232,13 @@ class XGLM(Decoder, config=XGLMConfig):
         """Returns a norm of hidden states."""
         return layer_norm(config, at)
 
-    def embed(self, token_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Returns the input of the first layer."""
-        hidden_TD = super().embed(token_ids_T, positions_T) * self.config.embedding_scale
+    def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
+        """Returns what vectors may take the place of."""
+        return super().embed_tokens(token_ids_T) * self.config.embedding_scale
+
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        hidden_TD = super().enter(embedded_TD, positions_T)
         half = hidden_TD.shape[1] // 2
         frequencies = np.exp(np.arange(half, dtype=np.float32) * -(np.log(10_000.0) / (half - 1)))
         moved_T = (positions_T + POSITION_OFFSET).astype(jnp.float32)

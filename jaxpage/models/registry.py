@@ -27,6 +27,8 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": "qwen:Qwen3",
     "Qwen3VLMoeForConditionalGeneration": "qwen:Qwen3VLMoeText",
     "Mistral3ForConditionalGeneration": "mistral:Mistral",
+    "SmolVLMForConditionalGeneration": "llama:Llama",
+    "Idefics3ForConditionalGeneration": "llama:Llama",
     "Gemma3ForConditionalGeneration": "gemma:Gemma3",
     "Qwen3_5MoeForCausalLM": "qwen3_next:Qwen3_5Moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next:Qwen3_5Moe",
@@ -199,14 +201,19 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
 def load_page(name: str) -> Family:
     """Returns the family of a class of a page, `module:class`."""
+    return cast(Family, _load_class(name))
+
+
+def _load_class(name: str) -> Any:
     module, family = name.split(":")
-    return cast(Family, getattr(importlib.import_module(f"jaxpage.models.{module}"), family))
+    return getattr(importlib.import_module(f"jaxpage.models.{module}"), family)
 
 
 # Families are compared by identity, so that each is made once.
 @functools.cache
 def _text_family(architecture: str, module: str) -> Family:
-    return text_family(architecture, load_page(module))
+    vision = MULTIMODAL[architecture].vision
+    return text_family(architecture, load_page(module), _load_class(vision) if vision else None)
 
 
 def _list_known() -> set[str]:

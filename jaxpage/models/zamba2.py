@@ -407,6 +407,7 @@ class Zamba2(Decoder, config=Zamba2Config):
     """Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers, some of which call a shared block, too."""
 
     names = ModuleNames(norm="final_layernorm")
+    takes_vectors = True
 
     def __init__(self, config: Zamba2Config, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
@@ -423,7 +424,7 @@ class Zamba2(Decoder, config=Zamba2Config):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        embedded_TD = self.embed(token_ids_T, context.positions_T)
+        embedded_TD = self.embed(token_ids_T, context)
         numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
         layers = [
             functools.partial(

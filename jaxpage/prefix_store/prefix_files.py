@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxpage.errors import ConfigError
+from jaxpage.memory import words_of
 from jaxpage.private_files import make_private
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ class StoredBlock(NamedTuple):
     digest: bytes
     before: bytes
     token_ids: tuple[int, ...]
+
+    @property
+    def words(self) -> npt.NDArray[np.int32]:
+        """Returns the tokens as a file has them; see `words_of`."""
+        return words_of(self.token_ids).view(np.int32)
 
 
 @dataclass
@@ -150,7 +156,7 @@ class PrefixFiles:
                 about = file.metadata()
                 token_ids = file.get_tensor("token_ids")
                 contents: Contents = file.get_tensor("pages")
-            if about != _about(block, contents) or tuple(token_ids.tolist()) != block.token_ids:
+            if about != _about(block, contents) or token_ids.tolist() != block.words.tolist():
                 raise ValueError("its contents are not those of this block")
             os.utime(path)
         except FileNotFoundError:  # another process deleted it
@@ -184,7 +190,7 @@ class PrefixFiles:
             block, contents = item
             path = self._path(block.digest)
             temporary = path.with_suffix(f".{os.getpid()}")
-            tensors = {"pages": contents, "token_ids": np.array(block.token_ids, np.int32)}
+            tensors = {"pages": contents, "token_ids": block.words}
             written = save(tensors, _about(block, contents))
             try:
                 temporary.write_bytes(written)

@@ -58,13 +58,14 @@ class PrefixTier(Events):
         salt = group.request.prefix_salt
         size = self._index.block_size
         num_blocks = (len(sequence.token_ids) - 1) // size
-        digests = self._index.extend(sequence.block_digests, sequence.token_ids, salt, num_blocks)[
+        content_ids = sequence.content_ids
+        digests = self._index.extend(sequence.block_digests, content_ids, salt, num_blocks)[
             :num_blocks
         ]
-        there = self._index.match(digests, sequence.token_ids, salt)
+        there = self._index.match(digests, content_ids, salt)
         restored: list[tuple[int, Contents]] = []
         parent: Parent = there[-1] if there else salt
-        blocks = itertools.islice(self._blocks(digests, sequence.token_ids), len(there), None)
+        blocks = itertools.islice(self._blocks(digests, content_ids), len(there), None)
         for block in blocks:
             if not self._cached.has_room or (contents := self._files.read(block)) is None:
                 break
@@ -85,7 +86,7 @@ class PrefixTier(Events):
             if group.finished:
                 for sequence in group.sequences:
                     if sequence.finish_reason in ("stop", "length"):
-                        blocks |= self._new(sequence.block_digests, sequence.token_ids)
+                        blocks |= self._new(sequence.block_digests, sequence.content_ids)
         if blocks:
             contents = self._access.read_blocks(list(blocks))
             for block, content in zip(blocks.values(), contents, strict=True):

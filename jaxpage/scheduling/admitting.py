@@ -75,7 +75,7 @@ def blocks_alone(group: SequenceGroup, manager: BlockManager) -> Counts:
     num_pinned = 0
     # A prompt that is scored is computed in full, whatever is pinned of it.
     if request.params.prompt_logprobs is None:
-        prefix = manager.find_pinned(request.prompt_token_ids, request.prefix_salt)
+        prefix = manager.find_pinned(request.content_ids, request.prefix_salt)
         num_pinned = prefix.num_tokens // manager.block_size
     return tuple(
         request.num_sequences * count - (num_pinned if tables.sliding_window is None else 0)
@@ -183,7 +183,7 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
     cached: list[Hit] = []
     pinned: list[Hit] = []
     for sequence in group.unfinished:
-        known = sequence.token_ids
+        known = sequence.content_ids
         if group.num_unscored:
             # One token more than those that are scored: the last token is never found.
             known = known[: len(group.prompt_logprobs) + 1]

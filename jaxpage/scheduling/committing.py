@@ -83,6 +83,7 @@ def _fork(parent: Sequence, edit: Fork) -> Sequence:
         sample_index=edit.sample_index,
         num_prompt_tokens=parent.num_prompt_tokens,
         token_ids=parent.token_ids.copy(),
+        embedded=parent.embedded,
         num_computed_tokens=parent.num_computed_tokens,
         block_digests=parent.block_digests.copy(),
         text=parent.text,

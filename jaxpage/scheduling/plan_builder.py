@@ -63,6 +63,14 @@ class PlanBuilder:
         """Returns how many rows the shape of the step must have: it holds as many draws."""
         return len(self.work) + self.num_extra_samples
 
+    @property
+    def takes_vectors(self) -> bool:
+        """Returns whether vectors take the place of tokens of the step.
+
+        Only steps without drafts, and of one draw for each sequence, are compiled for that.
+        """
+        return any([sequence.takes_vectors for _, sequence, _ in self.work])
+
     def freeze(self, step_id: int, block_manager: BlockManager) -> StepPlan:
         """Returns the plan, with a row for each piece of work and in the same order.
 
@@ -85,6 +93,8 @@ class PlanBuilder:
                 token_ids = tuple(known[start : start + num_tokens])
             tables = block_manager.block_tables(sequence.sequence_id)
             row = Row(sequence.sequence_id, start, token_ids, tables)
+            if sequence.needs_embedded:
+                row = row._replace(embedded=sequence.embedded)
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)
             if not draws:
@@ -154,11 +164,15 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
     if not request.processes_logits:  # the common case
         return sample
     is_early, suppressed = suppression(request, known)
+    history: tuple[int, ...] = ()
+    if request.params.penalises:
+        # A token that a vector takes the place of is no word of the text.
+        history = tuple(known) if request.embedded is None else request.embedded.text_ids(known)
     return sample._replace(
         is_early=is_early,
         suppressed_token_ids=suppressed,
-        history=tuple(known) if request.params.penalises else (),
-        num_prompt_tokens=len(request.prompt_token_ids),
+        history=history,
+        num_prompt_tokens=len(history) - sequence.num_output_tokens if history else 0,
     )
 
 

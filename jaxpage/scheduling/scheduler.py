@@ -32,6 +32,20 @@ def decodes(sequences: list[Sequence]) -> bool:
     )
 
 
+def _cut_chunk(sequence: Sequence, num_tokens: int, room: int) -> int:
+    """Returns how many tokens, at most `room`, a chunk has that cuts no whole span.
+
+    A sequence whose last token ends such a span computes that one, too: a step that takes vectors
+    has room for the draws of all samples.
+    """
+    assert sequence.embedded is not None
+    start = sequence.num_computed_tokens
+    end = sequence.embedded.end_of_whole(start + num_tokens - 1) if num_tokens else start
+    if end == sequence.num_known_tokens and end - start <= room:
+        return end - start
+    return sequence.embedded.longest_chunk(start, start + num_tokens) - start
+
+
 class Scheduler:
     """Plans steps for the running groups, and is the one place where sequences change.
 
@@ -182,7 +196,7 @@ class Scheduler:
         """
         manager = self.block_manager
         (group,) = (group for group in self.running if group.request.request_id == request_id)
-        prompt = group.request.prompt_token_ids
+        prompt = group.request.content_ids
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
         manager.pin(pin_id, sequence.sequence_id, Pin(prompt, group.request.prefix_salt))
@@ -252,7 +266,8 @@ class Scheduler:
         self._gives_way = False
         decoding, computing = self._divide()
         num_decoding = sum(len(members) + len(group.pending_forks) for group, members in decoding)
-        if self.limits.holds_chunks_with(num_decoding):
+        mixes = self.limits.holds_chunks_with(num_decoding)
+        if mixes and self._has_room_for_whole(computing, num_decoding):
             self._plan_decoding(step, decoding)
             self._plan_chunks(step, computing)
         elif self._last_was_chunk:
@@ -278,6 +293,24 @@ class Scheduler:
             self._plan_drafts(step, drafts.of)
         self._num_steps += 1
         return step.freeze(self._num_steps, self.block_manager)
+
+    def _has_room_for_whole(self, computing: list[Members], num_decoding: int) -> bool:
+        """Returns whether the next chunk fits next to the rows that decode.
+
+        A picture whose tokens see each other both ways is in one chunk. If it needs more room,
+        steps of chunks and of decodes alternate.
+        """
+        room = self.limits.max_tokens - num_decoding
+        _, sequences = computing[0] if computing else (None, [])
+        starts = [
+            (sequence.embedded, sequence.num_computed_tokens)
+            for sequence in sequences
+            if sequence.takes_vectors
+        ]
+        return all(
+            embedded is None or embedded.end_of_whole(start) - start <= room
+            for embedded, start in starts
+        )
 
     def _divide(self) -> tuple[list[Members], list[Members]]:
         """Returns the running groups that decode, and those that have more to compute."""
@@ -314,6 +347,8 @@ class Scheduler:
         """
         if any([group.request.beam or group.request.processes_logits for group, _, _ in step.work]):
             return NO_DRAFTS
+        if step.takes_vectors:
+            return NO_DRAFTS
         places = chain((PLACEHOLDER,) * (self.limits.num_steps - 1))
         return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
 
@@ -332,6 +367,8 @@ class Scheduler:
                 for group, sequence, _ in step.work
             ]
         ):
+            return
+        if step.takes_vectors:
             return
         num_rows = len(step.work)
         budget = self.limits.draft_budget(num_rows)
@@ -435,6 +472,8 @@ class Scheduler:
         for sequence in sequences:
             room = self.limits.max_tokens - step.num_tokens
             num_tokens = min(sequence.num_pending_tokens - num_kept, room)
+            if sequence.takes_vectors:
+                num_tokens = _cut_chunk(sequence, num_tokens, room)
             if num_tokens <= 0 or not self._has_room(step):
                 continue
             if self._reserve_chunk(step, sequence, num_tokens):
@@ -514,7 +553,7 @@ class Scheduler:
         self.block_manager.cache(
             sequence.sequence_id,
             sequence.num_computed_tokens,
-            sequence.token_ids,
+            sequence.content_ids,
             sequence.block_digests,
             group.request.prefix_salt,
         )

@@ -130,6 +130,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         reranker=reranker_of(built.embedding, server.rerank_method),
         generates=not built.spec.encoded,
         embedding=built.embedding,
+        pictures=built.pictures,
     )
 
 

@@ -216,6 +216,21 @@ class EngineConfig(Settings):
         16,
         "largest rank of a LoRA adapter; the others are padded to it",
     )
+    enable_prompt_embeds: bool = setting(
+        False,
+        "prompts may be vectors in place of tokens, as {'prompt_embeds': array}",
+    )
+    limit_images: Annotated[int, Field(ge=0, lt=2**31)] | None = setting(
+        None,
+        "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes "
+        "text alone",
+        shown="what a prompt holds",
+    )
+    encoder_cache_bytes: ByteSize = setting(
+        512 * 2**20,
+        "host memory for encoded pictures that later requests may have, too: 512MiB, or bytes",
+        shown="512MiB",
+    )
     tensor_parallel_size: _Count = setting(
         1, "devices that share the model (docs/scale.md)", alias="-tp"
     )
@@ -367,6 +382,8 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
+    if config.enable_prompt_embeds and config.event_log is not None:
+        yield "event_log", "is not supported with enable_prompt_embeds: it holds tokens alone"
     backend = config.attention_backend
     backends = attention_backends()
     if backend not in backends:

@@ -67,6 +67,9 @@ class EngineSettings(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    enable_prompt_embeds: bool
+    limit_images: int | None
+    encoder_cache_bytes: int | str
     tensor_parallel_size: int
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"]
     cudagraph_update_mode: Literal[

@@ -10,7 +10,8 @@ The first layer takes the rows of the source there, and the token table's rows e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,16 +43,36 @@ class EmbeddedSpan(NamedTuple):
         """Returns the position after the last token."""
         return self.start + self.length
 
+    def cut(self, start: int, stop: int) -> EmbeddedSpan:
+        """Returns the part of the span from position `start` to `stop` - 1."""
+        first = max(start, self.start)
+        offset = self.offset + first - self.start
+        return self._replace(start=first, length=min(stop, self.stop) - first, offset=offset)
+
+    @property
+    def content_ids(self) -> list[int]:
+        """Returns what stands for the tokens in the prefix cache, in place of their ids.
+
+        The numbers are larger than any token id. What a token of a whole span sees depends on the
+        span's end, too.
+        """
+        key = self.key
+        if self.is_whole:
+            key = hashlib.sha256(key + b"%d %d" % (self.offset, self.length)).digest()
+        first = (1 + int.from_bytes(key, "big") << 32) + self.offset
+        return list(range(first, first + self.length))
+
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
     """Holds vectors that a caller gives.
 
     Attributes:
-        rows: The input of the first layer for each position, of shape [R, D].
+        rows: What takes the place of the token table's rows, of shape [R, D], in the type of the
+            model's activations.
     """
 
-    rows: npt.NDArray[np.float32]
+    rows: npt.NDArray[np.generic]
 
     @property
     def num_rows(self) -> int:
@@ -94,3 +115,56 @@ class EmbeddedPrompt:
             return 0
         highest = int(self.axes_AT.max())
         return highest + 1 - int(self.axes_AT.shape[1])
+
+    @property
+    def stop(self) -> int:
+        """Returns the position after the last one that a span fills."""
+        return self.spans[-1].stop if self.spans else 0
+
+    def within(self, start: int, stop: int) -> tuple[EmbeddedSpan, ...]:
+        """Returns the spans, and parts of spans, from position `start` to `stop` - 1."""
+        return tuple(
+            span.cut(start, stop) for span in self.spans if span.start < stop and start < span.stop
+        )
+
+    def longest_chunk(self, start: int, stop: int) -> int:
+        """Returns the last position, at most `stop`, up to which a step may compute from `start`.
+
+        It is not within a span whose tokens see each other both ways.
+        """
+        for span in self.spans:
+            if span.is_whole and span.start < stop < span.stop:
+                return max(start, span.start)
+        return stop
+
+    def end_of_whole(self, start: int) -> int:
+        """Returns the end of the whole span that has this position; the position itself if none."""
+        for span in self.spans:
+            if span.is_whole and span.start <= start < span.stop:
+                return span.stop
+        return start
+
+    def rotary_positions(self, positions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns the rotary positions [A, T] of tokens at these places of the sequence.
+
+        Those after the prompt go on from the largest one of the prompt, the same on all axes.
+        """
+        assert self.axes_AT is not None
+        length = self.axes_AT.shape[1]
+        of_prompt_AT = self.axes_AT[:, np.minimum(positions_T, length - 1)]
+        return np.where(positions_T < length, of_prompt_AT, positions_T + self.position_offset)
+
+    def replace_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns a sequence's tokens as the prefix cache compares them.
+
+        Those that a span fills have the span's `content_ids`.
+        """
+        content_ids = list(token_ids)
+        for span in self.spans:
+            content_ids[span.start : span.stop] = span.content_ids
+        return content_ids
+
+    def text_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens that no span fills, in order."""
+        filled = {place for span in self.spans for place in range(span.start, span.stop)}
+        return tuple(token_id for place, token_id in enumerate(token_ids) if place not in filled)

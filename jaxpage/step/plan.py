@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.step.draft import PLACEHOLDER, Candidates
+from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan
 
 
 class Row(NamedTuple):
@@ -41,6 +42,8 @@ class Row(NamedTuple):
         num_logprobs: The number of most likely candidates that are wanted with each of them.
         next_token_id: The known token after the row; -1 if it is to be drawn.
         lora: The digest of the LoRA adapter.
+        embedded: What vectors take the place of which tokens of the prompt; None if it is of no
+            concern to the row.
     """
 
     sequence_id: int
@@ -54,11 +57,19 @@ class Row(NamedTuple):
     num_logprobs: int = 0
     next_token_id: int = -1
     lora: str | None = None
+    embedded: EmbeddedPrompt | None = None
 
     @property
     def context_length(self) -> int:
         """Returns how many slots are filled when the row is computed."""
         return self.start + len(self.token_ids)
+
+    @property
+    def spans(self) -> tuple[EmbeddedSpan, ...]:
+        """Returns the tokens whose place vectors take, by positions in the sequence."""
+        if self.embedded is None:
+            return ()
+        return self.embedded.within(self.start, self.context_length)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -150,6 +161,11 @@ class StepPlan:
     def verifies(self) -> bool:
         """Returns whether any row has drafts; the placeholders of several steps are none."""
         return not self.is_multi_step and any([row.parents for row in self.rows])
+
+    @cached_property
+    def takes_vectors(self) -> bool:
+        """Returns whether vectors take the place of any token."""
+        return any([row.spans for row in self.rows])
 
     @cached_property
     def is_multi_step(self) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.thinking import ThinkingBudget
 
 
@@ -46,6 +47,8 @@ class Request:
         is_prefix: True if the request is computed for a pin and ends when its prompt is computed.
             Nothing is drafted for it.
         lora: The adapter that it is computed with, or None.
+        embedded: What vectors take the place of which tokens of the prompt; None for a prompt of
+            tokens alone.
     """
 
     request_id: str
@@ -60,6 +63,14 @@ class Request:
     thinking: ThinkingBudget | None = None
     is_prefix: bool = False
     lora: LoRAAdapter | None = None
+    embedded: EmbeddedPrompt | None = None
+
+    @cached_property
+    def content_ids(self) -> tuple[int, ...]:
+        """Returns the prompt as the prefix cache compares it; see `Sequence.content_ids`."""
+        if self.embedded is None:
+            return self.prompt_token_ids
+        return tuple(self.embedded.replace_ids(self.prompt_token_ids))
 
     @cached_property
     def prefix_salt(self) -> str | None:
@@ -135,6 +146,7 @@ class Sequence:
         sample_index: Its number among the samples of the request.
         num_prompt_tokens: The number of tokens of the prompt.
         token_ids: The known tokens: the prompt, then the output.
+        embedded: See `Request.embedded`.
         num_computed_tokens: The number of tokens whose keys and values are in its blocks.
         block_digests: The digests of its first full blocks; see `memory.PrefixIndex`.
         text: The text that may be shown. Text that a stop string could still cut is held back.
@@ -149,6 +161,7 @@ class Sequence:
     sample_index: int
     num_prompt_tokens: int
     token_ids: list[int]
+    embedded: EmbeddedPrompt | None = None
     num_computed_tokens: int = 0
     block_digests: list[bytes] = field(default_factory=list)
     text: str = ""
@@ -170,6 +183,27 @@ class Sequence:
         There is one while it decodes, and more with a new prompt or after a preemption.
         """
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def content_ids(self) -> list[int]:
+        """Returns the known tokens as the prefix cache compares them.
+
+        A token that a vector takes the place of has a number that stands for the vector.
+        """
+        return (
+            self.token_ids if self.embedded is None else self.embedded.replace_ids(self.token_ids)
+        )
+
+    @property
+    def takes_vectors(self) -> bool:
+        """Returns whether a vector takes the place of a token that is not computed."""
+        return self.embedded is not None and self.num_computed_tokens < self.embedded.stop
+
+    @property
+    def needs_embedded(self) -> bool:
+        """Returns whether its next step takes vectors, or rotary positions on several axes."""
+        embedded = self.embedded
+        return embedded is not None and (self.takes_vectors or embedded.axes_AT is not None)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -255,13 +255,16 @@ class LogitsWitness:
         return getattr(self._real, name)
 
     def step(self, bucket: Any, draft_depth: int | None = None) -> Any:
-        def run(parameters: Any, pages: Any, packed: Any, processor_inputs: Any) -> Any:
+        def run(
+            parameters: Any, pages: Any, packed: Any, processor_inputs: Any, *vectors: Any
+        ) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
-            logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
+            logits = np.asarray(self._jitted[bucket](parameters, pages, packed, *vectors))
             for sample, row in zip(self._samples, logits, strict=False):
                 self.logits[sample.sequence_id, sample.position] = row
-            return self._real.step(bucket, draft_depth)(parameters, pages, packed, processor_inputs)
+            step = self._real.step(bucket, draft_depth)
+            return step(parameters, pages, packed, processor_inputs, *vectors)
 
         return run
 
@@ -269,7 +272,9 @@ class LogitsWitness:
         self._samples = plan.samples
         return self._build(plan, *masks)
 
-    def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
+    def _logits_of(
+        self, bucket: Any, parameters: Any, pages: Any, packed: Any, *vectors: Any
+    ) -> jax.Array:
         options = self._real.options
         inputs = unpack(packed, bucket, options.tables)
-        return logits_step(parameters, pages, inputs, bucket=bucket, options=options)[0]
+        return logits_step(parameters, pages, inputs, *vectors, bucket=bucket, options=options)[0]

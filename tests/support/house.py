@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "scheduling": (1, WEST, {"step", "memory"}),
     "decoding": (1, WEST, {"step", "settings"}),
     "chat_forms": (1, WEST, set()),
+    "images": (1, WEST, {"step", "settings"}),
     "speculation": (1, WEST, {"step", "settings"}),
     "layers": (1, EAST, set()),
     "models": (1, EAST, {"layers"}),
@@ -71,6 +72,7 @@ DOORS = {
     "device",
     "driver",
     "engine",
+    "images",
     "memory",
     "models",
     "prefix_store",
@@ -92,6 +94,7 @@ INNER_DOORS = {
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
+    "jaxpage.device.vision",
     "jaxpage.engine.calls",
     "jaxpage.models.config",
     "jaxpage.models.drafters",
@@ -149,7 +152,11 @@ BANNED_ATTRIBUTES = {
 BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
 
 # Where modules multiply: everywhere else they call `product`.
-PRODUCTS = {"jaxpage/layers/product.py", "jaxpage/layers/norms.py"}
+PRODUCTS = {
+    "jaxpage/layers/product.py",
+    "jaxpage/layers/norms.py",
+    "jaxpage/layers/picture_attention.py",  # it multiplies by no weights
+}
 PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing

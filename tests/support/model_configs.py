@@ -760,6 +760,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3},
         },
     ),
+    "smolvlm-images": ("smolvlm", {"model_type": "llama", "head_dim": 16}),
+    "idefics3-images": ("idefics3", {"model_type": "llama", "tie_word_embeddings": True}),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-latents": (
         "mistral3",
@@ -800,6 +802,8 @@ _ARCHITECTURES = {
     "llama4": "Llama4ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma3n": "Gemma3nForConditionalGeneration",

@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.device.attention import make_attend
-from jaxpage.device.executables import compile_ahead, compiler_options
+from jaxpage.device.compiler_options import compiler_options
+from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket, BucketMenu
 from jaxpage.device.inputs.step_inputs import TableShape, unpack

@@ -25,3 +25,7 @@ from jaxpage.assembly.planning.layer_kinds import (
 from jaxpage.assembly.planning.sizing import (
     MemoryPlan,  # says where the memory of a device goes
 )
+from jaxpage.assembly.planning.vectors import (
+    find_vision,  # finds the encoder of pictures of a model
+    vector_input,  # says what may take the place of tokens in prompts
+)

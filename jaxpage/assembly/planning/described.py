@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxpage.assembly.planning.drafting import Drafting
+from jaxpage.assembly.planning.vectors import VectorInput
 from jaxpage.device.hardware import Backend, DeviceSpec
 from jaxpage.models import ModelSpec
 from jaxpage.models.parameters import LoRASpec
@@ -48,6 +49,7 @@ class Described:
             machine, or an empty text.
         max_text: The tokens of the longest text that an encoder's files allow; None if they say
             nothing.
+        vectors: What may take the place of tokens in prompts; None if nothing may.
     """
 
     config: EngineConfig
@@ -60,3 +62,4 @@ class Described:
     kernels: Backend | None = None
     dtype_reason: str = ""
     max_text: int | None = None
+    vectors: VectorInput | None = None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpage.assembly.planning import encoders
@@ -18,8 +19,9 @@ from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafters import DraftedEngine
 from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.assembly.planning.sizing import MemoryPlan
+from jaxpage.assembly.planning.vectors import VectorInput
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
-from jaxpage.device.inputs import BucketMenu, TableShape, make_menu
+from jaxpage.device.inputs import Bucket, BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
@@ -89,6 +91,12 @@ class EngineSpec:
         return self.described.model.vocab_size
 
     @property
+    def vectors(self) -> jax.ShapeDtypeStruct | None:
+        """Returns the shape and type of what may take the place of a token; None if nothing may."""
+        vectors = self.described.vectors
+        return None if vectors is None else vectors.shape(self.layout.dtype)
+
+    @property
     def page_dtype(self) -> jnp.dtype:
         """Returns the type of the numbers in the KV pages."""
         return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
@@ -116,7 +124,12 @@ class EngineSpec:
     @property
     def tables(self) -> TableShape:
         """Returns the shape of the block tables."""
-        return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
+        width = -(-self.memory.max_model_len // self.memory.block_size)
+        if (vectors := self.described.vectors) is None:
+            return TableShape(len(self.groups), width)
+        return TableShape(
+            len(self.groups), width, vectors.num_axes, sees_ahead=vectors.num_whole > 0
+        )
 
     @property
     def pages_of_shard(self) -> KVPages:
@@ -204,8 +217,14 @@ class EngineSpec:
             ],
             "vocab_size": self.vocab_size,
             "limits": asdict(self.limits),
-            "buckets": [list(asdict(bucket).values()) for bucket in self.menu.buckets],
+            "buckets": [_record(bucket) for bucket in self.menu.buckets],
         }
+
+
+def _record(bucket: Bucket) -> list[Any]:
+    """Returns a bucket for the event log: its last field is there where it says something."""
+    values = list(asdict(bucket).values())
+    return values if bucket.takes_vectors else values[:-1]
 
 
 def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
@@ -234,13 +253,18 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     weights_bytes = (
         described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
     )
+    if described.vectors is not None:  # each device has the whole encoder
+        weights_bytes += described.vectors.vision_bytes(layout.dtype) * sharding.num_devices
     if described.lora:
         weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
-    menu = step_menu(config, described.device, mixed=mixed)
+    menu = step_menu(
+        config, described.device, mixed=mixed, takes_vectors=described.vectors is not None
+    )
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
+    check_whole(described.vectors, limits)
     groups = cache_groups(
         kvs,
         max_length=config.max_model_len or max_length,
@@ -285,6 +309,17 @@ def check_length(config: EngineConfig, model: ModelSpec) -> None:
         )
 
 
+def check_whole(vectors: VectorInput | None, limits: StepLimits) -> None:
+    """Raises ConfigError if a step cannot hold tokens that see each other both ways."""
+    if vectors is not None and vectors.num_whole > limits.max_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens is {limits.max_tokens}, but a picture of this model fills up "
+            f"to {vectors.num_whole} tokens that see each other both ways, which one step "
+            f"computes: set max_num_batched_tokens to {vectors.num_whole} or more, or limit_images "
+            "to 0"
+        )
+
+
 def choose_sharding(described: Described) -> Sharding:
     """Returns how the model is divided.
 
@@ -313,13 +348,16 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     return device.prefers_mixed_steps(config.attention_backend)
 
 
-def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+def step_menu(
+    config: EngineConfig, device: DeviceSpec, *, mixed: bool, takes_vectors: bool = False
+) -> BucketMenu:
     """Returns the shapes of an engine's steps.
 
     Args:
         config: The settings.
         device: The device.
         mixed: True if prompt chunks and decodes share a step; see `mixes`.
+        takes_vectors: True if vectors may take the place of tokens.
 
     Raises:
         ConfigError: No shape has room for the drafts that the settings ask for.
@@ -338,6 +376,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
         trees=drafts is not None and drafts.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=config.num_scheduler_steps,
+        takes_vectors=takes_vectors,
     )
     if drafts is not None and not menu.verify:
         raise ConfigError(

@@ -21,6 +21,7 @@ from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.checkpoints.vision_files import VisionFiles, fit_vision
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
 from jaxpage.models import find_ignored_tensors, model_weights
@@ -113,7 +114,21 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
         )
         problems.raise_if_any()
     plan = _fit(files, arrays, weights, problems)
-    return replace(files, directory=PLACE, plan=plan)
+    vision = files.vision and _fit_vision(files.vision, arrays, problems)
+    return replace(files, directory=PLACE, plan=plan, vision=vision)
+
+
+def _fit_vision(
+    vision: VisionFiles, arrays: Mapping[str, Any], problems: Problems
+) -> VisionFiles | None:
+    """Fits the encoder of pictures; None if it is not among the arrays."""
+    empty = LoadPlan(PLACE, "memory", arrays=arrays)
+    stored = array_headers(
+        {name: array for name, array in arrays.items() if _unusable(array) is None}
+    )
+    fitted = fit_vision(vision.family, vision.spec, empty, stored, problems, compare=False)
+    problems.raise_if_any()
+    return fitted
 
 
 def _with_module(
@@ -136,7 +151,8 @@ def _with_module(
         replace(parameter, weight=weight)
         for parameter, weight in zip(plan.parameters, weights, strict=True)
     )
-    return replace(files, directory=PLACE, plan=replace(plan, layout="module", parameters=filled))
+    module = replace(plan, layout="module", parameters=filled)
+    return replace(files, directory=PLACE, plan=module, vision=None)
 
 
 def _place(weight: Weight) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TableShape,  # is the shape of the block tables
         empty_inputs,  # makes the packed inputs of a step, and the fields to write them by
         processor_shapes,  # gives the shapes of the inputs of logits processors
+        vector_shape,  # gives the shape of what may take the place of a token
     )
 
 __getattr__, __dir__ = open_door(__name__)

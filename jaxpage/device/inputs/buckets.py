@@ -35,6 +35,7 @@ class Bucket:
             used.
         num_steps: The decode steps that follow each other, each with the tokens that the one before
             it drew. A row has a place in the stream for each of them.
+        takes_vectors: Vectors may take the place of tokens; rows may have any length.
     """
 
     num_tokens: int
@@ -44,6 +45,7 @@ class Bucket:
     trees: bool = False
     q_width: int = 0
     num_steps: int = 1
+    takes_vectors: bool = False
 
     @property
     def num_mask_words(self) -> int:
@@ -76,7 +78,8 @@ class Bucket:
     def __str__(self) -> str:
         if self.num_steps > 1:
             return f"decode {self.num_rows} tokens x {self.num_steps} steps"
-        return f"{self.kind} {self.num_tokens} tokens x {self.num_rows} rows"
+        vectors = ", or vectors," if self.takes_vectors else ""
+        return f"{self.kind} {self.num_tokens} tokens{vectors} x {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class BucketMenu:
         chunk: The buckets for prompt chunks.
         verify: The buckets that verify drafts.
         multi_step: The buckets of several decode steps.
+        vectors: The buckets for steps in which vectors take the place of tokens.
         num_copies: The blocks that are copied in one call.
         num_swapped: The blocks that are swapped in one call; 0 if nothing is swapped.
     """
@@ -96,13 +100,14 @@ class BucketMenu:
     chunk: tuple[Bucket, ...]
     verify: tuple[Bucket, ...] = ()
     multi_step: tuple[Bucket, ...] = ()
+    vectors: tuple[Bucket, ...] = ()
     num_copies: int = 16
     num_swapped: int = 0  # 0: nothing is swapped
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Returns all buckets of the menu."""
-        return self.decode + self.multi_step + self.verify + self.chunk
+        return self.decode + self.multi_step + self.verify + self.chunk + self.vectors
 
     @property
     def max_chunk_rows(self) -> int:
@@ -123,6 +128,7 @@ class BucketMenu:
         verifies: bool = False,
         branches: bool = False,
         multi_step: bool = False,
+        takes_vectors: bool = False,
     ) -> Bucket:
         """Returns the smallest bucket for rows of these lengths.
 
@@ -135,6 +141,7 @@ class BucketMenu:
             verifies: The step verifies drafts.
             branches: The drafts are not only chains.
             multi_step: The value of `StepPlan.is_multi_step`.
+            takes_vectors: The value of `StepPlan.takes_vectors`.
 
         Raises:
             ValueError: No bucket holds the step.
@@ -142,6 +149,8 @@ class BucketMenu:
         max_length = max(query_lens)
         num_rows = max(len(query_lens), 0 if verifies or multi_step else num_draws)
         single = self.decode if max_length == 1 and not scores else self.chunk
+        if takes_vectors:
+            single = self.vectors
         for bucket in self.multi_step if multi_step else self.verify if verifies else single:
             if branches and not bucket.trees:
                 continue
@@ -168,6 +177,7 @@ def make_menu(
     trees: bool = False,
     q_width: int = 0,
     num_steps: int = 1,
+    takes_vectors: bool = False,
 ) -> BucketMenu:
     """Returns decode buckets by doubling rows, and chunk buckets by doubling tokens.
 
@@ -185,6 +195,8 @@ def make_menu(
             than chains alone.
         q_width: The `q_width` of the buckets that verify.
         num_steps: The decode steps of an executable, if there is more than one.
+        takes_vectors: Prompts may have vectors in place of tokens. A step with one is a chunk step
+            of as many rows as there are sequences, since all may decode next to it.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
@@ -212,6 +224,11 @@ def make_menu(
             Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps)
             for b in decode
             if num_steps > 1
+        ),
+        vectors=tuple(
+            Bucket(size, rows, size, takes_vectors=True)
+            for size in _ladder(SMALLEST_CHUNK, max(rows, max_num_batched_tokens))
+            if takes_vectors
         ),
         verify=tuple(
             sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.shapes import MAX_BIASES
@@ -22,10 +23,12 @@ NUM_FLAGS = 7
 
 
 class TableShape(NamedTuple):
-    """Holds the shape of the block tables of a step."""
+    """Holds the shape of the block tables of a step, and what else all steps have in common."""
 
     num_groups: int  # Z: cache groups
     width: int  # M: blocks of the longest sequence
+    num_axes: int = 0  # A: axes of rotary positions; 0 if these are the tokens' places
+    sees_ahead: bool = False  # tokens of pictures see each other both ways
 
 
 class StepInputs(NamedTuple):
@@ -65,6 +68,11 @@ class StepInputs(NamedTuple):
     # The token whose log probability after this token is wanted; 0 where none is.
     scored_T: jax.Array
     lora_slot_T: jax.Array  # the slot of its adapter; 0: none
+    axes_AT: jax.Array  # the rotary positions, if these have several axes
+    # The last position that each token sees, in steps that take vectors if these see each other
+    # both ways.
+    last_seen_T: jax.Array
+    is_vector_T: jax.Array  # 1 where a vector takes the place of the token, in steps that take some
     flags: jax.Array  # see `Flags`
 
 
@@ -123,6 +131,9 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     }
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
+    shapes["axes_AT"] = (tables.num_axes, tokens)
+    shapes["last_seen_T"] = (tokens if bucket.takes_vectors and tables.sees_ahead else 0,)
+    shapes["is_vector_T"] = (tokens if bucket.takes_vectors else 0,)
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 
@@ -138,6 +149,17 @@ def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> Proces
         bias_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.float32),
         history_RC=jax.ShapeDtypeStruct((num_draws, context), jnp.int32),
     )
+
+
+def vector_shape(num_deep: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Returns the shape [1 + n, D] of what takes the place of a token.
+
+    Args:
+        num_deep: The number of vectors for later layers (n).
+        width: The width of a vector (D).
+        dtype: The type of the model's activations.
+    """
+    return jax.ShapeDtypeStruct((1 + num_deep, width), jnp.dtype(dtype))
 
 
 def size_when_packed(bucket: Bucket, tables: TableShape) -> int:
@@ -201,6 +223,7 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
         **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
         token_ids_T=token_ids_B,
         positions_T=positions_B,
+        axes_AT=inputs.axes_AT[:, place_B],
         slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, place_B], 0),
         context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
         query_start=jnp.append(0, jnp.cumsum(is_row_B)),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 
 from jaxpage.checkpoints import EmbeddingFiles
 from jaxpage.engine.calls.prompts import normalise
+from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import Pooling, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show
 from jaxpage.settings.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class TextEmbedding:
         Raises:
             CheckpointError: Something in the files is not supported.
             TypeError: The prompts have none of the forms that there are.
+            UnsupportedError: A prompt has vectors in place of tokens.
             ValueError: The way of pooling is unknown.
         """
         self.files.check()
@@ -69,6 +71,10 @@ class TextEmbedding:
         prefixed_prompts: list[dict[str, Any]] = []
         poolings = []
         for prompt in normalise(prompts):
+            if prompt.vectors is not None:
+                raise UnsupportedError("embed takes texts and token ids, no prompt_embeds")
+            if prompt.pictures:
+                raise UnsupportedError("embed takes texts and token ids, no pictures")
             if prompt.token_ids is None:
                 prefixed_prompts.append({"prompt": f"{before}{prompt.text}"})
                 poolings.append(prefixed)

@@ -11,9 +11,23 @@ from typing import Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
 
+from jaxpage.errors import UnsupportedError
+from jaxpage.images import (
+    PICTURE_TYPES,
+    PictureProcessor,
+    parts_of_content,
+    picture_in,
+    takes_parts_alone,
+)
+
 FORMS = (
-    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of "
-    "those"
+    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, "
+    "{'prompt_embeds': array}, or a list of those; a prompt with pictures is "
+    "{'prompt': ..., 'multi_modal_data': {'image': [...]}}"
+)
+NO_PICTURES = (
+    "this model takes text alone: its files have no encoder of pictures that is supported, or "
+    "limit_mm_per_prompt is 0"
 )
 Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
@@ -23,10 +37,19 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt as text, as token ids, or as both when the text has been encoded."""
+    """Holds a prompt as text, as token ids, or as both when the text has been encoded.
+
+    Attributes:
+        text: The text, if there is one.
+        token_ids: The token ids, if they are known.
+        vectors: An array of vectors in place of both, if a caller gave one.
+        pictures: The pictures, in the order of their markers.
+    """
 
     text: str | None
     token_ids: tuple[int, ...] | None
+    vectors: Any = None
+    pictures: tuple[Any, ...] = ()
 
 
 def accept_sampling_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -92,9 +115,25 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
 
 
 def chat_prompt(
-    tokenizer: Any, messages: Any, tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    tokenizer: Any,
+    messages: Any,
+    tools: Sequence[Any] | None,
+    variables: Mapping[str, Any],
+    processor: PictureProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the prompt of a conversation, by the chat template; see `LLM.chat_prompt`."""
+    """Returns the prompt of a conversation, by the chat template; see `LLM.chat_prompt`.
+
+    Args:
+        tokenizer: The tokenizer, which has a template.
+        messages: The messages.
+        tools: The tools.
+        variables: The variables of the template.
+        processor: What processes the pictures of the messages; None if the model takes none.
+
+    Raises:
+        UnsupportedError: A message has a picture, and the model takes none.
+        ValueError, TypeError: The messages are refused.
+    """
     if (
         not isinstance(messages, list | tuple)
         or not messages
@@ -104,12 +143,20 @@ def chat_prompt(
             f"a conversation must be a list of {{'role': ..., 'content': ...}}; got "
             f"{messages!r:.80}"
         )
-    messages = [_check_message(message) for message in messages]
+    pictures: list[Any] = []
+    messages = [_check_message(message, pictures) for message in messages]
+    if pictures and processor is None:
+        raise UnsupportedError(NO_PICTURES)
     if options := [
         name for name in ("messages", "add_generation_prompt", "tokenize") if name in variables
     ]:
         raise ValueError(f"chat_template_kwargs cannot have {', '.join(options)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
+    if processor is not None and takes_parts_alone(template):
+        messages = [
+            {**message, "content": parts_of_content(message.get("content"))}
+            for message in messages
+        ]
     requested = [*(["tools"] if tools else []), *variables]
     if unknown := [
         name for name in requested if not re.search(rf"\b{re.escape(name)}\b", template)
@@ -121,37 +168,53 @@ def chat_prompt(
         )
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    if processor is not None and pictures:
+        ready = processor.process(pictures)
+        token_ids, _ = processor.expand(text, ready, add_special_tokens=False)
+        data = {"multi_modal_data": {"image": ready}}
+        return {"prompt": text, "prompt_token_ids": token_ids, **data}
     return {
         "prompt": text,
         "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"],
     }
 
 
-def _check_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _check_message(message: Mapping[str, Any], pictures: list[Any]) -> dict[str, Any]:
     """Returns the message with its parts joined as the server joins them.
 
+    A message with pictures keeps its parts, and its pictures are added to the list.
+
     Raises:
-        ValueError: The message has no role, or content that is no text.
+        ValueError: The message has no role, or content that is neither text nor pictures.
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"a message needs a 'role'; got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        wrong = [
-            part
-            for part in content
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)
-        ]
-        if wrong or any(part.get("type") != "text" for part in content):
-            raise ValueError(
-                f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}"
-            )
-        content = "\n".join(part["text"] for part in content)
+        content = _join_parts(content, pictures)
     elif content is not None and not isinstance(content, str):
-        raise ValueError(
-            f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}"
-        )
+        raise ValueError(f"{_CONTENTS}; got {content!r:.80}")
     return {**message, "content": content} if "content" in message else dict(message)
+
+
+_CONTENTS = "content must be a string, or a list of parts of type 'text' or 'image'"
+
+
+def _join_parts(content: Sequence[Any], pictures: list[Any]) -> Any:
+    """Returns the text of parts, or parts for the template if one of them is a picture."""
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PICTURE_TYPES:
+            pictures.append(picture_in(part))
+            parts.append({"type": "image"})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise ValueError(f"{_CONTENTS}; got {content!r:.80}")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _one(prompt: Any) -> Prompt:
@@ -166,7 +229,9 @@ def _one(prompt: Any) -> Prompt:
 
 
 def _from_dict(prompt: dict[str, Any]) -> Prompt:
-    if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+    if set(prompt) == {"prompt_embeds"} and prompt["prompt_embeds"] is not None:
+        return Prompt(None, None, prompt["prompt_embeds"])
+    if unknown := set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}:
         raise TypeError(
             f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}"
         )
@@ -179,7 +244,27 @@ def _from_dict(prompt: dict[str, Any]) -> Prompt:
     if token_ids is not None and not isinstance(token_ids, list | tuple):
         raise TypeError(f"'prompt_token_ids' must be a list of integers; got {token_ids!r:.80}")
     ids = None if token_ids is None else _one(token_ids).token_ids
-    return Prompt(None if text is None else _valid_text(text), ids)
+    pictures = _pictures_of(prompt.get("multi_modal_data"))
+    return Prompt(None if text is None else _valid_text(text), ids, pictures=pictures)
+
+
+def _pictures_of(data: Any) -> tuple[Any, ...]:
+    """Returns the pictures of `multi_modal_data`.
+
+    Raises:
+        TypeError: It is no dict.
+        UnsupportedError: It has videos or sound.
+    """
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping):
+        raise TypeError(f"multi_modal_data must be {{'image': [...]}}; got {data!r:.80}")
+    if others := sorted(map(str, set(data) - {"image"})):
+        raise UnsupportedError(f"multi_modal_data has {others}; pictures ('image') are supported")
+    pictures = data.get("image")
+    if isinstance(pictures, list | tuple):
+        return tuple(pictures)
+    return () if pictures is None else (pictures,)
 
 
 def _valid_text(text: str) -> str:

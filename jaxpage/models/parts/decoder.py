@@ -65,11 +65,16 @@ class Decoder(nnx.Module):
     OVERFLOWS_FLOAT16: ClassVar[bool] = False
     names: ClassVar[ModuleNames] = ModuleNames()
     head_bias: ClassVar[bool] = False  # True if logits have biases
+    # True if vectors may take the place of tokens. In a family with a `__call__` of its own it is
+    # False unless the family says otherwise.
+    takes_vectors: ClassVar[bool] = True
 
     def __init_subclass__(cls, config: type[DecoderConfig] | None = None, **options: Any) -> None:
         """Makes the class a family: its model is the class itself, its spec a config."""
         super().__init_subclass__(**options)
         cls.Model = cls
+        if "__call__" in cls.__dict__ and "takes_vectors" not in cls.__dict__:
+            cls.takes_vectors = False
         if config is not None:
             cls.Spec = config
 
@@ -137,16 +142,24 @@ class Decoder(nnx.Module):
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.embed(token_ids_T, context.positions_T)
+        hidden_TD = self.embed(token_ids_T, context)
         places = self.config.layer_places
         return run_layers(self.layers, self.norm, hidden_TD, pages, context, places)
 
-    def embed(
-        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"]
+    def embed(self, token_ids_T: Int[Array, "T"], context: ForwardContext) -> Float[Array, "T D"]:
+        """Returns the input of the first layer; vectors take the place of some tokens."""
+        embedded_TD = context.place_vectors(self.embed_tokens(token_ids_T))
+        return self.enter(embedded_TD, context.positions_T)
+
+    def embed_tokens(self, token_ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
+        """Returns what vectors may take the place of: the `inputs_embeds` of transformers."""
+        return self.tokens(token_ids_T)
+
+    def enter(
+        self, embedded_TD: Float[Array, "T D"], positions_T: Int[Array, "T"]
     ) -> Float[Array, "T D"]:
-        """Returns the input of the first layer."""
-        hidden_TD = self.tokens(token_ids_T)
-        return hidden_TD if self.positions is None else hidden_TD + self.positions(positions_T)
+        """Returns the input of the first layer, made of embedded tokens."""
+        return embedded_TD if self.positions is None else embedded_TD + self.positions(positions_T)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits in float32."""

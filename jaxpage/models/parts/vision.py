@@ -28,7 +28,11 @@ class VisionCall(NamedTuple):
 
 
 class VisionSpec(Protocol):
-    """Holds what config.json says of an encoder: a frozen, hashable dataclass."""
+    """Holds what config.json says of an encoder: a frozen, hashable dataclass.
+
+    It may have `num_whole`, the most tokens of a picture that see each other both ways in the text
+    model. Without it none do.
+    """
 
     @property
     def hidden_size(self) -> int:
@@ -71,7 +75,8 @@ class VisionModel(Protocol):
 class VisionFamily(Protocol):
     """Describes the encoder of a family, which is the family's attribute `Vision`.
 
-    The other attributes are those of `models.base.Family`.
+    The other attributes are those of `models.base.Family`. The model of a family whose prompts have
+    rotary positions on several axes has a static method `axes_of(spec, token_ids, pictures)`, too.
     """
 
     Spec: Any  # `from_config` reads the whole config.json and returns a `VisionSpec`

@@ -176,12 +176,18 @@ class RecordedSteps:
 def _read_menu(fields: list[list[Any]]) -> BucketMenu:
     buckets = [Bucket(*values) for values in fields]
     several = [bucket for bucket in buckets if bucket.num_steps > 1]
-    single = [bucket for bucket in buckets if bucket.num_steps == 1 and not bucket.verifies]
+    vectors = [bucket for bucket in buckets if bucket.takes_vectors]
+    single = [
+        bucket
+        for bucket in buckets
+        if bucket.num_steps == 1 and not bucket.verifies and not bucket.takes_vectors
+    ]
     return BucketMenu(
         decode=tuple(bucket for bucket in single if bucket.kind == "decode"),
         chunk=tuple(bucket for bucket in single if bucket.kind == "chunk"),
         verify=tuple(bucket for bucket in buckets if bucket.verifies),
         multi_step=tuple(several),
+        vectors=tuple(vectors),
     )
 
 

@@ -1,6 +1,6 @@
 """Translates requests to POST /v1/messages and /v1/messages/count_tokens into chats.
 
-The format is Anthropic's. Only text is supported.
+The format is Anthropic's. Text and pictures are supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import named_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.tokenizing import Transformed, tokenize
+from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
 
 # Clients refuse reasoning without a signature; a request may send any, and none is checked.
 _SIGNATURE = "bm90IHNpZ25lZA=="
@@ -48,12 +48,11 @@ def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
     """
     request, ignored = read(body, CountTokensRequest, context)
     message = MessageAnswer(request, context, ignored)
-    prompt = {"model": request.model, "prompt": message.prompts[0].prompt}
     try:
-        counted = tokenize({**prompt, "add_special_tokens": False}, context)
+        number = count_prompt(message.prompts[0], context)
     except ApiError as error:
-        raise error.rename_param({"prompt": "messages"}) from None
-    return Transformed({"input_tokens": counted.body["count"]}, message.ignored_fields)
+        raise message.refusal(error) from None
+    return Transformed({"input_tokens": number}, message.ignored_fields)
 
 
 class MessageAnswer(InBlocks):

@@ -52,6 +52,29 @@ class TextBlock(RequestObject):
     cache_control: Any = None  # has no effect: prefixes are cached anyway
 
 
+class Base64Source(RequestObject):
+    """A picture as base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(RequestObject):
+    """The URL of a picture; only data URLs are supported."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(RequestObject):
+    """A block with a picture, in a message of the user or in a result."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    cache_control: Any = None  # has no effect: prefixes are cached anyway
+
+
 class ToolReference(RequestObject):
     """The name of a tool that a search of tools has found, in a result."""
 
@@ -116,7 +139,9 @@ class ToolResultBlock(RequestObject):
         Annotated[
             _Text
             | Annotated[
-                Items[Annotated[TextBlock | ToolReference, Field(discriminator="type")]],
+                Items[
+                    Annotated[TextBlock | ImageBlock | ToolReference, Field(discriminator="type")]
+                ],
                 Tag("blocks"),
             ],
             _TEXT_OR_BLOCKS,
@@ -140,7 +165,7 @@ class UserTurn(RequestObject):
     content: Annotated[
         _Text
         | Annotated[
-            Items[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+            Items[Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]],
             Tag("blocks"),
         ],
         _TEXT_OR_BLOCKS,

@@ -29,7 +29,12 @@ from jaxpage.serving.dialects.ollama_fields import (
     OllamaShowRequest,
     OllamaVectorsRequest,
 )
-from jaxpage.serving.dialects.ollama_history import messages_of, tools_of
+from jaxpage.serving.dialects.ollama_history import (
+    content_of,
+    messages_of,
+    names_of_pictures,
+    tools_of,
+)
 from jaxpage.serving.dialects.ollama_models import (
     about_ollama,
     thinking_variables,
@@ -74,7 +79,10 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
         **_tools(request, context),
         **_thinking(request, context),
     }
-    return OllamaAnswer(open_chat, requested, context, request, ignored)
+    names: dict[str, str] = {}
+    for index, message in enumerate(request.messages):
+        names |= names_of_pictures(message.images, index, f"messages[{index}].images")
+    return OllamaAnswer(open_chat, requested, context, request, ignored, names)
 
 
 def _tools(request: OllamaChatRequest, context: ModelContext) -> dict[str, Any]:
@@ -108,18 +116,20 @@ def open_ollama_generate(
     request, ignored = read(_with_served_name(body, context), OllamaGenerateRequest, context)
     common = _common(request, context)
     if request.raw:
-        for name in ("system", "think"):
+        for name in ("system", "think", "images"):
             if getattr(request, name):
                 raise ApiError(400, f"{name} is not supported with raw=true", param=name)
-    if not request.prompt:
+    if not request.prompt and not request.images:
         return OllamaLoaded(request, ignored)
     if request.raw:
         requested = {"max_tokens": context.max_model_len, **common, "prompt": request.prompt}
         return OllamaAnswer(open_completion, requested, context, request, ignored)
     system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = [*system, {"role": "user", "content": request.prompt}]
+    content = content_of(request.prompt or "", request.images)
+    messages = [*system, {"role": "user", "content": content}]
     requested = {"messages": messages, **common, **_thinking(request, context)}
-    return OllamaAnswer(open_chat, requested, context, request, ignored)
+    names = names_of_pictures(request.images, len(system), "images")
+    return OllamaAnswer(open_chat, requested, context, request, ignored, names)
 
 
 @quotes
@@ -269,7 +279,7 @@ def _read_stay(path: str, body: dict[str, Any]) -> Stay:
         text = f"keep_alive {error}, got {show(value)}"
         raise ApiError(400, text, param="keep_alive") from None
     prompt = _PROMPTS.get(path)
-    if seconds != 0 or prompt is None or body.get(prompt):
+    if seconds != 0 or prompt is None or body.get(prompt) or body.get("images"):
         return Stay(seconds)
     return Stay(seconds, partial(write_unloaded, is_chat=prompt == "messages"))
 

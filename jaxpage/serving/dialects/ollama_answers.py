@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -39,7 +39,21 @@ class OllamaAnswer(InBlocks):
         context: ModelContext,
         request: OllamaRequest,
         ignored: tuple[str, ...],
+        names: Mapping[str, str] = {},  # nothing changes it
     ) -> None:
+        """Opens the chat or the completion.
+
+        Args:
+            opens: The function that opens it.
+            requested: Its body.
+            context: The served model and the server's settings.
+            request: The request.
+            ignored: The paths of ignored fields.
+            names: The client's paths of pictures, by those of the chat.
+
+        Raises:
+            ApiError: The request is refused.
+        """
         self._is_chat = isinstance(request, OllamaChatRequest)
         self._names = {
             **dict.fromkeys(("messages", "prompt"), "messages" if self._is_chat else "prompt"),
@@ -49,6 +63,7 @@ class OllamaAnswer(InBlocks):
             "response_format.json_schema.schema": "format",
             "chat_template_kwargs": "think",
             "reasoning_effort": "think",
+            **names,
         }
         ignored += _without_effect(request.options or OllamaOptions())
         super().__init__(opens, requested, context, request.model, ignored)

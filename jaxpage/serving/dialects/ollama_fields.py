@@ -34,7 +34,7 @@ from jaxpage.serving.wire.request_fields import Prompts
 from jaxpage.settings.argument_checks import INT32_MAX
 from jaxpage.settings.field_table import Field as Line
 
-Nothing = Annotated[list[Any], Field(max_length=0), one_of("absent or empty: it is not supported")]
+Pictures = Annotated[Items[str], one_of("a list of pictures in base64")]
 
 
 class OllamaOptions(with_parameters("ollama", RequestObject)):  # type: ignore[misc]
@@ -137,7 +137,7 @@ class OllamaMessage(RequestObject):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None  # Ollama's clients leave out an empty one
     thinking: str | None = None  # the reasoning of an earlier answer
-    images: Nothing | None = None
+    images: Pictures | None = None
     tool_calls: Items[OllamaCall] | None = None
     # Which call a result is of; without either it is that of the first call without a result.
     tool_name: str | None = None
@@ -167,7 +167,9 @@ class OllamaGenerateRequest(OllamaRequest):
         Line("width"),
     )
 
-    prompt: str | None = None  # a request without one asks that the model be loaded
+    # A request without both asks that the model be loaded.
+    prompt: str | None = None
+    images: Pictures | None = None
     raw: bool | None = None  # if true, the prompt goes to the model without the chat template
     system: str | None = None
 

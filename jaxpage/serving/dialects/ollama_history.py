@@ -48,7 +48,14 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _message(message: OllamaMessage, index: int, calls: _Calls) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    said: dict[str, Any] = {
+        "role": message.role,
+        "content": content_of(message.content or "", message.images),
+    }
+    if message.images and message.role not in ("user", "tool"):
+        path = f"messages[{index}].images"
+        text = f"{path} is only for the roles 'user' and 'tool', got {show(message.role)}"
+        raise ApiError(400, text, param=path)
     if message.role == "tool":
         call = calls.call_of(message, index)
         return {**said, "tool_call_id": call.id, **({"name": call.name} if call.name else {})}
@@ -62,6 +69,33 @@ def _message(message: OllamaMessage, index: int, calls: _Calls) -> dict[str, Any
         text = f"{path} is only for the role 'assistant', got {show(message.role)}"
         raise ApiError(400, text, param=path)
     return said
+
+
+def content_of(text: str, pictures: Sequence[str] | None) -> Any:
+    """Returns the content of a message of a chat; its pictures come first, as in Ollama."""
+    if not pictures:
+        return text
+    urls = [
+        picture if picture[:5].lower() == "data:" else f"data:;base64,{picture}"
+        for picture in pictures
+    ]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def names_of_pictures(pictures: Sequence[str] | None, index: int, path: str) -> dict[str, str]:
+    """Returns the client's paths of the pictures of a message, by those of the chat.
+
+    Args:
+        pictures: The pictures.
+        index: The index of the message in the chat.
+        path: The client's path of the list of pictures.
+    """
+    names: dict[str, str] = {}
+    for number in range(len(pictures or ())):
+        place = f"messages[{index}].content[{number}]"
+        names |= dict.fromkeys((place, f"{place}.image_url.url"), f"{path}[{number}]")
+    return names
 
 
 @dataclass

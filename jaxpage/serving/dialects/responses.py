@@ -1,7 +1,7 @@
 """Translates requests to POST /v1/responses into chats.
 
-Only text is supported. The server keeps the answers for a while, within bounds, so that a request
-may go on from one of them by `previous_response_id`, or name items of them.
+Text and pictures are supported. The server keeps the answers for a while, within bounds, so that a
+request may go on from one of them by `previous_response_id`, or name items of them.
 """
 
 from __future__ import annotations

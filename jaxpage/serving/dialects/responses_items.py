@@ -20,9 +20,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from jaxpage.serving.wire.field_types import CallId, Items, Name, RequestObject
+from jaxpage.serving.wire.field_types import CallId, Items, Name, RequestObject, by_name
 from jaxpage.serving.wire.request_fields import RefusalPart
 from jaxpage.serving.wire.tool_fields import OtherTool, type_of
+from jaxpage.settings.field_table import Field as Line
 
 # What begins the `encrypted_content` of this server: its reasoning, as base64 of UTF-8.
 _READABLE = "jaxpage-reasoning:"
@@ -31,7 +32,7 @@ _OF_OTHER_TOOLS = re.compile(r"\w+_(call|output)|mcp_\w+|ghost_snapshot|program"
 
 
 class ResponsesPart(RequestObject):
-    """A part of a text; only text is supported."""
+    """A part of a message that is text."""
 
     added = frozenset({"annotations", "logprobs", "parsed"})
 
@@ -39,13 +40,23 @@ class ResponsesPart(RequestObject):
     text: str
 
 
+class ResponsesImage(RequestObject):
+    """A part of a message that is a picture, as a data URL."""
+
+    # The processor of the model decides on the size. Files are not kept.
+    known = by_name(Line("detail", neutral=("auto",)), Line("file_id"))
+
+    type: Literal["input_image"]
+    image_url: str
+
+
 def _text_or_parts(value: Any) -> str:
     """Returns a tag, so that an error names the part that is wrong."""
     return "a text" if isinstance(value, str) else "parts"
 
 
-_Parts = Items[Annotated[ResponsesPart | RefusalPart, Field(discriminator="type")]]
-_Texts = Items[ResponsesPart]
+_Parts = Items[Annotated[ResponsesPart | ResponsesImage | RefusalPart, Field(discriminator="type")]]
+_Results = Items[Annotated[ResponsesPart | ResponsesImage, Field(discriminator="type")]]
 
 
 class ResponsesMessage(RequestObject):
@@ -115,7 +126,7 @@ class ResponsesOutput(RequestObject):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: Annotated[
-        Annotated[str, Tag("a text")] | Annotated[_Texts, Tag("parts")],
+        Annotated[str, Tag("a text")] | Annotated[_Results, Tag("parts")],
         Discriminator(_text_or_parts),
     ]
 
@@ -281,10 +292,10 @@ class ChatMessages:
         return self._open
 
     def _add_message(self, item: ResponsesMessage, path: str) -> None:
-        content = _content_of(item.content)
+        content, paths = _content_of(item.content, f"{path}.content")
         if item.role != "assistant":
             self._open = None
-            self._begin(path, role=item.role, content=content)
+            self._begin(path, role=item.role, content=content).paths |= paths
             return
         message = self._open
         if message is None or message.body["content"]:
@@ -322,9 +333,10 @@ class ChatMessages:
             self.ignored.append(path)
             return
         self._open = None
-        content = _content_of(item.output)
+        content, paths = _content_of(item.output, f"{path}.output")
         message = self._begin(path, role="tool", tool_call_id=item.call_id, content=content)
         message.paths |= {".content": f"{path}.output", ".tool_call_id": f"{path}.call_id"}
+        message.paths |= paths
 
     def _pass_over(self, source: SourcedItem) -> None:
         self.ignored.append(source.path)
@@ -332,12 +344,19 @@ class ChatMessages:
             self._passed_over.add(call_id)
 
 
-def _content_of(content: str | list[Any]) -> Any:
+def _content_of(content: str | list[Any], path: str) -> tuple[Any, dict[str, str]]:
+    """Returns the content of a message of a chat, and the client's paths of its pictures."""
     if isinstance(content, str):
-        return content
-    return [
-        {"type": "refusal", "refusal": part.refusal}
-        if isinstance(part, RefusalPart)
-        else {"type": "text", "text": part.text}
-        for part in content
-    ]
+        return content, {}
+    parts: list[dict[str, Any]] = []
+    paths = {}
+    for index, part in enumerate(content):
+        if isinstance(part, ResponsesImage):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
+            paths[f".content[{index}]"] = f"{path}[{index}]"
+            paths[f".content[{index}].image_url.url"] = f"{path}[{index}].image_url"
+        elif isinstance(part, RefusalPart):
+            parts.append({"type": "refusal", "refusal": part.refusal})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts, paths

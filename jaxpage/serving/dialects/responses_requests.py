@@ -25,6 +25,7 @@ from jaxpage.serving.requests.response_store import OwnerResponses
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.tokenizing import count_prompt
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.field_table import names_in
 
@@ -183,13 +184,11 @@ def truncate_messages(
     def has_room(some: list[ChatMessage]) -> bool:
         try:
             chat = open_chat({**body, "messages": [message.body for message in some]}, context)
+            (prompt,) = chat.prompts
+            return count_prompt(prompt, context) + num_reserved <= longest
         except ApiError as error:
             # The chat itself tells the client of other errors.
             return error.code != "context_length_exceeded"
-        (prompt,) = chat.prompts
-        special = prompt.add_special_tokens
-        encoded = context.tokenizer(prompt.prompt, add_special_tokens=special)  # type: ignore[misc]  # it has a template
-        return len(encoded["input_ids"]) + num_reserved <= longest
 
     return fit_messages(messages, has_room)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from jaxpage.driver import prepare
 from jaxpage.engine import CheckedParams, Engine, PreparedRequest
 from jaxpage.engine.calls import Prompt
 from jaxpage.errors import NativeError, QueueFull
+from jaxpage.images import ReadyPicture
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -29,6 +31,7 @@ _READING_THREADS = 2
 GRAMMAR_QUEUE_SECONDS = 10.0  # the longest wait for the grammars of other requests before it
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
 MAX_PANIC = 200  # the most characters of a panic's message
+_PICTURE_THREADS = max(1, min(4, os.cpu_count() or 1))
 # POST /tokenize may bring a text that is too long for any model, which takes seconds.
 _ASIDE_THREADS = 1
 # The bytes of a body, or the characters or token ids of a prompt, above which it counts as large.
@@ -128,6 +131,8 @@ class Preparing:
         self._answers = Workers("answers", _LARGE_THREADS, max_waiting)
         # Grammars have a thread of their own, because each may take seconds.
         self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)
+        # Processes read pictures, and these threads wait for them.
+        self._pictures = Workers("pictures", _PICTURE_THREADS, max_waiting)
 
     async def run(self, function: Callable[[], _Result], num_bytes: int) -> _Result:
         """Runs a function that reads a request with a body of so many bytes; see `Readers.run`."""
@@ -168,7 +173,8 @@ class Preparing:
         # One prompt at a time goes to the threads, so that other exchanges come in between.
         requests = [
             await self._reading.run(
-                partial(self._prepare, prompt_request, checked), len(prompt_request.prompt)
+                partial(self._prepare, prompt_request, checked, await self._ready(prompt_request)),
+                len(prompt_request.prompt),
             )
             for prompt_request in prompt_requests
         ]
@@ -178,6 +184,11 @@ class Preparing:
         if grammar is None:
             grammar = await self._grammars.run(partial(self._compile, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]
+
+    async def _ready(self, prompt_request: PromptRequest) -> Sequence[ReadyPicture]:
+        """Returns the pictures of a prompt as the model takes them."""
+        pictures = prompt_request.pictures
+        return () if pictures is None else await self._pictures.run(pictures.process)
 
     def _compile(
         self, params: SamplingParams | BeamSearchParams, requested_at: float
@@ -195,18 +206,27 @@ class Preparing:
         self._aside.close()
         self._answers.close()
         self._grammars.close()
+        self._pictures.close()
 
-    def _prepare(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:
+    def _prepare(
+        self,
+        prompt_request: PromptRequest,
+        checked: CheckedParams,
+        ready: Sequence[ReadyPicture],
+    ) -> PreparedRequest:
         text, token_ids = (
             (prompt_request.prompt, None)
             if isinstance(prompt_request.prompt, str)
             else (None, prompt_request.prompt)
         )
-        request = prepare(
-            self._engine,
-            Prompt(text, token_ids),
-            checked,
-            add_special_tokens=prompt_request.add_special_tokens,
-        )
+        adds = prompt_request.add_special_tokens
+        if (pictures := prompt_request.pictures) is not None:
+            expanded, embedded = pictures.expand(
+                prompt_request.prompt, ready, add_special_tokens=adds
+            )
+            request = self._engine.prepare(text, expanded, checked, embedded)
+        else:
+            prompt = Prompt(text, token_ids, prompt_request.vectors)
+            request = prepare(self._engine, prompt, checked, add_special_tokens=adds)
         lora = prompt_request.lora
         return request if lora is None else request._replace(lora=self._engine.open_adapter(lora))

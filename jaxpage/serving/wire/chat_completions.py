@@ -39,7 +39,8 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     request, ignored = read(body, ChatCompletionRequest, context)
     tools = tool_use(request, context)
     rendered = render(request, context, tools.shown)
-    prompt = context.check_prompt(rendered.text, "messages")
+    num_pictures = len(rendered.pictures.pictures) if rendered.pictures else 0
+    prompt = context.check_prompt(rendered.text, "messages", num_pictures)
     params: SamplingParams | BeamSearchParams
     budget = budget_of(request)
     can_reason = tools.leaves_reasoning(context) and (tools.holds_answer or not has_format(request))
@@ -53,7 +54,11 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         changes = {**tools.changes(context, str(prompt)), **values}
         params = sampling_params(request, context, max_tokens=request.max_new_tokens, **changes)
     prompt_request = PromptRequest(
-        prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
+        prompt,
+        params,
+        bool(request.add_special_tokens),
+        context.adapter(request.model),
+        rendered.pictures,
     )
     ignored += beyond_context(
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens

@@ -18,6 +18,7 @@ from jaxpage.serving.wire.sampling_request import (
     sampling_params,
 )
 from jaxpage.serving.wire.thinking import Wish, budget_values, has_format
+from jaxpage.serving.wire.vectors import read_vectors
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,7 +32,9 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
         ApiError: The request is refused.
     """
     request, ignored = read(body, CompletionRequest, context)
-    prompts = _prompts(request, context)
+    vectors = _vectors(request)
+    prompts = [()] * len(vectors) if vectors else _prompts(request, context)
+    _check_number(request, context, len(prompts))
     _check_tokens(request, context)
     budget = Wish(request.thinking_token_budget, "thinking_token_budget")
     values, idle = budget_values(budget, context, can_reason=not has_format(request))
@@ -40,25 +43,60 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     lora = context.adapter(request.model)
     ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
     prompt_requests = [
-        PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts
+        PromptRequest(prompt, params, add_special_tokens, lora, vectors=array)
+        for prompt, array in zip(prompts, vectors or [None] * len(prompts), strict=True)
     ]
     return CompletionAnswer(request, context, prompt_requests, ignored)
 
 
+def _vectors(request: CompletionRequest) -> list[Any]:
+    """Returns the arrays of `prompt_embeds`; an empty list if the request has prompts.
+
+    Raises:
+        ApiError: The request has both or neither, or an array cannot be read.
+    """
+    if request.prompt_embeds is None:
+        if "prompt" not in request.model_fields_set:
+            message = (
+                "prompt is required; it must be a string, a list of strings, a list of token ids, "
+                "or a list of lists of token ids"
+            )
+            raise ApiError(400, message, param="prompt")
+        return []
+    param = "prompt_embeds"
+    if request.prompt:
+        raise ApiError(400, f"{param} and prompt exclude each other; give one of them", param=param)
+    if request.echo:
+        raise ApiError(400, f"echo needs text, which {param} is not", param="echo")
+    if isinstance(request.prompt_embeds, str):
+        return [read_vectors(request.prompt_embeds, param)]
+    if not request.prompt_embeds:
+        raise ApiError(400, f"{param} must have at least one array", param=param)
+    return [
+        read_vectors(text, f"{param}[{index}]") for index, text in enumerate(request.prompt_embeds)
+    ]
+
+
 def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tuple[int, ...]]:
     prompts = prompts_of(request.prompt)
-    num_sequences = len(prompts) * max(request.n or 1, request.best_of or 1)
+    # First their number, because each may be long.
+    _check_number(request, context, len(prompts))
+    return [context.check_prompt(prompt, "prompt") for prompt in prompts]
+
+
+def _check_number(request: CompletionRequest, context: ModelContext, num_prompts: int) -> None:
+    num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
     limits = context.limits
-    if not 0 < len(prompts) <= limits.max_prompts:
+    param = "prompt" if request.prompt_embeds is None else "prompt_embeds"
+    if not 0 < num_prompts <= limits.max_prompts:
         raise ApiError(
             400,
-            f"prompt must be 1 to {limits.max_prompts} prompts, not {len(prompts)}",
-            param="prompt",
+            f"{param} must be 1 to {limits.max_prompts} prompts, not {num_prompts}",
+            param=param,
         )
     if num_sequences > limits.max_sequences:
-        message = f"n={request.n or 1} for {len(prompts)} prompts is more than {limits.max_sequences} sequences at once"
+        message = f"n={request.n or 1} for {num_prompts} prompts is more than {limits.max_sequences} sequences at once"
         raise ApiError(400, message, param="n")
-    return [context.check_prompt(prompt, "prompt") for prompt in prompts]
 
 
 def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpage.chat_forms import ChatFormat
 from jaxpage.engine.calls import ByPairs, ByVectors, TextEmbedding, YesNo
+from jaxpage.images import PictureProcessor
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show
@@ -42,6 +43,7 @@ class RequestLimits:
 
     Attributes:
         max_prompts: The most prompts of a request.
+        max_pictures: The most pictures of a request.
         max_sequences: The most sequences of a request: its prompts times the sequences of each.
         max_tokenize_characters: The longest text that is tokenized.
         max_detokenize_tokens: The most tokens that are detokenized.
@@ -53,6 +55,7 @@ class RequestLimits:
     """
 
     max_prompts: int = 256
+    max_pictures: int = 256
     max_sequences: int = 1024
     max_tokenize_characters: int = 1_000_000
     max_detokenize_tokens: int = 262_144
@@ -80,6 +83,7 @@ class ModelContext:
         reranker: The way in which the model ranks documents.
         embedding: The way in which texts become vectors.
         generates: False for an encoder, which embeds and ranks alone.
+        pictures: The processor of pictures; None if the model takes none.
     """
 
     model_names: tuple[str, ...]
@@ -97,6 +101,7 @@ class ModelContext:
     reranker: YesNo | ByVectors | ByPairs = field(default_factory=ByVectors)
     embedding: TextEmbedding = field(default_factory=TextEmbedding)
     generates: bool = True
+    pictures: PictureProcessor | None = None
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter that a request's `model` names; None for the model itself.
@@ -151,16 +156,19 @@ class ModelContext:
         )
         return self.max_model_len * longest
 
-    def check_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
+    def check_prompt(
+        self, prompt: str | list[int], param: str, num_pictures: int = 0
+    ) -> str | tuple[int, ...]:
         """Returns the prompt of a request, with token ids as a tuple.
 
         Args:
             prompt: The text or the token ids.
             param: The field that the prompt came from.
+            num_pictures: The number of its pictures.
 
         Raises:
-            ApiError: The text is certainly too long or is not valid Unicode, or there is no
-                tokenizer.
+            ApiError: The text is certainly too long or is not valid Unicode, there is no tokenizer,
+                or the text has not one marker for each picture.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
@@ -169,6 +177,11 @@ class ModelContext:
                 400, "The model has no tokenizer; give the prompt as token ids", param=param
             )
         self.check_length(prompt, param)
+        if self.pictures is not None:
+            try:
+                self.pictures.check_text(prompt, num_pictures)
+            except ValueError as error:
+                raise ApiError(400, f"{param}: {error}", param=param) from None
         return valid_text(prompt, param)
 
     def check_length(self, text: str, param: str) -> None:

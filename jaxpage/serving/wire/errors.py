@@ -49,6 +49,7 @@ _PARAMETERS = {
     *SamplingParams.__annotations__,
     *BeamSearchParams.__annotations__,
     "prompt",
+    "prompt_embeds",
     "prompt_token_ids",
 }
 

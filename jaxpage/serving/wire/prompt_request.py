@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jaxpage.serving.wire.pictures import RequestedPictures
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -12,16 +13,21 @@ class PromptRequest(NamedTuple):
     """Holds one prompt for the engine.
 
     Attributes:
-        prompt: The text or the token ids. The server encodes text outside of its event loop.
+        prompt: The text or the token ids; none if the prompt is vectors. The server encodes text
+            outside of its event loop.
         params: The parameters of sampling or of a beam search.
         add_special_tokens: True if encoding adds special tokens.
         lora: The adapter, or None.
+        pictures: The pictures of the prompt, if it has any.
+        vectors: The vectors that the prompt is, an array [T, D]; None if it is a text or token ids.
     """
 
     prompt: str | tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     add_special_tokens: bool
     lora: LoRARequest | None = None
+    pictures: RequestedPictures | None = None
+    vectors: Any = None
 
 
 def prompts_of(prompts: Any) -> list[Any]:

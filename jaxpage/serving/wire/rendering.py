@@ -1,6 +1,6 @@
-"""Renders chat templates in processes of their own, which later requests use again.
+"""Renders chat templates and processes pictures in processes of their own.
 
-The program of such a process is template_worker.py.
+Later requests use a process again. The program of such a process is template_worker.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SHARE_SECONDS = 0.1
 
 
 class Renderers:
-    """Holds the processes that render, about as many as there are threads that render at a time."""
+    """Holds the processes, about as many as there are threads that render at a time."""
 
     def __init__(self) -> None:
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
@@ -34,13 +34,13 @@ class Renderers:
         """Returns the text of a request; see template_worker.py.
 
         Args:
-            request: The template, the messages and the variables.
-            seconds: The processor time that the template may take.
+            request: The template, the messages and the variables; or a picture.
+            seconds: The processor time that it may take.
             num_bytes: The memory that it may take.
 
         Raises:
-            ValueError: The template refuses the messages or fails, or it takes too long or too much
-                memory.
+            ValueError: The template refuses the messages, the picture is refused, something fails,
+                or it takes too long or too much memory.
             JaxpageError: The process does not answer.
         """
         self.warm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from jaxpage.outputs import Pooling
 from jaxpage.serving.wire.errors import ApiError
@@ -133,7 +133,11 @@ Prompts = Annotated[
 class CompletionRequest(with_parameters("completions", GenerationRequest)):  # type: ignore[misc]
     """A request to POST /v1/completions."""
 
-    prompt: Prompts
+    prompt: Prompts = ""
+    # Vectors in place of a prompt, each an array as base64; see vectors.py.
+    prompt_embeds: Annotated[str | Items[str], one_of("a string or a list of strings")] | None = (
+        None
+    )
     echo: bool | None = None
 
     @property
@@ -142,16 +146,43 @@ class CompletionRequest(with_parameters("completions", GenerationRequest)):  # t
         return self.logprobs  # type: ignore[no-any-return]
 
 
+def _as_image_url(value: Any) -> Any:
+    """Returns the object for a URL that stands alone, as some clients send it."""
+    return {"url": value} if isinstance(value, str) else value
+
+
 class TextPart(RequestObject):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content that is text."""
 
     type: Literal["text"]
     text: str
 
 
+class ImageUrl(RequestObject):
+    """Holds a picture as a data URL."""
+
+    # The processor of the model decides on the size.
+    known = by_name(table.Field("detail", neutral=("auto",)))
+
+    url: str
+
+
+class ImagePart(RequestObject):
+    """A part of a message's content that is a picture."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_as_image_url)]
+
+
 Content = Annotated[
     str | Items[TextPart],
     one_of("a string, or a list of parts of type 'text'", kinds=("text",)),
+]
+PicturedContent = Annotated[
+    str | Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
+    one_of(
+        "a string, or a list of parts of type 'image_url' or 'text'", kinds=("text", "image_url")
+    ),
 ]
 
 
@@ -167,7 +198,7 @@ class UserMessage(RequestObject):
     """A message of the user."""
 
     role: Literal["user"]
-    content: Content
+    content: PicturedContent
     name: str | None = None
 
 
@@ -203,7 +234,7 @@ class ToolMessage(RequestObject):
     """A message with the result of a tool call."""
 
     role: Literal["tool"]
-    content: Content
+    content: PicturedContent
     tool_call_id: CallId
     name: str | None = None
 

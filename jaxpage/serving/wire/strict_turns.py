@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpage.images import parts_of_content
+
 
 def order_strictly(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages with all their texts, of which the system's comes first and alone.
@@ -28,8 +30,15 @@ def order_strictly(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             role = "user"
         joins = {"system": ("system",), "user": ("user", "tool")}.get(role, ())
         if ordered and last["role"] in joins:
-            texts = (last["content"], message["content"])
-            ordered[-1] = {**last, "content": "\n\n".join(filter(None, texts))}
+            content = _join(last["content"], message["content"])
+            ordered[-1] = {**last, "content": content}
         else:
             ordered.append({**message, "role": role})
     return ordered
+
+
+def _join(first: Any, second: Any) -> Any:
+    """Returns two contents as one; one with pictures is a list of parts."""
+    if isinstance(first, list) or isinstance(second, list):
+        return [*parts_of_content(first or None), *parts_of_content(second or None)]
+    return "\n\n".join(filter(None, (first, second)))

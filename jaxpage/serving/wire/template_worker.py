@@ -1,16 +1,17 @@
-"""Renders chat templates in a process of its own, which `rendering.py` starts.
+"""Renders chat templates and processes pictures in a process of its own.
 
-The command is `python -m jaxpage.serving.wire.template_worker`. A template is a program that came
-with a model, and one expression of it may take any time and memory in native code, which no other
-thread can end. So a child of this process renders, with limited processor time and memory, and
-the system kills it beyond them:
+`rendering.py` starts it: `python -m jaxpage.serving.wire.template_worker`. A template is a program
+that came with a model, and one expression of it may take any time and memory in native code, which
+no other thread can end; a picture is a file of anybody. So a child of this process works, with
+limited processor time and memory, and the system kills it beyond them:
 
     server ──request──▶ child ──text──▶ server        the child stays for the next request
                          ╳ killed by SIGPROF
     server ◀──nothing── this process, which forks another child; the imports are done already
 
 The processes exchange lines of JSON. For each [request, seconds, bytes] that comes in, a line
-[problem or null, text or null] goes out; both are null if the time was over.
+[problem or null, text or null] goes out; both are null if the time was over. The text for a picture
+is empty: its arrays are in the file that the request names.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from safetensors.numpy import save
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from jaxpage import images
 from jaxpage.worker_process import die_with_parent
 
 MAX_CHARACTERS = 8 << 20  # a rendered text comes from a body of at most 4 MiB
@@ -58,8 +62,16 @@ def _serve(before: int) -> NoReturn:
         before: The bytes of memory that this process had before the first request.
     """
     die_with_parent()
+    has_images = False
     for line in sys.stdin:
         request, seconds, num_bytes = json.loads(line)
+        answer = render_template
+        if "picture" in request:
+            if not has_images:
+                # What the first picture imports counts neither as its time nor as its memory.
+                has_images = bool(images.process_picture)
+                before = before and _data_bytes()
+            answer = process_picture
         if before:
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, (before + num_bytes, hard))
@@ -70,7 +82,7 @@ def _serve(before: int) -> NoReturn:
         text = None
         has_room = True
         try:
-            text = render_template(request)
+            text = answer(request)
         except MemoryError:
             problem = f"it takes more than {num_bytes >> 20} MiB of memory"
             has_room = False
@@ -110,6 +122,20 @@ def render_template(request: dict[str, Any]) -> str:
             **request["variables"],
         )
     )
+
+
+def process_picture(request: dict[str, Any]) -> str:
+    """Processes a picture, and writes its arrays as safetensors into a file.
+
+    Args:
+        request: The picture in base64, the most pixels, the settings and the options of the image
+            processor, and the path of the file.
+    """
+    picture = images.load_picture(images.decode_base64(request["picture"]), request["max_pixels"])
+    settings = images.ProcessorSettings(*request["settings"])
+    arrays = images.process_picture(settings, picture, request["options"])
+    Path(request["path"]).write_bytes(save(arrays))
+    return ""
 
 
 def _answer(problem: str | None, text: str | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxpage.chat_forms import ChatFormat
+from jaxpage.images import parts_of_content, takes_parts_alone
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.call_history import check_calls
 from jaxpage.serving.wire.context import ModelContext
@@ -17,12 +18,13 @@ from jaxpage.serving.wire.custom_tools import arguments_with
 from jaxpage.serving.wire.efforts import variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject
+from jaxpage.serving.wire.pictures import PictureList, RequestedPictures
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
+    ImagePart,
     RefusalPart,
-    TextPart,
     ToolMessage,
 )
 from jaxpage.serving.wire.strict_turns import order_strictly
@@ -43,12 +45,14 @@ class Rendered(NamedTuple):
     """Holds the prompt of a conversation.
 
     Attributes:
-        text: The prompt.
+        text: The prompt, with a marker for each picture.
         ignored_fields: The fields of the request that the template has nothing for.
+        pictures: The pictures of the conversation, if it has any.
     """
 
     text: str
     ignored_fields: tuple[str, ...]
+    pictures: RequestedPictures | None = None
 
 
 def render(
@@ -65,8 +69,8 @@ def render(
 
     Raises:
         ApiError: The status is 400: there is no template, it refuses the messages or fails on them,
-            a result belongs to no call, or the request has a variable that the template does not
-            have.
+            a result belongs to no call, a picture is refused, or the request has a variable that
+            the template does not have.
     """
     template = template_of(context, tools)
     continues = bool(request.continue_final_message)
@@ -78,10 +82,15 @@ def render(
         raise ApiError(400, message, param="continue_final_message")
     check_calls(request.messages)
     reader = JsonReader()
+    pictures = PictureList(context)
     messages = [
-        _message(message, f"messages[{index}]", context.chat_format, reader)
+        _message(message, f"messages[{index}]", context.chat_format, reader, pictures)
         for index, message in enumerate(request.messages)
     ]
+    if context.pictures is not None and takes_parts_alone(template):
+        messages = [
+            {**message, "content": parts_of_content(message["content"])} for message in messages
+        ]
     effort = effort_of(request)
     switch = switch_of(request)
     wished = variables_for(
@@ -103,7 +112,7 @@ def render(
     ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
     if switch.value and effort.value is None and context.chat_format.reasoning is None:
         ignored += (switch.path,)
-    return Rendered(text, ignored)
+    return Rendered(text, ignored, pictures.requested())
 
 
 def _render_in_order(requested: dict[str, Any]) -> str:
@@ -147,26 +156,21 @@ def parameters_of(tool: FunctionTool) -> Any:
 
 
 def _message(
-    message: RequestObject, path: str, form: ChatFormat, reader: JsonReader
+    message: RequestObject, path: str, form: ChatFormat, reader: JsonReader, pictures: PictureList
 ) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
-    Its content is one text, the arguments of its calls are objects, and its reasoning stands where
-    the template reads it.
+    Its content is one text, or parts if it has a picture; the arguments of its calls are objects,
+    and its reasoning stands where the template reads it.
 
     Args:
         message: The message.
         path: Its path in the request.
         form: The form of the model's answers, which knows where its template reads reasoning.
         reader: Reads the arguments of all calls of the request.
+        pictures: Collects the pictures of the request.
     """
-    content = getattr(message, "content", None)
-    if isinstance(content, list):
-        content = "\n".join(
-            part.text if isinstance(part, TextPart) else part.refusal
-            for part in content
-            if isinstance(part, TextPart | RefusalPart)
-        )
+    content = _content(getattr(message, "content", None), f"{path}.content", pictures)
     role = str(getattr(message, "role", ""))
     fields: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if (name := getattr(message, "name", None)) is not None:
@@ -195,6 +199,23 @@ def _message(
                 for index, call in enumerate(message.tool_calls)
             ]
     return fields
+
+
+def _content(content: Any, path: str, pictures: PictureList) -> Any:
+    """Returns the content of a message: a text, or parts if one of them is a picture."""
+    if not isinstance(content, list):
+        return content
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if isinstance(part, ImagePart):
+            pictures.add(part.image_url.url, f"{path}[{index}]")
+            parts.append({"type": "image"})
+        else:
+            text = part.refusal if isinstance(part, RefusalPart) else part.text
+            parts.append({"type": "text", "text": text})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _call(call: ToolCall, path: str, reader: JsonReader) -> dict[str, Any]:

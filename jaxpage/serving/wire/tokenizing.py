@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
 from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.pictures import RequestedPictures
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import (
     DetokenizeRequest,
@@ -39,7 +41,7 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """
     tokenizer = _tokenizer(context)
     param = "prompt" if body.get("messages") is None else "messages"
-    text, request, ignored = (
+    text, request, ignored, pictures = (
         _conversation(body, context) if param == "messages" else _text(body, context)
     )
     if len(text) > (longest := context.limits.max_tokenize_characters):
@@ -47,9 +49,8 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
             400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param
         )
     context.check_length(text, param)
-    token_ids = tokenizer(valid_text(text, param), add_special_tokens=request.add_special_tokens)[
-        "input_ids"
-    ]
+    text = valid_text(text, param)
+    token_ids = _encode(context, text, pictures, adds=request.add_special_tokens)
     answer = {
         "count": len(token_ids),
         "max_model_len": context.max_model_len,
@@ -63,20 +64,53 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
 
 def _text(
     body: dict[str, Any], context: ModelContext
-) -> tuple[str, TokenizeRequest, tuple[str, ...]]:
+) -> tuple[str, TokenizeRequest, tuple[str, ...], None]:
     request, ignored = read(body, TokenizeRequest, context)
-    return request.prompt, request, ignored
+    return request.prompt, request, ignored, None
 
 
 def _conversation(
     body: dict[str, Any], context: ModelContext
-) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
+) -> tuple[str, TokenizeChatRequest, tuple[str, ...], RequestedPictures | None]:
     if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages cannot be used together", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
     tools = request.tools or []
     rendered = render(request, context, list(functions_of(tools).values()))
-    return rendered.text, request, (*ignored, *name_passed_over(tools), *rendered.ignored_fields)
+    ignored = (*ignored, *name_passed_over(tools), *rendered.ignored_fields)
+    return rendered.text, request, ignored, rendered.pictures
+
+
+def count_prompt(request: PromptRequest, context: ModelContext) -> int:
+    """Returns the number of tokens of a prompt, its pictures included.
+
+    This may take a while, so it belongs on a worker thread.
+
+    Raises:
+        ApiError: A picture is refused.
+    """
+    prompt = request.prompt
+    if request.pictures is None and not isinstance(prompt, str):
+        return len(prompt)
+    return len(_encode(context, prompt, request.pictures, adds=request.add_special_tokens))
+
+
+def _encode(
+    context: ModelContext, text: Any, pictures: RequestedPictures | None, *, adds: bool
+) -> list[int]:
+    """Returns the token ids of a prompt.
+
+    Args:
+        context: The served model.
+        text: The text.
+        pictures: Its pictures, if it has any.
+        adds: True if the tokenizer adds its special tokens.
+    """
+    if pictures is None:
+        token_ids: list[int] = _tokenizer(context)(text, add_special_tokens=adds)["input_ids"]
+        return token_ids
+    token_ids, _ = pictures.expand(text, pictures.process(), add_special_tokens=adds)
+    return token_ids
 
 
 @quotes

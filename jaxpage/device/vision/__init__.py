@@ -1,0 +1,16 @@
+"""Runs encoders of pictures, whose rows take the place of tokens in steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxpage.lazy import open_door
+
+if TYPE_CHECKING:
+    from jaxpage.device.vision.vision_step import (
+        vision_jobs,  # gives the calls that compile an encoder of pictures
+        vision_key,  # names its executable for a number of patches
+        without_vision,  # gives the weights of the other parts of a model
+    )
+
+__getattr__, __dir__ = open_door(__name__)

@@ -1,0 +1,96 @@
+"""Compiles the encoder of pictures of a model, once for each number of patches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpage.device.attention import make_layer_kernels
+from jaxpage.device.executables import compile_ahead
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.layers.trace_scope import TraceScope
+from jaxpage.models import abstract_model
+from jaxpage.settings.cuda_graphs import GraphSettings
+
+
+def without_vision(parameters: Any) -> Any:
+    """Returns the weights of all parts of a model but the encoder of pictures."""
+    if "vision" not in parameters:
+        return parameters
+    return {name: part for name, part in parameters.items() if name != "vision"}
+
+
+def vision_key(size: int) -> str:
+    """Returns the key of the executable for this number of patches."""
+    return f"picture of {size} patches"
+
+
+def vision_jobs(
+    family: Any,
+    spec: Any,
+    dtype: DTypeLike,
+    parameters: Any,
+    backend: Backend,
+    graphs: GraphSettings,
+    mesh: DeviceMesh,
+) -> dict[Bucket | str, functools.partial[Any]]:
+    """Returns the calls that compile an encoder of pictures, by the keys of their executables.
+
+    Args:
+        family: The family of the encoder.
+        spec: The spec of the encoder.
+        dtype: The type of its weights and of its rows.
+        parameters: The weights of the model; its own are under "vision".
+        backend: The kernels.
+        graphs: The settings of CUDA graphs.
+        mesh: The devices, each of which has the whole encoder.
+    """
+    graph, _ = abstract_model(family, spec, dtype)
+    return {
+        vision_key(size): functools.partial(
+            compile_vision,
+            parameters["vision"],
+            mesh.whole(family.Model.input_shapes(spec, size)),
+            graph,
+            dtype,
+            backend,
+            graphs,
+            mesh,
+        )
+        for size in spec.sizes
+    }
+
+
+def compile_vision(
+    parameters: Any,
+    inputs: dict[str, jax.ShapeDtypeStruct],
+    graph: Any,
+    dtype: DTypeLike,
+    backend: Backend,
+    graphs: GraphSettings,
+    mesh: DeviceMesh,
+) -> Any:
+    """Compiles an encoder for inputs of these shapes."""
+    step = functools.partial(vision_step, graph=graph, dtype=dtype, backend=backend)
+    on_each = mesh.on_each(step, (parameters, dict.fromkeys(inputs)), None)
+    return compile_ahead(jax.jit(on_each), parameters, inputs, graphs=graphs)
+
+
+def vision_step(
+    parameters: Any,
+    inputs: dict[str, jax.Array],
+    *,
+    graph: Any,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> jax.Array:
+    """Returns the rows [R, 1 + n, D] of a picture, or of a tile."""
+    with TraceScope(make_layer_kernels(backend)).open():
+        rows: jax.Array = nnx.merge(graph, parameters)(inputs)
+    return rows.astype(dtype)

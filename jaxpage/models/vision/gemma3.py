@@ -1,0 +1,126 @@
+"""Holds the encoder of Gemma 3: SigLIP, a mean over blocks of patches, a norm and a product.
+
+The rows stand next to token embeddings that are scaled already, and are not scaled themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.product import product
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.vision import PictureArrays, VisionCall
+from jaxpage.models.parts.vision_tower import (
+    VisionConfig,
+    VisionFields,
+    check_blocks,
+    some_fields,
+    text_width,
+    vision_part,
+)
+from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3VisionConfig(VisionConfig):
+    """Holds what a config.json of Gemma 3 says of its encoder.
+
+    Attributes:
+        num_rows: The rows of a tile.
+    """
+
+    num_rows: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
+        """Reads config.json."""
+        with VisionFields(vision_part(config, "siglip_vision_model"), "") as fields:
+            tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
+            rows = some_fields(config, "mm_tokens_per_image").integer("mm_tokens_per_image", 256)
+            block = max(1, tower.side // math.isqrt(rows))
+            check_blocks(fields, tower, block)
+        return cls(
+            tower=tower,
+            hidden_size=text_width(config),
+            block=block,
+            sizes=(tower.side**2,),
+            num_rows=(tower.side // block) ** 2,
+        )
+
+
+class Gemma3Vision(SiglipTiles, config=Gemma3VisionConfig):
+    """The encoder of Gemma 3: SigLIP, and the mean of each block of patches."""
+
+    ignored = ("*vision_tower.head.*", "*vision_tower.vision_model.head.*")
+    older_names = (
+        (
+            "model.vision_tower.",
+            (
+                "model.vision_tower.vision_model.",
+                "vision_tower.vision_model.",
+            ),
+        ),
+    )
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        self.tower = Siglip(config.tower, Scope("model.vision_tower", dtype))
+        self.projector = Projector(config, Scope("model.multi_modal_projector", dtype))
+
+    @staticmethod
+    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+        """Returns a call for each tile: the picture, and crops of it (pan and scan).
+
+        Raises:
+            UnsupportedError: A tile does not have the size of the config.
+        """
+        calls = SiglipTiles.calls(spec, arrays)
+        for call in calls:
+            if call.num_rows != spec.num_rows:
+                side = spec.tower.image_size
+                raise UnsupportedError(
+                    f"a tile of a picture fills {call.num_rows} rows, not {spec.num_rows}: "
+                    f"preprocessor_config.json must resize pictures to {side} x {side} pixels"
+                )
+        return calls
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
+        """Returns a row for each block of patches."""
+        return self.projector(self.tower(inputs))[:, None, :]
+
+
+class Projector(nnx.Module):
+    """Computes `norm(mean of a block) @ weight`."""
+
+    def __init__(self, config: Gemma3VisionConfig, at: Scope):
+        width = config.tower.hidden_size
+        self.num_patches = config.block**2
+        self.norm = RMSNorm(
+            width,
+            name=(at / "mm_soft_emb_norm").name,
+            epsilon=config.tower.norm_epsilon,
+            axis=None,
+            offset=1.0,
+            dtype=at.dtype,
+        )
+        name = (at / "mm_input_projection_weight").name
+        source = tensor(name, width, config.hidden_size, transpose=True)
+        self.kernel = parameter(source.shape, axes=(None, None), dtype=at.dtype, sources=[source])
+
+    def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
+        """Returns the rows of all blocks."""
+        blocks = state_PE.reshape(-1, self.num_patches, state_PE.shape[-1])
+        mean_RE = jnp.mean(blocks.astype(jnp.float32), axis=1).astype(state_PE.dtype)
+        return product(self.norm(mean_RE), self.kernel[...])

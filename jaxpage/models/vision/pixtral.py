@@ -1,0 +1,256 @@
+"""Holds the lineage of Pixtral (Agrawal et al., 2024): whole pictures, positions on two axes.
+
+Mistral 3 and Ministral 3 join the states of a block of patches. A picture is computed by itself, in
+the next larger size of a menu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.rope import Angles
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import text_part
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.vision import PictureArrays, VisionCall
+from jaxpage.models.parts.vision_tower import (
+    PatchEmbedding,
+    PictureBlock,
+    TowerConfig,
+    VisionConfig,
+    VisionFields,
+    VisionTower,
+    by_blocks,
+    check_blocks,
+    cut_patches,
+    fill_up,
+    picture_attention,
+    plain_projection,
+    size_for,
+    size_menu,
+    some_fields,
+    text_width,
+    vision_part,
+)
+
+_EPSILON = 1e-5  # of the norms, which no field says
+_TEXT_EPSILONS = {"ministral3": 1e-5}  # where `rms_norm_eps` is absent and it is not 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixtralConfig(VisionConfig):
+    """Holds what a config.json of Mistral 3 says of its encoder.
+
+    Attributes:
+        rope_theta: The base of the rotations.
+        joined_epsilon: The number that the norm before joining adds to the variance.
+        joined_activation: The function between the last two products.
+        joined_bias: True if the last two products have biases.
+    """
+
+    rope_theta: float
+    joined_epsilon: float
+    joined_activation: str
+    joined_bias: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> PixtralConfig:
+        """Reads config.json."""
+        text = text_part(config)
+        own = some_fields(
+            config,
+            *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
+            "multimodal_projector_bias",
+        )
+        with VisionFields(vision_part(config, "pixtral"), "") as fields:
+            tower = _read_tower(fields)
+            block = own.integer("spatial_merge_size", 2)
+            check_blocks(fields, tower, block)
+            if own.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
+                text_of_error = "vision_feature_layer other than the last layer is not supported"
+                own.note(RefusedField(text_of_error), vision_feature_layer=-1)
+            theta = _read_theta(fields)
+        epsilon = _TEXT_EPSILONS.get(config["text_config"].get("model_type", ""), 1e-6)
+        return cls(
+            tower=tower,
+            hidden_size=text_width(config),
+            block=block,
+            sizes=size_menu(tower.side**2, block),
+            rope_theta=theta,
+            joined_epsilon=some_fields(text, "rms_norm_eps").number("rms_norm_eps", epsilon),
+            joined_activation=own.activation("projector_hidden_act", "gelu"),
+            joined_bias=own.flag("multimodal_projector_bias", False),
+        )
+
+
+def _read_tower(fields: VisionFields) -> TowerConfig:
+    fields.config.setdefault("hidden_size", 1024)
+    fields.config.setdefault("num_attention_heads", 16)
+    return TowerConfig(
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size", 4096),
+        num_layers=fields.integer("num_hidden_layers", 24),
+        num_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.divide("hidden_size", "num_attention_heads"),
+        num_channels=fields.integer("num_channels", 3),
+        patch_size=fields.side("patch_size", 16),
+        image_size=fields.side("image_size", 1024),
+        norm_epsilon=_EPSILON,
+        activation=fields.activation("hidden_act", "gelu"),
+    )
+
+
+def _read_theta(fields: VisionFields) -> float:
+    parameters = fields.get("rope_parameters", None) or {}
+    if not isinstance(parameters, dict):
+        fields.note(WrongField("rope_parameters must be an object"), rope_parameters=None)
+        parameters = {}
+    if parameters.get("rope_type", "axial") not in ("axial", "default"):
+        text = f"rope_type {parameters['rope_type']!r} is not supported"
+        fields.note(RefusedField(text), rope_parameters=None)
+    if (theta := parameters.get("rope_theta")) is not None:
+        fields.config["rope_theta"] = theta
+    return fields.number("rope_theta", 10_000.0)
+
+
+class PixtralVision(VisionTower, config=PixtralConfig):
+    """The encoder of Mistral 3 and Ministral 3: Pixtral, and products for blocks of patches."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        at = Scope("model.vision_tower", dtype)
+        self.patches = PatchEmbedding(config.tower, at / "patch_conv", bias=False)
+        self.patch_norm = _norm(config.tower, at / "ln_pre", _EPSILON)
+        self.layers = nnx.List(
+            _block(config.tower, at / f"transformer.layers.{index}")
+            for index in range(config.tower.num_layers)
+        )
+        self.merger = PatchMerger(config, Scope("model.multi_modal_projector", dtype))
+
+    @staticmethod
+    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+        """Returns a call for each picture.
+
+        Args:
+            spec: The spec.
+            arrays: `pixel_values` [..., C, H, W] and `image_sizes` [..., 2]: height and width.
+
+        Raises:
+            UnsupportedError: A picture has more patches than the encoder takes, or parts of blocks.
+        """
+        pixels = np.asarray(arrays["pixel_values"])
+        pictures = pixels.reshape(-1, *pixels.shape[-3:])
+        sizes = np.asarray(arrays["image_sizes"]).reshape(-1, 2)
+        return [
+            _call(spec, picture[:, :height, :width])
+            for picture, (height, width) in zip(pictures, sizes, strict=True)
+        ]
+
+    @staticmethod
+    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        return {
+            "patch_PI": jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32),
+            "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
+            "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
+        }
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
+        """Returns a row for each block of patches."""
+        config = self.config
+        angles = two_axis_angles(inputs["place_P2"], config.tower.head_dim, config.rope_theta)
+        state_PE = self.patch_norm(self.patches(inputs["patch_PI"]))
+        for layer in self.layers:
+            state_PE = layer(state_PE, inputs["segment_P"], angles)
+        return self.merger(state_PE)[:, None, :]
+
+
+def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
+    tower, block = spec.tower, spec.block
+    side = tower.patch_size * block
+    if any(length % side for length in picture.shape[1:]):
+        raise UnsupportedError(
+            f"a picture of {picture.shape[1]} x {picture.shape[2]} pixels has no whole blocks of "
+            f"{side} x {side}: the processor must resize it"
+        )
+    height, width = (length // tower.patch_size for length in picture.shape[1:])
+    places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
+    size = size_for(spec.sizes, height * width)
+    inputs = {
+        "patch_PI": cut_patches(picture, tower.patch_size, block),
+        "place_P2": by_blocks(places, block),
+    }
+    return VisionCall(size, fill_up(inputs, size), height * width // block**2)
+
+
+def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
+    """Returns angles of which the first half turns by the height, the second by the width.
+
+    The frequencies go to both by turns.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    axes = [
+        place_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
+    ]
+    angles_PE = jnp.concatenate(axes, axis=-1)
+    return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))
+
+
+def _norm(config: TowerConfig, at: Scope, epsilon: float) -> RMSNorm:
+    return RMSNorm(config.hidden_size, name=at.name, epsilon=epsilon, axis=None, dtype=at.dtype)
+
+
+def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+    width, inner = config.hidden_size, config.intermediate_size
+    fed = at / "feed_forward"
+    mlp = GatedMLP(
+        plain_projection(width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False),
+        plain_projection(inner, fed, ("down_proj", width), bias=False),
+        activation=config.activation,
+    )
+    return PictureBlock(
+        _norm(config, at / "attention_norm", _EPSILON),
+        picture_attention(config, at / "attention", output="o_proj", bias=False),
+        _norm(config, at / "ffn_norm", _EPSILON),
+        mlp,
+    )
+
+
+class PatchMerger(nnx.Module):
+    """Joins the states of a block of patches, and computes the row of the text model."""
+
+    def __init__(self, config: PixtralConfig, at: Scope):
+        width, rows = config.tower.hidden_size, config.hidden_size
+        bias = config.joined_bias
+        self.activation = ACTIVATIONS[config.joined_activation]
+        self.num_patches = config.block**2
+        self.norm = _norm(config.tower, at / "norm", config.joined_epsilon)
+        joined = width * self.num_patches
+        self.merge = plain_projection(
+            joined, at / "patch_merger", ("merging_layer", width), bias=False
+        )
+        self.first = plain_projection(width, at, ("linear_1", rows), bias=bias)
+        self.second = plain_projection(rows, at, ("linear_2", rows), bias=bias)
+
+    def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
+        """Returns the rows of all blocks."""
+        normed_PE = self.norm(state_PE)
+        blocks = normed_PE.reshape(-1, self.num_patches, normed_PE.shape[-1])
+        # The checkpoint's columns have the patches of a block next to each other.
+        joined_RJ = blocks.swapaxes(1, 2).reshape(len(blocks), -1)
+        return self.second(self.activation(self.first(self.merge(joined_RJ))))

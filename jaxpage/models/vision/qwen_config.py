@@ -1,0 +1,264 @@
+"""Reads `vision_config` of Qwen's models that see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxpage.layers.rope import Rope
+from jaxpage.layers.rope_scaling import make_rope
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.fields import text_part
+from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
+from jaxpage.models.parts.vision_tower import VisionFields, text_width, vision_part
+
+# The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
+ROWS = tuple(64 << doubling for doubling in range(9))
+_ALIASES = {"num_heads": "num_attention_heads", "depth": "num_hidden_layers"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig:
+    """Holds what config.json says of an encoder; see `VisionSpec`.
+
+    Attributes:
+        hidden_size: The width of the text model's hidden states (D).
+        width: The width of the encoder's hidden states (W).
+        inner: The width of a feed-forward half.
+        num_layers: The number of layers.
+        num_heads: The number of heads.
+        rope: The rotation, whose axes are rows and columns.
+        activation: The function of a feed-forward half.
+        patch: The channels, frames, rows and columns of a patch.
+        merge: The patches of a token of the text model, along each side.
+        image_token_id: The token that stands for a picture's tokens in a prompt.
+        num_entries: The entries of the table of positions, along each side; 0 for no table.
+        window: The text model's tokens of a window, along each side; 0 if no layer has windows.
+        whole_layers: The layers that see the whole picture, where others see windows.
+        deep_layers: The layers whose outputs are features for the text model's first layers.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]  # the model types of `vision_config`
+    sections: ClassVar[Sections] = QWEN2_VL
+    default_token: ClassVar[int] = 151_655
+
+    hidden_size: int
+    width: int
+    inner: int
+    num_layers: int
+    num_heads: int
+    rope: Rope
+    activation: str
+    patch: tuple[int, int, int, int]
+    merge: int
+    image_token_id: int
+    num_entries: int = 0
+    window: int = 0
+    whole_layers: tuple[int, ...] = ()
+    deep_layers: tuple[int, ...] = ()
+
+    @property
+    def num_deep(self) -> int:
+        """Returns how many of the text model's first layers take features of a picture."""
+        return len(self.deep_layers)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the numbers of patches for which the encoder is compiled."""
+        return tuple(rows * self.merge**2 for rows in ROWS)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QwenVisionConfig:
+        """Returns what a config.json says.
+
+        Raises:
+            CheckpointError: A field makes no sense.
+            UnsupportedError: A field asks for something that is not supported.
+            ExceptionGroup: Several fields are wrong.
+        """
+        vision = vision_part(config, *cls.kinds)
+        vision["image_token_id"] = config.get("image_token_id", cls.default_token)
+        with VisionFields(vision, "", _ALIASES) as fields:
+            made = cls.read(fields)
+            _check_text(fields, config, cls.sections, made.hidden_size)
+            return made
+
+    @classmethod
+    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+        """Reads the fields of `vision_config`; each generation has its own way."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_common(
+        cls,
+        fields: VisionFields,
+        *,
+        width: tuple[str, int],
+        depth: int,
+        activation: str,
+        patch: int,
+    ) -> dict[str, Any]:
+        """Returns the fields that all generations have.
+
+        Args:
+            fields: The fields of `vision_config`.
+            width: The field of the width, and its default.
+            depth: The default of `depth`.
+            activation: The default of `hidden_act`.
+            patch: The default of `patch_size`.
+        """
+        side = fields.side("patch_size", patch)
+        channels = fields.integer("in_channels", 3)
+        frames = fields.side("temporal_patch_size", 2)
+        num_heads = fields.integer("num_heads", 16)
+        size = fields.integer(*width)
+        if size % (4 * num_heads):
+            text = f"{num_heads} heads of {size} numbers cannot turn by rows and columns"
+            fields.note(WrongField(text), **{width[0]: 64, "num_heads": 1})
+            size = 64 * num_heads
+        return {
+            "width": size,
+            "num_layers": fields.integer("depth", depth),
+            "num_heads": num_heads,
+            "rope": _read_rope(fields, size // num_heads),
+            "activation": fields.activation("hidden_act", activation),
+            "patch": (channels, frames, side, side),
+            "merge": fields.integer("spatial_merge_size", 2),
+            "image_token_id": fields.integer("image_token_id", least=0),
+        }
+
+
+class Qwen2VisionConfig(QwenVisionConfig):
+    """Reads transformers' `Qwen2VLVisionConfig`."""
+
+    kinds = ("qwen2_vl_vision", "qwen2_vl")
+
+    @classmethod
+    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+        """Returns what the fields say; `hidden_size` is that of the text model."""
+        common = cls.read_common(
+            fields, width=("embed_dim", 1280), depth=32, activation="quick_gelu", patch=14
+        )
+        return cls(
+            **common,
+            inner=fields.integer("mlp_ratio", 4) * common["width"],
+            hidden_size=fields.integer("hidden_size", 3584),
+        )
+
+
+class Qwen2_5VisionConfig(QwenVisionConfig):
+    """Reads transformers' `Qwen2_5_VLVisionConfig`."""
+
+    kinds = ("qwen2_5_vl_vision", "qwen2_5_vl")
+
+    @classmethod
+    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+        """Returns what the fields say; a window has a side in pixels there."""
+        common = cls.read_common(
+            fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
+        )
+        pixels = fields.integer("window_size", 112)
+        window = pixels // common["merge"] // common["patch"][-1]
+        if window == 0:
+            text = f"window_size = {pixels} is smaller than a block of patches"
+            fields.note(WrongField(text), window_size=pixels)
+        return cls(
+            **common,
+            inner=fields.integer("intermediate_size", 3420),
+            hidden_size=fields.integer("out_hidden_size", 3584),
+            window=window,
+            whole_layers=_read_layers(fields, "fullatt_block_indexes", (7, 15, 23, 31)),
+        )
+
+
+class Qwen3VisionConfig(QwenVisionConfig):
+    """Reads transformers' `Qwen3VLVisionConfig`, and that of the model with experts."""
+
+    kinds = ("qwen3_vl_vision", "qwen3_vl", "qwen3_vl_moe_vision", "qwen3_vl_moe")
+    sections = QWEN3_VL
+
+    @classmethod
+    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+        """Returns what the fields say."""
+        common = cls.read_common(
+            fields, width=("hidden_size", 1152), depth=27, activation="gelu_pytorch_tanh", patch=16
+        )
+        return cls(
+            **common,
+            inner=fields.integer("intermediate_size", 4304),
+            hidden_size=fields.integer("out_hidden_size", 3584),
+            num_entries=_read_square(fields),
+            deep_layers=cls.read_deep(fields),
+        )
+
+    @classmethod
+    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+        """Returns the layers whose outputs are features for the text model's first layers."""
+        return _read_layers(fields, "deepstack_visual_indexes", (8, 16, 24))
+
+
+class Qwen3_5VisionConfig(Qwen3VisionConfig):
+    """Reads transformers' `Qwen3_5VisionConfig`, which has no features for other layers."""
+
+    kinds = ("qwen3_5_vision", "qwen3_5", "qwen3_5_moe_vision", "qwen3_5_moe")
+    sections = QWEN3_5
+    default_token = 248_056
+
+    @classmethod
+    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+        """Returns no layers: transformers passes the field over."""
+        return ()
+
+
+def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
+    """Returns a rotation whose first pairs turn by the row of a patch, the others by its column."""
+    parameters = fields.get("rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "axial")
+    if kind != "axial":
+        text = f"rope_type {kind!r} is not supported; 'axial' is"
+        fields.note(RefusedField(text), rope_parameters=None)
+        parameters = {}
+    plain = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10_000.0)}
+    rope, _ = make_rope(plain, head_dim=head_dim // 2, max_position_embeddings=1)
+    each = rope.frequencies
+    return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))
+
+
+def _read_square(fields: VisionFields) -> int:
+    """Returns the entries of the table of positions along each side."""
+    num_entries = fields.integer("num_position_embeddings", 2304)
+    side = int(num_entries**0.5)
+    if side**2 != num_entries:
+        text = f"num_position_embeddings must be a square, not {num_entries}"
+        fields.note(WrongField(text), num_position_embeddings=2304)
+    return side
+
+
+def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns numbers of layers, which must be in order; those that do not exist are left out."""
+    layers = fields.get(name, default)
+    stated = list(layers) if isinstance(layers, list | tuple) else [None]
+    if not all(type(layer) is int for layer in stated) or stated != sorted(set(stated)):
+        text = f"{name} must be a list of numbers of layers in their order, not {layers!r}"
+        fields.note(WrongField(text), **{name: []})
+        return ()
+    return tuple(layer for layer in stated if 0 <= layer < fields.integer("depth", 32))
+
+
+def _check_text(
+    fields: VisionFields, config: Mapping[str, Any], sections: Sections, hidden_size: int
+) -> None:
+    """Notes what in the text model's config does not fit the encoder."""
+    width = text_width(config)
+    if width != hidden_size:
+        error = (
+            f"rows of the encoder have {hidden_size} numbers, and those of the text model {width}"
+        )
+        fields.note(WrongField(error), out_hidden_size=width)
+    text = text_part(config)
+    head_dim = text.get("head_dim") or width // text.get("num_attention_heads", 1)
+    if not sections.axes(config, head_dim // 2):
+        stated = sections.read(config)
+        error = f"mrope_section = {stated!r} of the text model does not fit {head_dim // 2} pairs"
+        fields.note(WrongField(error), mrope_section=None)

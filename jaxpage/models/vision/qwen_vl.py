@@ -1,0 +1,308 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 see with ViTs that take a picture of any size.
+
+    patches ── product ── (+ table of positions) ── layers ── merger ── rows of the text model
+                                                      └────── mergers ── features (DeepStack)
+
+Queries and keys turn by the row and the column of their patch. Qwen2.5-VL has windows in most
+layers, so that its patches are in the order of windows. Qwen3-VL and 3.5 add learned positions,
+which are interpolated to the size of the picture; the mergers of Qwen3-VL give features as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.linear import Linear
+from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.models.parts.norms import Norm
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.vision import PictureArrays, VisionCall
+from jaxpage.models.parts.vision_tower import (
+    PictureAttention,
+    PictureBlock,
+    VisionTower,
+    fill_up,
+    fused_projection,
+    plain_projection,
+    size_for,
+)
+from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
+from jaxpage.models.vision.qwen_config import (
+    Qwen2_5VisionConfig,
+    Qwen2VisionConfig,
+    Qwen3_5VisionConfig,
+    Qwen3VisionConfig,
+    QwenVisionConfig,
+)
+
+_EPSILON = 1e-6
+
+
+class ProcessedPicture(Protocol):
+    """Holds a picture as its processor made it."""
+
+    @property
+    def arrays(self) -> PictureArrays:
+        """Returns the arrays, under the names of the processor."""
+        ...
+
+
+class Merger(nnx.Module):
+    """Joins the patches of a block, and computes of them a row of the text model."""
+
+    def __init__(self, norm: Norm, up: Linear, down: Linear, *, is_norm_of_block: bool):
+        """Makes the merger.
+
+        Args:
+            norm: The norm.
+            up: The product with the numbers of a block.
+            down: The product for the row.
+            is_norm_of_block: True if the norm is over a block, False if over each of its patches.
+        """
+        self.norm = norm
+        self.up = up
+        self.down = down
+        self.is_norm_of_block = is_norm_of_block
+
+    def __call__(self, x_PW: Float[Array, "P W"]) -> Float[Array, "R D"]:
+        """Returns a row for each block."""
+        width = self.up.spec.num_in
+        if self.is_norm_of_block:
+            block_RW = self.norm(x_PW.reshape(-1, width))
+        else:
+            block_RW = self.norm(x_PW).reshape(-1, width)
+        return self.down(ACTIVATIONS["gelu"](self.up(block_RW)))
+
+
+class QwenVision(VisionTower):
+    """Computes an encoder; a generation overrides what differs in its layers and its mergers."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("*rotary_pos_emb.inv_freq",)
+    patch_bias: ClassVar[bool] = False
+    merger_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        at = Scope("model.visual", dtype)
+        self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
+        self.table = self.make_table(config, at / "pos_embed")
+        self.layers = nnx.List(
+            self.make_block(config, index, at / f"blocks.{index}")
+            for index in range(config.num_layers)
+        )
+        self.merger = self.make_merger(config, at / "merger")
+        self.deep_mergers = nnx.List(
+            self.make_merger(config, at / f"deepstack_merger_list.{index}", is_norm_of_block=True)
+            for index in range(config.num_deep)
+        )
+
+    @classmethod
+    def make_table(cls, config: QwenVisionConfig, at: Scope) -> Embedding | None:
+        """Returns the table of positions; None if there is none."""
+        if not config.num_entries:
+            return None
+        rows = config.num_entries**2
+        return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
+
+    @classmethod
+    def make_norm(cls, width: int, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
+
+    @classmethod
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return make_mlp(config, at, "fc1", "fc2")
+
+    @classmethod
+    def make_block(cls, config: QwenVisionConfig, index: int, at: Scope) -> PictureBlock:
+        """Returns a layer."""
+        width = config.width
+        attention = at / "attn"
+        has_windows = config.window and index not in config.whole_layers
+        return PictureBlock(
+            cls.make_norm(width, at / "norm1"),
+            PictureAttention(
+                fused_projection(width, attention, "qkv", (width,) * 3),
+                plain_projection(width, attention, ("proj", width), bias=True),
+                head_dim=width // config.num_heads,
+                longest=(config.window * config.merge) ** 2 if has_windows else None,
+            ),
+            cls.make_norm(width, at / "norm2"),
+            cls.make_mlp(config, at / "mlp"),
+        )
+
+    @classmethod
+    def make_merger(
+        cls, config: QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
+    ) -> Merger:
+        """Returns the product of blocks of patches; see `Merger`."""
+        inner = config.width * config.merge**2
+        norm, up, down = cls.merger_names
+        return Merger(
+            cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
+            plain_projection(inner, at, (up, inner), bias=True),
+            plain_projection(inner, at, (down, config.hidden_size), bias=True),
+            is_norm_of_block=is_norm_of_block,
+        )
+
+    @staticmethod
+    def calls(spec: QwenVisionConfig, arrays: PictureArrays) -> list[VisionCall]:
+        """Returns the call that encodes a picture.
+
+        Args:
+            spec: The spec.
+            arrays: `pixel_values` [P, C * t * p * p] and `image_grid_thw` [1, 3].
+
+        Raises:
+            UnsupportedError: It is larger than the largest size.
+            ValueError: The arrays are not those of one picture.
+        """
+        grid = grid_of(spec, arrays)
+        size = size_for(spec.sizes, grid.num_patches)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "patch_PI": np.asarray(arrays["pixel_values"], np.float32),
+            "place_P2": grid.places().T,
+        }
+        if spec.num_entries:
+            inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
+        if not spec.window:
+            return [VisionCall(size, fill_up(inputs, size), grid.num_blocks)]
+        order_R, window_R = grid.windows(spec.window)
+        each = spec.merge**2
+        order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
+        inputs = {name: array[order_P] for name, array in inputs.items()}
+        inputs["window_P"] = np.repeat(1 + window_R, each)
+        row_R = np.zeros(size // each, np.int32)
+        row_R[: grid.num_blocks] = np.argsort(order_R)
+        return [VisionCall(size, {**fill_up(inputs, size), "row_R": row_R}, grid.num_blocks)]
+
+    @staticmethod
+    def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        shapes = {
+            "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
+            "patch_PI": jax.ShapeDtypeStruct((size, math.prod(spec.patch)), jnp.float32),
+            "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
+        }
+        if spec.num_entries:
+            shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
+            shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+        if spec.window:
+            shapes["window_P"] = jax.ShapeDtypeStruct((size,), jnp.int32)
+            shapes["row_R"] = jax.ShapeDtypeStruct((size // spec.merge**2,), jnp.int32)
+        return shapes
+
+    @staticmethod
+    def axes_of(
+        spec: QwenVisionConfig, token_ids: npt.ArrayLike, pictures: Sequence[ProcessedPicture]
+    ) -> npt.NDArray[np.int32]:
+        """Returns the rotary positions of a prompt's tokens [3, T]; see `rotary_positions`."""
+        grids = [grid_of(spec, picture.arrays) for picture in pictures]
+        return rotary_positions(token_ids, spec.image_token_id, grids)
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1+n D"]:
+        """Returns the rows of the text model, each with its features."""
+        config = self.config
+        hidden_PW = self.patches(inputs["patch_PI"].astype(self.dtype))
+        if self.table is not None:
+            entry_P4W = self.table(inputs["entry_P4"]).astype(jnp.float32)
+            position_PW = (entry_P4W * inputs["share_P4"][:, :, None]).sum(axis=1)
+            hidden_PW = hidden_PW + position_PW.astype(hidden_PW.dtype)
+        angles = config.rope.angles(inputs["place_P2"].T)
+        deep = []
+        for index, layer in enumerate(self.layers):
+            has_windows = config.window and index not in config.whole_layers
+            segment_P = inputs["window_P" if has_windows else "segment_P"]
+            hidden_PW = layer(hidden_PW, segment_P, angles)
+            if index in config.deep_layers:
+                deep.append(self.deep_mergers[len(deep)](hidden_PW))
+        rows = jnp.stack([self.merger(hidden_PW), *deep], axis=1)
+        return rows[inputs["row_R"]] if config.window else rows
+
+
+class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):
+    """The encoder of Qwen2-VL (Wang et al., 2024): LayerNorms, and no table of positions."""
+
+
+class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
+    """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
+
+    @classmethod
+    def make_norm(cls, width: int, at: Scope) -> Norm:
+        """Returns a norm of hidden states."""
+        return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
+
+    @classmethod
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
+        return GatedMLP(
+            plain_projection(config.width, at, *gate_and_up, bias=True),
+            plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
+            activation=config.activation,
+        )
+
+
+class Qwen3Vision(QwenVision, config=Qwen3VisionConfig):
+    """The encoder of Qwen3-VL (2025): a table of positions, and features of several layers."""
+
+    patch_bias = True
+    merger_names = ("norm", "linear_fc1", "linear_fc2")
+
+    @classmethod
+    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return make_mlp(config, at, "linear_fc1", "linear_fc2")
+
+
+class Qwen3_5Vision(Qwen3Vision, config=Qwen3_5VisionConfig):
+    """The encoder of Qwen3.5 (2026), which is that of Qwen3-VL without features."""
+
+
+def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
+    """Returns the grid of a picture's patches.
+
+    Raises:
+        ValueError: The arrays are not those of one picture.
+    """
+    grids = np.asarray(arrays["image_grid_thw"]).reshape(-1, 3).tolist()
+    num_patches = len(arrays["pixel_values"])
+    if len(grids) != 1 or grids[0][0] != 1 or grids[0][1] * grids[0][2] != num_patches:
+        raise ValueError(
+            f"{num_patches} patches with image_grid_thw {grids} are not those of one picture"
+        )
+    return PatchGrid(*grids[0][1:], spec.merge)
+
+
+def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
+    """Returns a feed-forward half without gates, of two products with these names."""
+    return MLP(
+        plain_projection(config.width, at, (up, config.inner), bias=True),
+        plain_projection(config.inner, at, (down, config.width), bias=True),
+        activation=config.activation,
+    )
+
+
+def patch_product(config: QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
+    """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
+    shape = (config.width, math.prod(config.patch))
+    made = plain_projection(shape[1], at, ("", config.width), bias=bias)
+    stored = tensor(f"{at.name}.weight", config.width, *config.patch).pieces[0]
+    source = Source(shape, (stored._replace(shape=shape, offset=(0, 0)),))
+    made.kernel = parameter(shape, axes=(None, None), dtype=at.dtype, sources=[source])
+    return made

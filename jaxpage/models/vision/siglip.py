@@ -1,0 +1,205 @@
+"""Holds the lineage of SigLIP (Zhai et al., 2023): tiles of one size, and learned positions.
+
+SmolVLM and Idefics 3 divide a picture into tiles and join the states of a block of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.mlp import MLP
+from jaxpage.layers.norms import LayerNorm
+from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.vision import PictureArrays, VisionCall
+from jaxpage.models.parts.vision_tower import (
+    PatchEmbedding,
+    PictureBlock,
+    TowerConfig,
+    VisionConfig,
+    VisionFields,
+    VisionTower,
+    by_blocks,
+    check_blocks,
+    cut_patches,
+    fill_up,
+    picture_attention,
+    plain_projection,
+    size_for,
+    some_fields,
+    text_width,
+    vision_part,
+)
+
+
+def read_siglip(
+    fields: VisionFields, *, width: int, num_heads: int, patch_size: int
+) -> TowerConfig:
+    """Returns the config of the layers; the arguments are defaults."""
+    hidden_size = fields.integer("hidden_size", width)
+    fields.config.setdefault("hidden_size", hidden_size)
+    fields.config.setdefault("num_attention_heads", num_heads)
+    return TowerConfig(
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 3072),
+        num_layers=fields.integer("num_hidden_layers", 12),
+        num_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.divide("hidden_size", "num_attention_heads"),
+        num_channels=fields.integer("num_channels", 3),
+        patch_size=fields.side("patch_size", patch_size),
+        image_size=fields.side("image_size", 224),
+        norm_epsilon=fields.number("layer_norm_eps", 1e-6),
+        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+    )
+
+
+class Siglip(nnx.Module):
+    """Computes the states of patches."""
+
+    def __init__(self, config: TowerConfig, at: Scope):
+        width = config.hidden_size
+        tables = at / "embeddings"
+        self.patches = PatchEmbedding(config, tables / "patch_embedding", bias=True)
+        self.positions = Embedding(
+            config.side**2,
+            width,
+            name=(tables / "position_embedding").name,
+            axis=None,
+            dtype=at.dtype,
+        )
+        self.layers = nnx.List(
+            _block(config, at / f"encoder.layers.{index}") for index in range(config.num_layers)
+        )
+        self.norm = _norm(config, at / "post_layernorm")
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "P D"]:
+        """Returns the states after the last norm."""
+        state_PD = self.patches(inputs["patch_PI"]) + self.positions(inputs["position_P"])
+        for layer in self.layers:
+            state_PD = layer(state_PD, inputs["segment_P"])
+        return self.norm(state_PD)
+
+
+def _norm(config: TowerConfig, at: Scope) -> LayerNorm:
+    return LayerNorm(
+        config.hidden_size, name=at.name, epsilon=config.norm_epsilon, axis=None, dtype=at.dtype
+    )
+
+
+def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+    width, inner = config.hidden_size, config.intermediate_size
+    mlp = MLP(
+        plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
+        plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
+        activation=config.activation,
+    )
+    return PictureBlock(
+        _norm(config, at / "layer_norm1"),
+        picture_attention(config, at / "self_attn", output="out_proj", bias=True),
+        _norm(config, at / "layer_norm2"),
+        mlp,
+    )
+
+
+class SiglipTiles(VisionTower):
+    """Encodes each tile of a picture by itself."""
+
+    @staticmethod
+    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+        """Returns a call for each tile.
+
+        Args:
+            spec: The spec.
+            arrays: `pixel_values` [..., C, H, W]; of those with a `pixel_attention_mask`
+                [..., H, W], tiles without any pixel are left out.
+
+        Raises:
+            UnsupportedError: A tile has more patches than the encoder takes, or padding.
+        """
+        pixels = np.asarray(arrays["pixel_values"])
+        tiles = pixels.reshape(-1, *pixels.shape[-3:])
+        mask = arrays.get("pixel_attention_mask")
+        if mask is not None:
+            counts = np.asarray(mask).reshape(len(tiles), -1)
+            if ((counts.min(axis=1) == 0) & (counts.max(axis=1) > 0)).any():
+                raise UnsupportedError("a tile of a picture has padding: tiles must be resized")
+            tiles = tiles[counts.max(axis=1) > 0]
+        return [_call(spec, tile) for tile in tiles]
+
+    @staticmethod
+    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        numbers = jax.ShapeDtypeStruct((size,), jnp.int32)
+        patches = jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32)
+        return {"patch_PI": patches, "position_P": numbers, "segment_P": numbers}
+
+
+def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
+    tower, block = spec.tower, spec.block
+    height, width = (side // tower.patch_size for side in tile.shape[1:])
+    if height % block or width % block:
+        raise UnsupportedError(
+            f"a tile of {height} x {width} patches has no whole blocks of {block} x {block}"
+        )
+    places = place_in_table(height, tower.side)[:, None] * tower.side
+    places = places + place_in_table(width, tower.side)[None, :]
+    patches = cut_patches(tile, tower.patch_size, block)
+    size = size_for(spec.sizes, len(patches))
+    inputs = {"patch_PI": patches, "position_P": by_blocks(places, block).astype(np.int32)}
+    return VisionCall(size, fill_up(inputs, size), len(patches) // block**2)
+
+
+def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
+    """Returns the place of each patch along a side in a table of this side.
+
+    A tile of fewer or more patches is spread over the whole table. transformers computes the same
+    in float32, whose rounding puts some patches of a few sides (19, 25, 29, ...) one place earlier,
+    and not the same ones on each machine; no published model has such a side.
+    """
+    return np.arange(num_patches) * side // num_patches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idefics3VisionConfig(VisionConfig):
+    """Holds what a config.json of Idefics 3 says of its encoder."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
+        """Reads config.json."""
+        kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
+        with VisionFields(vision_part(config, *kinds), "") as fields:
+            tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
+            block = some_fields(config, "scale_factor").integer("scale_factor", 2)
+            check_blocks(fields, tower, block)
+        return cls(tower=tower, hidden_size=text_width(config), block=block, sizes=(tower.side**2,))
+
+
+class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
+    """The encoder of Idefics 3 and SmolVLM: SigLIP, and a product for each block of patches."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        super().__init__(config, dtype=dtype)
+        at = Scope("model", dtype)
+        self.tower = Siglip(config.tower, at / "vision_model")
+        joined = config.tower.hidden_size * config.block**2
+        connector = at / "connector.modality_projection"
+        self.projection = plain_projection(
+            joined, connector, ("proj", config.hidden_size), bias=False
+        )
+
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
+        """Returns a row for each block of patches."""
+        state_PD = self.tower(inputs)
+        joined_RJ = state_PD.reshape(-1, self.projection.spec.num_in)
+        return self.projection(joined_RJ)[:, None, :]

@@ -1,0 +1,369 @@
+"""Qwen's models that see, against transformers: rows of the encoders, positions on three axes, whole models' logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from flax import nnx
+from PIL import Image
+
+from jaxpage.device.attention import make_layer_kernels
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.context import ForwardContext, PlacedVectors
+from jaxpage.layers.rope import Rope
+from jaxpage.layers.trace_scope import TraceScope
+from jaxpage.models import abstract_model, load_family
+from jaxpage.models.base import model_weights
+from jaxpage.models.config.mrope import Sections
+from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
+from jaxpage.step.embedded import Picture
+from jaxpage.training import dense_recur
+from tests.support.dense import dense_attend
+from tests.support.hf_models import MODELS, config_json, make_model
+from tests.test_models import fill
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+TOWER_TOLERANCE = 1e-5  # of the largest number, in float32
+LOGITS_TOLERANCE = 1e-4
+PICTURE = 5  # the token that stands for those of pictures
+_TOWER: dict[str, Any] = {"num_heads": 2, "patch_size": 4, "intermediate_size": 40}
+_QWEN3 = {
+    **{**_TOWER, "depth": 3, "hidden_size": 32, "num_position_embeddings": 25},
+    **{"out_hidden_size": 48, "deepstack_visual_indexes": [0, 2]},
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2-vl": {**_TOWER, "depth": 2, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2},
+    "qwen2-5-vl": {
+        **{**_TOWER, "depth": 3, "hidden_size": 32, "out_hidden_size": 48},
+        **{"window_size": 24, "fullatt_block_indexes": [1]},
+    },
+    "qwen3-vl": _QWEN3,
+    "qwen3-vl-moe": _QWEN3,
+    "qwen3-5-images": _QWEN3,
+    "qwen3-5-moe-images": _QWEN3,
+}
+# Of one block, of one window, of windows that end at borders, wide, high; the last one has 24 x 26 patches.
+SIZES = ((8, 8), (24, 24), (40, 56), (16, 120), (104, 24), (96, 104))
+
+
+@functools.cache
+def model_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """transformers' model with random weights, and its config.json."""
+    fields = {"num_hidden_layers": 3, "head_dim": 16}
+    if name.startswith("qwen3-5"):  # six pairs, so that each axis turns two
+        rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+        fields |= {"rope_parameters": {**rope, "mrope_section": [2, 2, 2]}}
+    more = {"vision_config": TOWERS[name], "image_token_id": PICTURE}
+    model = make_model(name, outer=more, **fields)
+    projection = model.model.visual.patch_embed.proj
+    with torch.no_grad():
+        projection.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    return model, config_json(name, outer=more, **fields)
+
+
+@functools.cache
+def pictures() -> tuple[Picture, ...]:
+    """Pictures as transformers' processor makes them."""
+    settings: dict[str, Any] = {"shortest_edge": 64, "longest_edge": 10**6}
+    processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=settings)
+    random = np.random.default_rng(0)
+    made = []
+    for height, width in SIZES:
+        pixels = random.integers(0, 256, (height, width, 3), np.uint8)
+        arrays = {k: np.asarray(v) for k, v in processor(Image.fromarray(pixels)).items()}
+        assert arrays["image_grid_thw"].tolist() == [[1, height // 4, width // 4]]
+        made.append(Picture(arrays, len(arrays["pixel_values"]) // 4))
+    return tuple(made)
+
+
+@functools.cache
+def encoder(name: str) -> tuple[Any, Any, Any, Any]:
+    """The encoder's family, its spec, its parameters, and what computes it."""
+    model, config = model_of(name)
+    loaded: Any = load_family(config)
+    family = loaded.Vision
+    spec = family.Spec.from_config(config)
+    state = {f"model.{name}": tensor for name, tensor in state_of(model.model, "visual.").items()}
+    graph, _ = abstract_model(family, spec, "float32")
+    forward = jax.jit(lambda parameters, inputs: nnx.merge(graph, parameters)(inputs))
+    return family, spec, fill(family, spec, state), forward
+
+
+def state_of(model: Any, start: str = "") -> dict[str, np.ndarray]:
+    return {
+        name: tensor.detach().numpy()
+        for name, tensor in model.state_dict().items()
+        if name.startswith(start)
+    }
+
+
+def rows_of(name: str, picture: Picture) -> np.ndarray:
+    """The encoder's rows [R, 1 + n, D]."""
+    family, spec, parameters, forward = encoder(name)
+    (call,) = family.calls(spec, picture.arrays)
+    shapes = family.input_shapes(spec, call.size)
+    assert {key: (array.shape, array.dtype) for key, array in call.inputs.items()} == {
+        key: (shape.shape, shape.dtype) for key, shape in shapes.items()
+    }
+    assert call.size in spec.sizes and call.num_rows == picture.num_rows
+    return np.asarray(forward(parameters, call.inputs))[: call.num_rows]
+
+
+def their_rows(name: str, picture: Picture) -> np.ndarray:
+    model, _ = model_of(name)
+    arrays = {key: torch.tensor(array) for key, array in picture.arrays.items()}
+    with torch.no_grad():
+        output = model.model.get_image_features(**arrays)
+    deep = getattr(output, "deepstack_features", None) or []
+    return np.stack([each[0].numpy() for each in (output.pooler_output, *deep)], axis=1)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_rows_and_features_are_those_of_transformers(name: str) -> None:
+    num_deep = encoder(name)[1].num_deep
+    assert num_deep == (2 if name.startswith("qwen3-vl") else 0)
+    for picture in pictures():
+        expected = their_rows(name, picture)
+        assert expected.std() > 0.5 and expected.shape[1] == 1 + num_deep
+        largest = np.abs(rows_of(name, picture) - expected).max()
+        assert largest < TOWER_TOLERANCE * np.abs(expected).max()
+
+
+def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
+    """A text with pictures: `lengths` are those of the parts of text before, between and after them."""
+    random = np.random.default_rng(len(lengths))
+    parts = [random.integers(10, 100, length) for length in lengths]
+    between = [np.full(picture.num_rows, PICTURE) for picture in places]
+    joined = [each for pair in zip(parts, [*between, []], strict=True) for each in pair]
+    return np.concatenate(joined).astype(np.int32)
+
+
+PROMPTS = [((0,), (0, 3)), ((2, 0), (4, 1, 0)), ((3, 1, 4), (1, 2, 30, 7)), ((5,), (2, 1)), ((), (6,))]
+
+
+def their_inputs(ids: np.ndarray, shown: Sequence[Picture]) -> dict[str, Any]:
+    """What transformers' models take."""
+    inputs = {"input_ids": torch.tensor(ids)[None].long()}
+    if shown:
+        inputs["mm_token_type_ids"] = torch.tensor(ids == PICTURE)[None].int()
+        for key in ("pixel_values", "image_grid_thw"):
+            inputs[key] = torch.tensor(np.concatenate([each.arrays[key] for each in shown]))
+    return inputs
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-5-images"])
+@pytest.mark.parametrize(("places", "lengths"), PROMPTS)
+def test_positions_on_three_axes_are_those_of_transformers(
+    name: str, places: Sequence[int], lengths: Sequence[int]
+) -> None:
+    shown = [pictures()[place] for place in places]
+    ids = prompt_of(shown, lengths)
+    family, spec, *_ = encoder(name)
+    axes_3T = family.axes_of(spec, ids, shown)
+    assert axes_3T.dtype == np.int32
+    if not shown:
+        np.testing.assert_array_equal(axes_3T, np.tile(np.arange(len(ids)), (3, 1)))
+        return
+    inputs = their_inputs(ids, shown)
+    expected, deltas = model_of(name)[0].model.get_rope_index(
+        inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+    )
+    np.testing.assert_array_equal(axes_3T, expected[:, 0].numpy())
+    assert axes_3T.max() + 1 - len(ids) == deltas.item()
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_angles_are_those_of_transformers(name: str) -> None:
+    model, config = model_of(name)
+    rope = load_family(config).Spec.from_config(config).rope  # type: ignore[attr-defined]
+    assert set(rope.axes) == {0, 1, 2}
+    positions_3T = np.random.default_rng(1).integers(0, 300, (3, 50)).astype(np.int32)
+    rotary = model.model.language_model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), torch.tensor(positions_3T)[:, None].long())
+    context = ForwardContext(jnp.arange(50), dense_attend(), axes_AT=jnp.asarray(positions_3T))
+    angles = context.angles(rope)
+    half = len(rope.frequencies)
+    np.testing.assert_allclose(angles.cos_TE, cos[0, :, :half], atol=1e-6)
+    np.testing.assert_allclose(angles.sin_TE, sin[0, :, :half], atol=1e-6)
+
+
+def test_a_text_has_the_same_angles_with_axes_and_without() -> None:
+    """To the bit, also for a rope that has no axes."""
+    positions_T = jnp.asarray([0, 7, 31, 12_345, 100_000])
+    axes_AT = jnp.tile(positions_T, (3, 1))
+    frequencies = tuple(float(np.float32(500.0**-power)) for power in np.linspace(0, 1, 6))
+    for axes in ((), (0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 1, 2)):
+        rope = Rope(frequencies, attention_factor=1.3, axes=axes)
+        plain = ForwardContext(positions_T, dense_attend()).angles(rope)
+        other = ForwardContext(positions_T, dense_attend(), axes_AT=axes_AT).angles(rope)
+        np.testing.assert_array_equal(plain.cos_TE, other.cos_TE)
+        np.testing.assert_array_equal(plain.sin_TE, other.sin_TE)
+
+
+def test_sections_say_by_which_axis_pairs_turn() -> None:
+    chunked, interleaved = Sections((1, 2, 1)), Sections((9, 9, 9), interleaved=True)
+
+    def config(section: Any) -> dict[str, Any]:
+        return {"text_config": {"rope_parameters": {"mrope_section": section}}}
+
+    assert chunked.axes({}, 4) == (0, 1, 1, 2)
+    assert chunked.axes(config([2, 1, 1]), 4) == (0, 0, 1, 2)
+    assert interleaved.axes({}, 5) == (0, 1, 2, 0, 1)
+    assert interleaved.axes(config([3, 1, 2]), 7) == (0, 1, 2, 0, 0, 2, 0)
+    for wrong in ([2, 1], [2, 1, 2], "abc", None, [1.0, 2, 1], [5, -1, 0]):
+        assert chunked.axes(config(wrong), 4) == ()
+
+
+@functools.cache
+def decoder(name: str) -> tuple[Any, Any]:
+    """The text model's parameters, and what computes logits of tokens and rows of pictures."""
+    model, config = model_of(name)
+    family = load_family(config)
+    spec = family.Spec.from_config(config)
+    graph, _ = abstract_model(family, spec, "float32")
+
+    @jax.jit
+    def forward(
+        parameters: Any, ids_T: jax.Array, axes_AT: jax.Array, vectors: PlacedVectors
+    ) -> jax.Array:
+        text = nnx.merge(graph, parameters)
+        context = ForwardContext(
+            jnp.arange(len(ids_T)),
+            dense_attend(),
+            recur=dense_recur(1),
+            axes_AT=axes_AT,
+            vectors=vectors,
+        )
+        with TraceScope(make_layer_kernels(Backend("auto"))).open():
+            hidden_TD, _, _ = text(ids_T, (None,) * spec.kv.num_layers, context)
+            logits: jax.Array = text.logits(hidden_TD)
+            return logits
+
+    return fill(family, spec, state_of(model)), forward
+
+
+def logits_of(name: str, ids: np.ndarray, shown: Sequence[Picture]) -> np.ndarray:
+    family, spec, *_ = encoder(name)
+    parameters, forward = decoder(name)
+    table_TND = np.zeros((len(ids), 1 + spec.num_deep, spec.hidden_size), np.float32)
+    table_TND[ids == PICTURE] = np.concatenate([rows_of(name, picture) for picture in shown])
+    axes_3T = family.axes_of(spec, ids, shown)
+    return np.asarray(forward(parameters, ids, axes_3T, PlacedVectors(ids == PICTURE, table_TND)))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> None:
+    """Each part matters: the same prompt with other pictures, or with one axis, has other logits."""
+    shown = [pictures()[place] for place in (2, 0, 1)]
+    ids = prompt_of(shown, (5, 3, 1, 9))
+    model, _ = model_of(name)
+    with torch.no_grad():
+        expected = model(**their_inputs(ids, shown)).logits[0].numpy()
+    assert expected.std() > 0.5
+    assert np.abs(logits_of(name, ids, shown) - expected).max() < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2-5-vl", "qwen3-vl"])
+def test_files_with_older_names_fill_the_same_parameters(name: str) -> None:
+    family, spec, parameters, _ = encoder(name)
+    state = state_of(model_of(name)[0].model, "visual.")
+    same = jax.tree.map(np.array_equal, fill(family, spec, state), parameters)
+    assert jax.tree.all(same)
+
+
+def test_no_axis_of_an_encoder_is_divided_among_devices() -> None:
+    for name in TOWERS:
+        family, spec, *_ = encoder(name)
+        for weight in model_weights(family, spec):
+            names = {name for axis in weight.axes for name, _ in (axis if isinstance(axis, tuple) else [(axis, 0)])}
+            assert names <= {None, "embed"}, weight.path
+
+
+def test_a_picture_that_does_not_fit_is_refused_with_numbers() -> None:
+    family, spec, *_ = encoder("qwen3-vl")
+    assert spec.sizes[0] == 256 and spec.sizes[-1] == 65_536
+    arrays = dict(pictures()[2].arrays)
+    with pytest.raises(ValueError, match=r"140 patches with image_grid_thw \[\[2, 10, 7\]\]"):
+        family.calls(spec, {**arrays, "image_grid_thw": np.asarray([[2, 10, 7]])})
+    with pytest.raises(ValueError, match=r"280 patches with .* are not those of one picture"):
+        twice = {key: np.concatenate([array, array]) for key, array in arrays.items()}
+        family.calls(spec, twice)
+    wide = {"pixel_values": np.zeros((65_540, 1)), "image_grid_thw": np.asarray([[1, 2, 32_770]])}
+    with pytest.raises(UnsupportedError, match=r"65540 patches.* at most 65536"):
+        family.calls(spec, wide)
+
+
+def test_placeholders_that_are_not_those_of_the_pictures_are_refused() -> None:
+    grids = [PatchGrid(4, 6, 2), PatchGrid(2, 2, 2)]
+    with pytest.raises(ValueError, match="has 6 tokens for pictures, and its 2 pictures fill 7"):
+        rotary_positions([1] + [PICTURE] * 6, PICTURE, grids)
+    with pytest.raises(ValueError, match="6 tokens of a picture, from position 0 on, do not follow"):
+        rotary_positions([PICTURE] * 3 + [1] + [PICTURE] * 4, PICTURE, grids)
+    # Pictures that follow each other without a text between them are told apart by their grids.
+    axes_3T = rotary_positions([PICTURE] * 7 + [1], PICTURE, grids)
+    assert axes_3T[:, 6:].tolist() == [[3, 4]] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_heads": 3}, "vision_config: 3 heads of 32 numbers cannot turn by rows and columns"),
+        ({"window_size": 7}, "window_size = 7 is smaller than a block of patches"),
+        ({"fullatt_block_indexes": [2, 1]}, r"numbers of layers in their order, not \[2, 1\]"),
+        ({"out_hidden_size": 40}, "have 40 numbers, and those of the text model 48"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"patch_size": [4, 8]}, r"patch_size must be an integer >= 1, not \[4, 8\]"),
+        ({"hidden_act": "wavy"}, "hidden_act = 'wavy'"),
+        ({"model_type": "siglip"}, "model_type 'siglip', which is not one of qwen2_5_vl_vision"),
+    ],
+)
+def test_a_wrong_config_is_refused(changes: dict[str, Any], error: str) -> None:
+    config = model_of("qwen2-5-vl")[1]
+    family: Any = load_family(config)
+    changed = {**config, "vision_config": {**config["vision_config"], **changes}}
+    with pytest.raises((CheckpointError, UnsupportedError), match=error):
+        family.Vision.Spec.from_config(changed)
+
+
+def test_sections_that_do_not_fit_are_refused_by_the_encoder_alone() -> None:
+    """A text needs none of them."""
+    config = model_of("qwen2-vl")[1]
+    rope = {"type": "mrope", "mrope_section": [4, 4, 4]}
+    changed = {**config, "text_config": {**config["text_config"], "rope_scaling": rope}}
+    family: Any = load_family(changed)
+    assert family.Spec.from_config(changed).rope.axes == ()
+    with pytest.raises(CheckpointError, match=r"mrope_section = \[4, 4, 4\] .* fit 8 pairs"):
+        family.Vision.Spec.from_config(changed)
+
+
+def test_a_table_that_is_no_square_is_refused() -> None:
+    config = model_of("qwen3-vl")[1]
+    vision = {**config["vision_config"], "num_position_embeddings": 24}
+    family: Any = load_family(config)
+    with pytest.raises(CheckpointError, match="must be a square, not 24"):
+        family.Vision.Spec.from_config({**config, "vision_config": vision})
+
+
+def test_published_configs_are_read() -> None:
+    """The sizes of Qwen2.5-VL-7B and Qwen3-VL-8B, as their files have them."""
+    assert MODELS  # the configs of transformers' classes are those of the published models
+    for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5"):
+        config = getattr(transformers, f"{name}Config")()
+        config.text_config.hidden_size = 3584
+        fields = {**config.to_dict(), "architectures": [f"{name}ForConditionalGeneration"]}
+        loaded: Any = load_family(fields)
+        spec = loaded.Vision.Spec.from_config(fields)
+        assert spec.hidden_size == 3584 and spec.image_token_id == config.image_token_id
+        assert spec.num_layers == config.vision_config.depth
+        assert spec.window == (4 if name == "Qwen2_5_VL" else 0)
+        assert spec.num_entries == (48 if name.startswith("Qwen3") else 0)
+        assert spec.deep_layers == ((8, 16, 24) if name == "Qwen3VL" else ())
