@@ -207,8 +207,8 @@ class LLM(DrivenModel):
 
         Args:
             prompts: A string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
-                A prompt with pictures is {"prompt": ..., "multi_modal_data": {"image": [...]}}, with
-                a marker of the model in the text for each picture (docs/guides/images.md).
+                A prompt with pictures is {"prompt": ..., "multi_modal_data": {"image": [...]}}, and
+                its text has a marker for each picture (docs/guides/images.md).
             params: The parameters for all prompts, or a list with those of each. None takes those
                 of the model's generation_config.json.
             use_tqdm: Show a progress bar on standard error.

@@ -257,21 +257,6 @@ def test_the_numbers_of_pictures_and_markers_must_agree() -> None:
         gemma.expand("<start_of_image><image_soft_token>", gemma.process([picture(9, 9)]))
 
 
-def test_positions_on_axes_come_from_the_page_of_the_model() -> None:
-    seen = []
-
-    def axes_of(token_ids: list[int], pictures: list[object]) -> np.ndarray:
-        seen.append((list(token_ids), list(pictures)))
-        return np.tile(np.arange(len(token_ids), dtype=np.int32), (3, 1))
-
-    plain = processor_of("qwen3_vl")
-    processor = PictureProcessor(plain.settings, plain.rule, tokenizer_of("qwen3_vl"), axes_of)
-    processed = processor.process([picture(40, 40)])
-    token_ids, embedded = processor.expand(f"a{processor.rule.marker}b", processed)
-    assert seen == [(token_ids, [processed[0].picture])]
-    assert embedded.axes_AT is not None and embedded.axes_AT.shape == (3, len(token_ids))
-
-
 def test_keys_know_all_that_rows_depend_on() -> None:
     one = np.arange(6, dtype=np.int32)
     same = {"a": one, "b": one[:2]}

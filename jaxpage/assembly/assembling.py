@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpage.assembly.pictures import open_pictures
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import Hooks
+from jaxpage.assembly.pictures import open_pictures
 from jaxpage.assembly.planning.encoders import max_stream_tokens
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.assembly.planning.sizing import MemoryPlan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
-from jaxpage.checkpoints import ModelFiles, read_optional_object
+from jaxpage.checkpoints import ModelFiles, read_object_if_there
+from jaxpage.errors import CheckpointError
 from jaxpage.images import PictureProcessor, read_settings, rule_of
 
 logger = logging.getLogger(__name__)
@@ -20,23 +20,20 @@ def open_pictures(files: ModelFiles, tokenizer: Any | None) -> PictureProcessor 
         tokenizer: Its tokenizer; None if it has none.
 
     Raises:
-        CheckpointError: A file is no JSON object.
+        CheckpointError: A file is no JSON object, or the tokenizer has no token for pictures.
     """
-    vision = getattr(files.family, "Vision", None)
-    if vision is None or tokenizer is None:
+    if files.vision is None or tokenizer is None:
         return None
     settings = read_settings(
-        read_optional_object(files.directory, "processor_config.json"),
-        read_optional_object(files.directory, "preprocessor_config.json"),
+        read_object_if_there(files.directory, "processor_config.json"),
+        read_object_if_there(files.directory, "preprocessor_config.json"),
     )
     rule = None if settings is None else rule_of(settings, tokenizer, files.config)
     if settings is None or rule is None:
         kind = "no image processor" if settings is None else f"the image processor {settings.kind}"
-        logger.warning(
-            "%s: its files name %s, so pictures are refused", files.directory, kind
-        )
+        logger.warning("%s: its files name %s, so pictures are refused", files.directory, kind)
         return None
-    axes_of = getattr(vision.Model, "axes_of", None)
-    if axes_of is not None:
-        axes_of = functools.partial(axes_of, vision.Spec.from_config(files.config))
-    return PictureProcessor(settings, rule, tokenizer, axes_of)
+    try:
+        return PictureProcessor(settings, rule, tokenizer)
+    except ValueError as error:
+        raise CheckpointError(f"{files.directory}: {error}") from None

@@ -18,6 +18,9 @@ from jaxpage.checkpoints.embedding_files import (
     EmbeddingFiles,  # says how a model embeds texts
     read_embedding_files,  # reads it
 )
+from jaxpage.checkpoints.files import (
+    read_object_if_there,  # reads a JSON file that a model may have
+)
 from jaxpage.checkpoints.fitting import (
     LoadPlan,  # says which tensors of a checkpoint fill which parameters
 )

@@ -54,6 +54,7 @@ COPIED = (
         "tokenizer.model",
         "spiece.model",
     ),
+    *("preprocessor_config.json", "processor_config.json"),
     *("chat_template.jinja", "chat_template.json", "README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
 )
 MAX_SHARD_BYTES = 5_000_000_000

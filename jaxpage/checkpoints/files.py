@@ -61,6 +61,17 @@ def has_file(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
+def read_object_if_there(directory: Path, name: str) -> dict[str, Any] | None:
+    """Returns the JSON object in the file `name`, or None if there is no such file.
+
+    Raises:
+        CheckpointError: The file is not exactly that; the error names the file.
+    """
+    if not directory.is_dir() or not has_file(directory, name):
+        return None
+    return read_object(directory, name, constant=infinity_as_object)
+
+
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 

@@ -12,6 +12,7 @@ from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
 from jaxpage.engine import (
+    NO_PICTURES,
     CheckedParams,
     Engine,
     NamedAdapter,
@@ -19,7 +20,6 @@ from jaxpage.engine import (
     WakingWeights,
 )
 from jaxpage.engine.calls import (
-    NO_PICTURES,
     ByPairs,
     ByVectors,
     Prompt,

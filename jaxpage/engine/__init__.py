@@ -36,5 +36,6 @@ from jaxpage.engine.text import (
     token_bytes,  # gives the bytes that a token stands for
 )
 from jaxpage.engine.vector_sources import (
+    NO_PICTURES,  # says that a model takes no pictures
     VectorSources,  # keeps what takes the place of tokens in prompts
 )

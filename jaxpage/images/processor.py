@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,6 @@ from jaxpage.images.processing import PictureArrays, process_picture
 from jaxpage.images.processor_settings import ProcessorSettings
 from jaxpage.settings.argument_checks import count
 from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
-
-# Returns the positions on several axes of a prompt's tokens, of its token ids and its pictures.
-AxesOf = Callable[[Sequence[int], Sequence[Picture]], npt.NDArray[np.int32]]
 
 
 class ReadyPicture(NamedTuple):
@@ -46,7 +43,6 @@ class PictureProcessor:
         settings: ProcessorSettings,
         rule: PlaceholderRule,
         tokenizer: Any,
-        axes_of: AxesOf | None = None,
     ) -> None:
         """Takes what the files of the model say.
 
@@ -54,7 +50,6 @@ class PictureProcessor:
             settings: Which image processor the model has.
             rule: What stands for a picture in its prompts.
             tokenizer: Its tokenizer.
-            axes_of: Gives the positions of tokens on several axes; None where they have one.
 
         Raises:
             ValueError: The tokenizer has no token for the rows of a picture.
@@ -62,7 +57,6 @@ class PictureProcessor:
         self.settings = settings
         self.rule = rule
         self._tokenizer = tokenizer
-        self._axes_of = axes_of
         self._settings_text = settings.digest_text().encode()
         self.token_id = self._id_of(rule.token)
         self._marker_id = self._id_of(rule.marker)
@@ -125,6 +119,8 @@ class PictureProcessor:
     ) -> tuple[list[int], EmbeddedPrompt]:
         """Returns the token ids of a prompt with its pictures, and where these are.
 
+        The engine adds the positions on several axes, where a model has them.
+
         Args:
             prompt: The text, or the token ids, with one marker for each picture. Token ids may
                 also have all placeholders already.
@@ -145,10 +141,7 @@ class PictureProcessor:
             token_ids = self._expand_ids(prompt, pictures)
         spans = self._spans(token_ids, pictures)
         sources = {picture.key: picture.picture for picture in pictures}
-        axes_AT = None
-        if self._axes_of is not None:
-            axes_AT = self._axes_of(token_ids, [picture.picture for picture in pictures])
-        return token_ids, EmbeddedPrompt(spans, sources, axes_AT)
+        return token_ids, EmbeddedPrompt(spans, sources)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import io
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import transformers
 from PIL import Image
 
@@ -54,7 +57,7 @@ FAMILIES = {
             "max_image_size": {"longest_edge": 32},
             "do_image_splitting": True,
         },
-        {"image_seq_len": 3},
+        {"image_seq_len": 4},
         _TILES,
     ),
     "qwen2_5_vl": Family(
@@ -134,13 +137,13 @@ def tokenizer_of(name: str) -> Any:
 
 
 @functools.cache
-def processor_of(name: str, axes_of: Any = None) -> PictureProcessor:
+def processor_of(name: str) -> PictureProcessor:
     family = FAMILIES[name]
     settings = read_settings(family.of_prompts, family.image_processor)
     assert settings is not None
     rule = rule_of(settings, tokenizer_of(name), family.config)
     assert rule is not None
-    return PictureProcessor(settings, rule, tokenizer_of(name), axes_of)
+    return PictureProcessor(settings, rule, tokenizer_of(name))
 
 
 def _class_of(name: str, family: Family) -> Any:
@@ -218,3 +221,54 @@ def encoded(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
+
+
+# The chat template of SmolVLM, which shows parts and no texts, and one that shows both, as Qwen's does.
+PARTS_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+BOTH_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def save_seeing_model(directory: Path) -> Any:
+    """Writes a SmolVLM with random weights and all its files, and returns the model of transformers."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from tests.support.hf_models import randomise
+
+    family = FAMILIES["smolvlm"]
+    tokenizer = copy.deepcopy(tokenizer_of("smolvlm"))
+    tokenizer.chat_template = PARTS_TEMPLATE
+    token_id = tokenizer.convert_tokens_to_ids("<image>")
+    kind = transformers.SmolVLMForConditionalGeneration
+    config = kind.config_class(
+        text_config={
+            **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"vocab_size": len(tokenizer), "max_position_embeddings": 512, "pad_token_id": None},
+            **{"bos_token_id": None, "eos_token_id": None},
+        },
+        vision_config={
+            **{"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "patch_size": 8, "image_size": 32},
+        },
+        scale_factor=2,
+        image_token_id=token_id,
+        pad_token_id=None,
+    )
+    made = kind(config).eval()
+    randomise(made, torch.Generator().manual_seed(7))
+    made.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(family.image_processor))
+    (directory / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+    return made

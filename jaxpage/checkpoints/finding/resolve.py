@@ -41,8 +41,11 @@ TOKENIZER_FILES = (
     ),
     *("vocab.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*"),
 )
+# They say how pictures are processed.
+PICTURE_FILES = ("preprocessor_config.json", "processor_config.json")
 HUB_FILES = (
     *(*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, *EMBEDDING_FILES),
+    *PICTURE_FILES,
     *(SINGLE, INDEX, "orbax/*"),
 )
 # What huggingface_hub or its HTTP client raises if no hub answered.

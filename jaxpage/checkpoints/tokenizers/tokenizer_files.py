@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from jaxpage.checkpoints.config_file import eos_token_ids
-from jaxpage.checkpoints.files import has_file, read_object
+from jaxpage.checkpoints.files import has_file, read_object, read_object_if_there
 from jaxpage.checkpoints.finding.resolve import TOKENIZER_FILES, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.gguf.header import is_gguf
 from jaxpage.checkpoints.opening import ModelFiles
@@ -58,7 +58,15 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(
             f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one"
         )
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _template_of_processor(directory)
     return _check(tokenizer, directory)
+
+
+def _template_of_processor(directory: Path) -> str | None:
+    """Returns the template in chat_template.json, which older models with pictures have."""
+    template = (read_object_if_there(directory, "chat_template.json") or {}).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _check(tokenizer: Any | None, directory: Path) -> Any | None:

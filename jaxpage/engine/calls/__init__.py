@@ -5,7 +5,6 @@ from jaxpage.engine.calls.embedding import (
     check_dimensions,  # checks how many dimensions a call asks for
 )
 from jaxpage.engine.calls.prompts import (
-    NO_PICTURES,  # says that a model takes no pictures
     Messages,  # is the type of the messages of a conversation
     Prompt,  # holds one prompt, as a text or as token ids
     accept_sampling_params,  # lets a method take `sampling_params` for `params`

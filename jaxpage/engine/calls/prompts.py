@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
 
+from jaxpage.engine.vector_sources import NO_PICTURES
 from jaxpage.errors import UnsupportedError
 from jaxpage.images import (
     PICTURE_TYPES,
@@ -24,10 +25,6 @@ FORMS = (
     "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, "
     "{'prompt_embeds': array}, or a list of those; a prompt with pictures is "
     "{'prompt': ..., 'multi_modal_data': {'image': [...]}}"
-)
-NO_PICTURES = (
-    "this model takes text alone: its files have no encoder of pictures that is supported, or "
-    "limit_mm_per_prompt is 0"
 )
 Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
@@ -154,8 +151,7 @@ def chat_prompt(
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     if processor is not None and takes_parts_alone(template):
         messages = [
-            {**message, "content": parts_of_content(message.get("content"))}
-            for message in messages
+            {**message, "content": parts_of_content(message.get("content"))} for message in messages
         ]
     requested = [*(["tools"] if tools else []), *variables]
     if unknown := [

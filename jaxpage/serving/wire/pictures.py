@@ -68,7 +68,10 @@ class RequestedPictures(NamedTuple):
             try:
                 ready.append(_KNOWN.find_or_make(self.processor, picture.base64))
             except ValueError as error:
-                raise ApiError(400, f"{picture.path}: {error}", param=picture.path) from None
+                problem = str(error)
+                if problem.startswith("it "):  # what the process says of its limits
+                    problem = f"the picture cannot be processed: {problem}"
+                raise ApiError(400, f"{picture.path}: {problem}", param=picture.path) from None
             num_tokens += ready[-1].picture.num_rows
             if num_tokens > self.max_tokens:
                 raise ApiError(
