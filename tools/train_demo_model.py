@@ -153,7 +153,8 @@ def train_or_resume(
             flush=True,
         )
         report = functools.partial(progress, spec, data)
-        run = training.train(objective, plan, run, data.train, longest, checkpoint, report)
+        batches = training.window_batches(data.train, longest, plan)
+        run = training.train(objective, plan, run, batches, checkpoint, report)
     return plan, run
 
 

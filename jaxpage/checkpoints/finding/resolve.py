@@ -23,8 +23,9 @@ from jaxpage.settings.argument_checks import close_names
 logger = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[2] / "demo"
-# The demo model, and its drafters.
-PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")
+DEMO_VISION = Path(__file__).parents[2] / "demo_vision"
+# The demo model, its drafters, and the demo model that answers questions about pictures.
+PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3", "demo-vision")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 # A model needs these files and no others: no pickles, no code, no copies of the weights in other
@@ -125,6 +126,8 @@ def local_model(name: str) -> Path | None:
 
 def _own(name: str) -> Path | None:
     """Returns the place of a model whose name is jaxpage's own; None for other names."""
+    if name == "demo-vision":
+        return DEMO_VISION
     if name in PACKAGED:
         return DEMO / name[len("demo/") :]
     return model_of_fetched(name) if name in FETCHABLE else None

@@ -128,8 +128,7 @@ def run_recipe(
         drafter.objective,
         plan,
         run,
-        stream,
-        longest,
+        training.window_batches(stream, longest, plan),
         checkpoint,
         lambda run: (
             f"{name} at step {run.step}: loss {loss(run.params, held_out[:, :longest]):.3f} on text not learned from"

@@ -69,38 +69,58 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
-    """Returns the heads with rotary embeddings."""
+    """Returns the heads with rotary embeddings; the tables may be those of each row, BTH."""
     first, second = jnp.split(x_BTNH, 2, -1)
-    return x_BTNH * cos_TH[:, None] + jnp.concatenate([-second, first], -1) * sin_TH[:, None]
+    turned = jnp.concatenate([-second, first], -1)
+    return x_BTNH * cos_TH[..., None, :] + turned * sin_TH[..., None, :]
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
     """Returns the cosines and sines of rotary embeddings for the first positions."""
+    return rope_at(spec, jnp.arange(length))
+
+
+def rope_at(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the cosines and sines for any positions, with one more axis."""
     frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_dim, 2) / spec.head_dim)
-    angle = jnp.arange(length)[:, None] * frequency
+    angle = positions[..., None] * frequency
     angle_TH = jnp.concatenate([angle, angle], -1)
     return jnp.cos(angle_TH), jnp.sin(angle_TH)
 
 
 def _attend(
-    spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+    spec: ModelSpec,
+    p: Params,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    sees_BTT: jax.Array | None,
 ) -> jax.Array:
     b, t, _ = x_BTD.shape
+    if sees_BTT is None:
+        sees_BTT = jnp.tril(jnp.ones((1, t, t), bool))
     q = rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
     k = rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
     v = (x_BTD @ p["v_proj"]).reshape(b, t, spec.kv_heads, -1)
     q = q.reshape(b, t, spec.kv_heads, spec.heads // spec.kv_heads, -1) / math.sqrt(spec.head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
-    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
+    scores = jnp.where(sees_BTT[:, None, None], scores, -1e30)
     mixed = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, -1), v)
     return mixed.reshape(b, t, -1) @ p["o_proj"]
 
 
 def decoder_layer(
-    spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+    spec: ModelSpec,
+    p: Params,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    sees_BTT: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the output of a layer with the weights `p`."""
-    x_BTD = x_BTD + _attend(spec, p, rms_norm(x_BTD, p["input_norm"], spec.norm_epsilon), rope)
+    """Returns the output of a layer with the weights `p`.
+
+    Row t of `sees_BTT` is true for the tokens that token t attends to; the default is all up to t.
+    """
+    normed = rms_norm(x_BTD, p["input_norm"], spec.norm_epsilon)
+    x_BTD = x_BTD + _attend(spec, p, normed, rope, sees_BTT)
     return x_BTD + feed_forward(p, rms_norm(x_BTD, p["post_norm"], spec.norm_epsilon))
 
 

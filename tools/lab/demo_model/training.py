@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from tools.lab.demo_model.model import Params
 
-Objective = Callable[[Params, jax.Array], jax.Array]
+# The second argument is a batch: windows of tokens, or whatever the objective reads.
+Objective = Callable[[Params, Any], jax.Array]
 
 SHORT_CROP, SHORT_FRACTION = 128, 0.8
 WARM_UP_STEPS, DECAY_FRACTION = 40, 0.4
@@ -96,12 +97,13 @@ def make_step(
 ) -> Callable[..., tuple[Params, optax.OptState, jax.Array]]:
     """Returns the compiled training step.
 
-    It maps (params, optimizer state, windows [B, T+1]) to their next values and the loss.
+    It maps (params, optimizer state, batch) to their next values and the loss. A language model's
+    batch has windows [B, T+1].
     """
     optimizer = _optimizer(plan)
 
-    def step(params: Params, state: Any, window_BT: jax.Array) -> tuple[Params, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(objective)(params, window_BT)
+    def step(params: Params, state: Any, batch: Any) -> tuple[Params, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(objective)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -117,6 +119,11 @@ def sample_windows(stream: np.ndarray, crop: int, plan: Plan, step: int) -> np.n
         0, len(stream) - crop - 1, plan.tokens_per_step // crop
     )
     return stream[starts[:, None] + np.arange(crop + 1)].astype(np.int32)
+
+
+def window_batches(stream: np.ndarray, longest: int, plan: Plan) -> Callable[[int], np.ndarray]:
+    """Returns the function from a step to its windows, short ones first."""
+    return lambda step: sample_windows(stream, plan.crop(step, longest), plan, step)
 
 
 def steps_for_minutes(
@@ -185,12 +192,19 @@ def train(
     objective: Objective,
     plan: Plan,
     run: Run,
-    stream: np.ndarray,
-    longest: int,
+    batch_at: Callable[[int], Any],
     checkpoint: Path,
     report: Callable[[Run], str],
 ) -> Run:
     """Runs the plan to its end, and saves and reports every few minutes.
+
+    Args:
+        objective: What is minimised.
+        plan: The number of steps and the learning rates.
+        run: Where training begins; it is changed and returned.
+        batch_at: Returns the batch of a step.
+        checkpoint: The file that the run is saved to.
+        report: Returns the text that is printed with each checkpoint.
 
     Raises:
         FloatingPointError: The loss is not finite.
@@ -200,8 +214,8 @@ def train(
     seconds_before, losses = run.seconds, []
     bar = tqdm(total=plan.steps, initial=run.step, unit="step", mininterval=5)
     while run.step < plan.steps:
-        windows = sample_windows(stream, plan.crop(run.step, longest), plan, run.step)
-        run.params, run.optimizer_state, loss = step(run.params, run.optimizer_state, windows)
+        batch = batch_at(run.step)
+        run.params, run.optimizer_state, loss = step(run.params, run.optimizer_state, batch)
         run.step += 1
         bar.update()
         if run.step % 20 == 0:
