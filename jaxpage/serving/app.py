@@ -127,12 +127,10 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
-        built = driver.built
-        answered_by = (driver, self.preparing, context, built.new_embedder())
+        answered_by = (driver, self.preparing, context, driver.built.new_embedder())
         reranking = Reranking(*answered_by)
         self._scoring = Scoring(self._generating, reranking, self.preparing, config.num_hosts)
         embed = partial(self._compute, EmbeddingRequests(*answered_by))
-        rerank = partial(self._compute, reranking, open_rerank)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -142,7 +140,10 @@ class Server:
             *(route for dialect in DIALECTS for route in self._routes_of(dialect, embed)),
             post_route("/v1/embeddings", partial(embed, open_embeddings)),
             *(post_route(path, partial(self._exchange, open_score)) for path in SCORE_PATHS),
-            *(post_route(path, rerank) for path in RERANK_PATHS),
+            *(
+                post_route(path, partial(self._compute, reranking, open_rerank))
+                for path in RERANK_PATHS
+            ),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -182,8 +183,7 @@ class Server:
             if opened is open_score:
                 await self._scoring.answer(read, raw, *about)
             else:
-                open_exchange = partial(self.preparing.run, read, len(raw))
-                await self._generating.answer(open_exchange, *about)
+                await self._generating.answer(partial(self.preparing.run, read, len(raw)), *about)
 
     async def _converse(
         self, opened: OpenConversation, scope: Scope, receive: Receive, send: Send
