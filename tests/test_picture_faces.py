@@ -762,14 +762,14 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
             assert message.content[0].text == answer  # type: ignore[union-attr]
             counted = claude.messages.count_tokens(model="smol", messages=turns)
             assert counted.input_tokens == num_tokens
-        theirs = ollama.Client(host=server.address)
-        options = {"temperature": 0, "num_predict": 2}
-        shown = theirs.chat(
-            model="smol",
-            messages=[{"role": "user", "content": "What?", "images": [SMALL, TALL]}],
-            options=options,
-        )
-        assert shown.prompt_eval_count == num_tokens and shown.message.content is not None
-        made = theirs.generate(model="smol", prompt="What?", images=[SMALL], options=options)
-        assert made.prompt_eval_count is not None and made.prompt_eval_count < num_tokens
-        assert "vision" in (theirs.show("smol").capabilities or [])
+        with ollama.Client(host=server.address) as theirs:
+            options = {"temperature": 0, "num_predict": 2}
+            shown = theirs.chat(
+                model="smol",
+                messages=[{"role": "user", "content": "What?", "images": [SMALL, TALL]}],
+                options=options,
+            )
+            assert shown.prompt_eval_count == num_tokens and shown.message.content is not None
+            made = theirs.generate(model="smol", prompt="What?", images=[SMALL], options=options)
+            assert made.prompt_eval_count is not None and made.prompt_eval_count < num_tokens
+            assert "vision" in (theirs.show("smol").capabilities or [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import struct
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,6 +29,7 @@ from jaxpage.images import (
     rule_of,
 )
 from jaxpage.images.processor import PictureProcessor, picture_key
+from jaxpage.models import load_family
 from tests.support.picture_models import (
     FAMILIES,
     encoded,
@@ -341,7 +344,6 @@ def test_a_model_without_an_image_processor_takes_no_pictures(
 ) -> None:
     """Its files say so in a warning; a tokenizer that lacks the tokens is an error."""
     tokenizer = tokenizer_of("qwen3_vl")
-    assert open_pictures(tmp_path, {}, None) is None
     assert open_pictures(tmp_path, {}, tokenizer) is None
     assert "name no image processor, so pictures are refused" in caplog.text
     file = tmp_path / "preprocessor_config.json"
@@ -360,3 +362,42 @@ def test_an_image_processor_that_transformers_lacks_is_named() -> None:
     settings = ProcessorSettings("NoSuchImageProcessor", {}, {})
     with pytest.raises(UnsupportedError, match="has no NoSuchImageProcessorPil: pip install -U"):
         process_picture(settings, picture(4, 4), {})
+
+
+# The settings of the processor next to each model's own, by the name of the family here.
+ENCODERS: dict[str, tuple[str, dict[str, object]]] = {
+    "smolvlm": ("smolvlm", {"image_seq_len": 4}),
+    "smolvlm-whole": ("smolvlm", {"image_seq_len": 4}),
+    "idefics3": ("idefics3", {"image_seq_len": 9}),
+    "gemma3": ("gemma3", {"image_seq_length": 16}),
+    "gemma4": ("gemma4", {}),
+    "mistral3": ("pixtral", {"patch_size": 4, "spatial_merge_size": 2}),
+    "qwen3-vl": ("qwen3_vl", {}),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_picture_has_a_placeholder_for_each_row_of_the_encoder(name: str) -> None:
+    towers = pytest.importorskip("tests.test_vision_towers")
+    seeing = pytest.importorskip("tests.support.seeing_models")
+    if name in towers.TOWERS:
+        tower = towers.TOWERS[name]
+        kind, arguments = tower.processor.removesuffix("Pil"), tower.settings
+    else:
+        tower = seeing.SEEING[name]
+        kind = "Qwen2VLImageProcessor"
+        arguments = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 2560}}
+    config_class = getattr(transformers, tower.architecture).config_class
+    config = {**config_class(**copy.deepcopy(dict(tower.config))).to_dict()}
+    config["architectures"] = [tower.architecture]
+    vision = load_family(config).Vision
+    spec = vision.Spec.from_config(config)
+    family, of_prompts = ENCODERS[name]
+    found = ProcessorSettings(kind, dict(arguments), of_prompts)
+    rule = rule_of(found, tokenizer_of(family), config)
+    assert rule is not None
+    for ready in PictureProcessor(found, rule, tokenizer_of(family)).process(
+        [picture(*size) for size in SIZES]
+    ):
+        calls = vision.Model.calls(spec, ready.picture.arrays)
+        assert sum(call.num_rows for call in calls) == ready.picture.num_rows > 0

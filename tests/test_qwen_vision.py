@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,18 +281,25 @@ def decoder(name: str) -> tuple[Any, Any]:
     return fill(family, spec, state_of(model)), forward
 
 
-def logits_of(name: str, ids: np.ndarray, shown: Sequence[Picture]) -> np.ndarray:
+def logits_of(
+    name: str,
+    ids: np.ndarray,
+    shown: Sequence[Picture],
+    change: Callable[[np.ndarray, np.ndarray], None] = lambda *_: None,
+) -> np.ndarray:
+    """Logits [T, V] of a prompt; `change` makes a mistake in the positions or in the rows."""
     family, spec, *_ = encoder(name)
     parameters, forward = decoder(name)
     table_TND = np.zeros((len(ids), 1 + spec.num_deep, spec.hidden_size), np.float32)
     table_TND[ids == PICTURE] = np.concatenate([rows_of(name, picture) for picture in shown])
     axes_3T = family.axes_of(spec, ids, shown)
+    change(axes_3T, table_TND)
     return np.asarray(forward(parameters, ids, axes_3T, ids == PICTURE, table_TND))
 
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> None:
-    """Each part matters: the same prompt with other pictures, or with one axis, has other logits."""
+    """With one axis, with positions that go on from the place, or without features they are others."""
     shown = [pictures()[place] for place in (2, 0, 1)]
     ids = prompt_of(shown, (5, 3, 1, 9))
     model, _ = model_of(name)
@@ -300,6 +307,21 @@ def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> N
         expected = model(**their_inputs(ids, shown)).logits[0].numpy()
     assert expected.std() > 0.5
     assert np.abs(logits_of(name, ids, shown) - expected).max() < LOGITS_TOLERANCE
+    after = int(np.flatnonzero(ids == PICTURE)[-1]) + 1
+
+    def one_axis(axes_3T: np.ndarray, table_TND: np.ndarray) -> None:
+        axes_3T[:] = np.arange(len(ids))
+
+    def from_the_place(axes_3T: np.ndarray, table_TND: np.ndarray) -> None:
+        axes_3T[:, after:] = np.arange(after, len(ids))
+
+    def no_features(axes_3T: np.ndarray, table_TND: np.ndarray) -> None:
+        table_TND[:, 1:] = 0
+
+    mistakes = [one_axis, from_the_place, *[no_features] * name.startswith("qwen3-vl")]
+    for mistake in mistakes:
+        wrong = np.abs(logits_of(name, ids, shown, mistake) - expected)[-1].max()
+        assert wrong > 100 * LOGITS_TOLERANCE, mistake
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2-5-vl", "qwen3-vl"])

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
+from jaxpage.replay.reading import RecordedSteps
 from jaxpage.replay.replaying import replay
 from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.step.embedded import EmbeddedPrompt
-from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, invariants, make_llm, tokens_of
+from tests.support.engines import (
+    BLOCKS_OF_4,
+    SMALL_POOL,
+    invariants,
+    make_llm,
+    run_giving_way,
+    tokens_of,
+)
 from tests.support.executables import when_used
+from tests.support.sweeps import few
 
 seeing = pytest.importorskip("tests.support.seeing_models")
 
@@ -108,7 +119,17 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(("name", "engine"), [*itertools.product(MODELS, ENGINES)])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    few(
+        [*itertools.product(MODELS, ENGINES)],
+        [
+            *(("qwen3-vl", engine) for engine in ENGINES),
+            *(("gemma3", engine) for engine in ("recompute", "swap", "mixed", "blocks of 4")),
+            *(("smolvlm", engine) for engine in ("recompute", "no cache")),
+        ],
+    ),
+)
 def test_every_path(name, engine, directories, alone):
     params = GREEDY if engine == "drafts" else PARAMS
     want = alone(name, params)
@@ -122,6 +143,23 @@ def test_every_path(name, engine, directories, alone):
             assert counts.num_found == 0 == counts.num_bytes
         elif engine == "swap":
             assert counts.num_found > counts.num_encoded == 3
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_preempted_in_its_prompt_and_later(name, mode, directories, alone):
+    settings = {**SMALL_POOL, "preemption_mode": mode, "enable_prefix_caching": False}
+    with make_llm(directories(name), **settings) as llm:
+        engine = llm._engine
+        prompts = prompts_of(name)
+        for step in (2, 3, 4, 5, 6, 9):
+            engine.add("older", engine.prepare(None, prompts[6][0], PARAMS))
+            ids, embedded = prompts[1]
+            reporter = engine.add("watched", engine.prepare(None, ids, PARAMS, embedded))
+            run_giving_way(engine, step)
+            assert tokens_of([reporter.whole()]) == [alone(name)[1]]
+        assert llm.stats()["num_preemptions_total"][mode] >= 4
         invariants(llm)
 
 
@@ -187,6 +225,12 @@ def test_a_log_is_replayed(name, directories, tmp_path):
     with when_used():
         report = replay(path, progress=False)
     assert report.difference is None and report.num_steps > 10
+    steps = RecordedSteps(path)
+    rows = []
+    for record in steps.records():
+        steps.follow(record)
+        rows += [steps.step["bucket"][1]] if record["event"] == "plan" else []
+    assert rows[0] == 4 and len(rows) == report.num_steps  # of all sequences, as a vector is in it
     files[0].write_bytes(b"damaged")
     with when_used(), pytest.raises(EventLogError, match="cannot be read"):
         replay(path, progress=False)
@@ -298,3 +342,18 @@ def test_blocks_with_pictures_are_no_kv_events(directories):
         events.stepped(None)
     stored = [token for _, each, _ in batches for event in each for token in event["token_ids"]]
     assert stored == ids[:20]
+
+
+def test_stored_prefixes_depend_on_the_encoder(directories, alone, tmp_path):
+    """Another encoder gives other rows, although the text model is the same."""
+    name = "smolvlm"
+    other = tmp_path / "other"
+    shutil.copytree(directories(name), other)
+    weights = load_file(other / "model.safetensors")
+    (projection,) = (key for key in weights if "modality_projection" in key)
+    save_file({**weights, projection: 1.5 * weights[projection]}, other / "model.safetensors")
+    for directory, num_cached in ((directories(name), 0), (directories(name), 48), (other, 0)):
+        with make_llm(directory, prefix_cache_directory=str(tmp_path / "stored")) as llm:
+            (output,) = run(llm, [prompts_of(name)[2]])
+            assert output.metrics.num_cached_tokens == num_cached
+            assert (tokens_of([output]) == [alone(name)[2]]) == (directory != other)

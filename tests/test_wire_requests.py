@@ -257,7 +257,11 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
     *[
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}, "messages[0].content[0]", "takes text alone")
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+            "messages[0].content[0]",
+            "takes text alone",
+        )
         for url in ("http://localhost/x.png", "file:///etc/passwd", "data:image/png;base64,AAAA")
     ],
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content", "'text', not 'input_audio'"),

@@ -76,7 +76,7 @@ class Built:
     @functools.cached_property
     def pictures(self) -> PictureProcessor | None:
         """Returns what processes the pictures of prompts; None if the model takes none."""
-        if self.model.vision is None:
+        if self.tokenizer is None or self.model.vision is None:
             return None
         return open_pictures(self.model.directory, self.model.config, self.tokenizer)
 

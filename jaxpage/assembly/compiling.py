@@ -98,8 +98,9 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason
+        hint = "; limit_images = 0 leaves pictures out" if spec.tables.sees_ahead else ""
         raise UnsupportedError(
-            f"attention_backend {spec.config.attention_backend!r}: {refusal}"
+            f"attention_backend {spec.config.attention_backend!r}: {refusal}{hint}"
         ) from refusal
     return Compiled(parameters, packed, adapters, pages, executables)
 

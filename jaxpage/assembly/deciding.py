@@ -15,6 +15,7 @@ from jaxpage.assembly.planning.engine_spec import EngineSpec, engine_spec_of
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import check_graphs
 from jaxpage.device.hardware import attention_sets
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align
 
 logger = logging.getLogger(__name__)
@@ -58,21 +59,26 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
         ),
         quantization=quantization,
     )
-    for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
+    for warning in (
+        *_warnings_of_model(files, spec.layout, spec.config),
+        *notices(spec.described, spec.memory),
+    ):
         logger.warning(warning)
     hooks.show(align([*spec.rows()], num_words=2))
     return spec
 
 
-def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
+def _warnings_of_model(
+    files: ModelFiles, layout: ModelLayout, config: EngineConfig
+) -> Iterator[str]:
     not_loaded = "" if files.vision else getattr(files.spec, "not_loaded", "")
     if not_loaded:
         globs = getattr(files.family, "others", ())
         count = sum(any(fnmatchcase(name, glob) for glob in globs) for name in files.plan.unused)
-        yield (
-            f"this is the text model alone: {not_loaded} are not supported, and the checkpoint's "
-            f"{count} tensors for them are not loaded"
-        )
+        text = f"this is the text model alone: {not_loaded} are not supported, and"
+        if config.limit_images == 0 and getattr(files.family, "Vision", None) is not None:
+            text = f"limit_images is 0, so this is the text model alone, without {not_loaded}:"
+        yield f"{text} the checkpoint's {count} tensors for them are not loaded"
     if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
         yield (
             f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "

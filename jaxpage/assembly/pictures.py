@@ -15,20 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 def open_pictures(
-    directory: Path, config: Mapping[str, Any], tokenizer: Any | None
+    directory: Path, config: Mapping[str, Any], tokenizer: Any
 ) -> PictureProcessor | None:
     """Returns what processes the pictures of a model's prompts; None if its files do not say.
 
     Args:
         directory: The model's directory.
         config: The content of its config.json.
-        tokenizer: Its tokenizer; None if it has none.
+        tokenizer: Its tokenizer.
 
     Raises:
         CheckpointError: A file is no JSON object, or the tokenizer has no token for pictures.
     """
-    if tokenizer is None:
-        return None
     files = read_processor_files(directory)
     settings = read_settings(files.processor, files.image_processor)
     rule = None if settings is None else rule_of(settings, tokenizer, config)

@@ -405,7 +405,7 @@ def _run_model(
         aux_layers=aux_layers,
         recur=recur,
         vectors=None if vectors is None else (inputs.is_vector_T > 0, vectors[:, 0]),
-        axes_AT=inputs.axes_AT if inputs.axes_AT.size else None,
+        axes_AT=inputs.rotary_AT,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
     with _scope(options, inputs.lora_slot_T).open():

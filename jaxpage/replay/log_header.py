@@ -159,6 +159,8 @@ def read_logged_config(
         name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
     }
     settings = {**requested, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
+    if "limit_images" not in logged["config"]:  # a log from before pictures
+        settings["limit_images"] = 0
     if not keeps_tokenizer:
         settings["tokenizer"] = None
     if model is not None:

@@ -93,7 +93,7 @@ class PlanBuilder:
                 token_ids = tuple(known[start : start + num_tokens])
             tables = block_manager.block_tables(sequence.sequence_id)
             row = Row(sequence.sequence_id, start, token_ids, tables)
-            if sequence.needs_embedded:
+            if sequence.embedded is not None and sequence.needs_embedded:
                 row = row._replace(embedded=sequence.embedded)
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)

@@ -149,7 +149,8 @@ def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext
     described = describe_model(directory, engine.quantization)
     tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
     derived, _ = derive_form(tokenizer)
-    sees = find_vision(engine, described.family, described.config) is not None
+    vision = find_vision(engine, described.family, described.config)
+    sees = tokenizer is not None and vision is not None
     return ModelContext(
         model_names=model_names(engine, server),
         max_model_len=engine.max_model_len or described.spec.max_position_embeddings,

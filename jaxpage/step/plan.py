@@ -165,7 +165,7 @@ class StepPlan:
     @cached_property
     def takes_vectors(self) -> bool:
         """Returns whether vectors take the place of any token."""
-        return any([row.spans for row in self.rows])
+        return any([row.embedded is not None and bool(row.spans) for row in self.rows])
 
     @cached_property
     def is_multi_step(self) -> bool:

@@ -108,7 +108,7 @@ def _without_blocks(
     vision_bytes = 0
     if (vectors := described.vectors) is not None:
         vision_bytes = vectors.vision_bytes(layout.dtype)
-        workspace_bytes = max(workspace_bytes, vectors.vision_workspace_bytes)
+        workspace_bytes = max(workspace_bytes, vectors.vision_workspace_bytes(max_length))
     dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, dtype)

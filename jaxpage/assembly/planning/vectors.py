@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpage.device.inputs import vector_shape
+from jaxpage.device.vision import sizes_for
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import Family, ModelSpec, model_weights
 from jaxpage.models.parameters import num_bytes
@@ -63,15 +64,17 @@ class VectorInput:
         """Returns the bytes of the encoder's weights."""
         return 0 if self.vision is None else self.vision.num_bytes(dtype)
 
-    @property
-    def vision_workspace_bytes(self) -> int:
+    def vision_workspace_bytes(self, max_rows: int) -> int:
         """Returns an estimate of the temporary memory of the encoder's largest executable.
 
         It has a few float32 activations, and the scores of a tile of queries.
+
+        Args:
+            max_rows: The most positions that a picture fills.
         """
         if self.vision is None:
             return 0
-        size = self.vision.spec.sizes[-1]
+        size = sizes_for(self.vision.spec, max_rows)[-1]
         tower: Any = getattr(self.vision.spec, "tower", None)
         width = max(
             4 * getattr(tower, "hidden_size", self.width), getattr(tower, "intermediate_size", 0)

@@ -75,6 +75,11 @@ class StepInputs(NamedTuple):
     is_vector_T: jax.Array  # 1 where a vector takes the place of the token, in steps that take some
     flags: jax.Array  # see `Flags`
 
+    @property
+    def rotary_AT(self) -> jax.Array | None:
+        """Returns the rotary positions, if these have several axes."""
+        return self.axes_AT if len(self.axes_AT) else None
+
 
 class Flags:
     """Names the places in `StepInputs.flags`, which say what any row of the step asks for.

@@ -32,6 +32,12 @@ def vision_key(size: int) -> str:
     return f"picture of {size} patches"
 
 
+def sizes_for(spec: Any, max_rows: int) -> tuple[int, ...]:
+    """Returns the numbers of patches that pictures of so many rows, or fewer, need."""
+    sizes: tuple[int, ...] = spec.sizes
+    return sizes[: 1 + bisect.bisect_left(sizes, max_rows * spec.block**2)]
+
+
 def vision_jobs(
     family: Any,
     spec: Any,
@@ -67,7 +73,7 @@ def vision_jobs(
             graphs,
             mesh,
         )
-        for size in spec.sizes[: 1 + bisect.bisect_left(spec.sizes, max_rows * spec.block**2)]
+        for size in sizes_for(spec, max_rows)
     }
 
 
