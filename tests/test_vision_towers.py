@@ -206,12 +206,16 @@ def ours(name: str) -> tuple[Any, Any, Any]:
     loaded: Any = load_family(config)
     family = loaded.Vision
     spec = family.Spec.from_config(config)
-    state = {
+    return family, spec, fill(family, spec, state_of(name))
+
+
+def state_of(name: str) -> dict[str, np.ndarray]:
+    """The tensors of the encoder."""
+    return {
         key: tensor.detach().numpy()
         for key, tensor in theirs(name)[0].state_dict().items()
         if key.startswith(TOWERS[name].parts)
     }
-    return family, spec, fill(family, spec, state)
 
 
 @functools.cache
@@ -347,3 +351,59 @@ def test_what_an_encoder_cannot_take_is_refused() -> None:
         family.Model.calls(
             spec, {"pixel_values": pixels[..., :24, :24], "pixel_attention_mask": mask}
         )
+
+
+@pytest.mark.parametrize("name", ["idefics3", "mistral3", "gemma3", "gemma4"])
+def test_absent_fields_mean_what_the_class_of_the_encoder_says(name: str) -> None:
+    config = config_of(name)
+    whole = config["vision_config"]
+    family, _, _ = ours(name)
+    kind = type(theirs(name)[0].config.vision_config)
+    for left in [{each} for each in whole if each != "model_type"] + [{*whole} - {"model_type"}]:
+        vision = {field: value for field, value in whole.items() if field not in left}
+        if left & {"image_size", "patch_size"}:  # as many patches as blocks, whatever is left
+            vision |= {"image_size": 1024, "patch_size": 16}
+        if left & {"num_attention_heads", "num_key_value_heads"}:
+            vision |= {"hidden_size": 192}
+            if "num_attention_heads" not in left:
+                vision["num_attention_heads"] = 12
+            vision.pop("num_key_value_heads", None)
+        vision.pop("head_dim" if left & {"hidden_size", "num_attention_heads"} else "", None)
+        full = kind(**{key: each for key, each in vision.items() if key != "model_type"}).to_dict()
+        specs = [
+            family.Spec.from_config({**config, "vision_config": each, "mm_tokens_per_image": 256})
+            for each in (vision, full)
+        ]
+        assert specs[0] == specs[1], left
+
+
+LLAVA = {"model.": ""}
+OLDER = {
+    "gemma3": ({"model.vision_tower.": "vision_tower.vision_model.", **LLAVA}),
+    "gemma3-crops": {"model.vision_tower.": "model.vision_tower.vision_model."},
+    "mistral3": LLAVA,
+    "idefics3": LLAVA,
+    "gemma4": LLAVA,
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_files_with_older_names_fill_the_same_parameters(name: str) -> None:
+    family, spec, parameters = ours(name)
+    renamed = {}
+    for key, tensor in state_of(name).items():
+        begin = next((each for each in OLDER[name] if key.startswith(each)), "")
+        renamed[OLDER[name].get(begin, "") + key.removeprefix(begin)] = tensor
+    assert renamed.keys() != state_of(name).keys()
+    same = jax.tree.map(np.array_equal, fill(family, spec, renamed), parameters)
+    assert jax.tree.all(same)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_rows_have_the_type_of_the_parameters(name: str) -> None:
+    family, spec, _ = ours(name)
+    graph, parameters = abstract_model(family, spec, "bfloat16")
+    inputs = family.Model.input_shapes(spec, spec.sizes[0])
+    rows = jax.eval_shape(lambda weights, each: nnx.merge(graph, weights)(each), parameters, inputs)
+    assert rows.dtype == "bfloat16"
+    assert rows.shape == (spec.sizes[0] // spec.block**2, 1, spec.hidden_size)
