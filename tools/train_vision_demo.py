@@ -174,9 +174,8 @@ def main() -> None:
         answers,
     )
     (options.output / "README.md").write_text(model_card(facts), "utf-8")
-    print(
-        f"wrote {options.output}: {known.share():.1%} right, {new_pairs.share():.1%} on new pairs"
-    )
+    right = f"{accuracy.share():.1%} of {MEASURED} answers are right"
+    print(f"wrote {options.output}: {right}", flush=True)
 
 
 if __name__ == "__main__":
