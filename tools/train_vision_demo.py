@@ -25,16 +25,17 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.lab.demo_model import exporting, picture_talk, seeing_accuracy, seeing_files, training
-from tools.lab.demo_model.model import ModelSpec
+from tools.lab.demo_model.model import ModelSpec, Params
 from tools.lab.demo_model.seeing_card import Facts, model_card
 from tools.lab.demo_model.seeing_examples import draw_examples, record_answers
-from tools.lab.demo_model.seeing_model import SeeingSpec, init_seeing, seeing_loss
+from tools.lab.demo_model.seeing_model import SeeingSpec, cells_loss, init_seeing, seeing_loss
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 2500
-BATCH = 32
-# Questions in the card, and in the reports of the training; multiples of the nine kinds.
-MEASURED, REPORTED = 900, 144
+# The vision transformer learns alone at first, which is cheap, and then together with the Llama.
+VISION_STEPS, VISION_BATCH = 300, 64
+STEPS, BATCH = 700, 16
+# Questions in the card, and in the reports of the training; multiples of the eight kinds.
+MEASURED, REPORTED = 800, 144
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,6 +45,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, help=f"number of steps (default {STEPS}, as shipped)"
+    )
+    parser.add_argument(
+        "--vision-steps",
+        type=int,
+        default=VISION_STEPS,
+        help=f"steps of the vision transformer alone, before them (default {VISION_STEPS})",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first weights and the drawings (default 0)"
@@ -88,6 +95,25 @@ def make_spec(tokenizer: Tokenizer) -> SeeingSpec:
     return SeeingSpec(text, layers=3, feed_forward=384)
 
 
+def train_vision(
+    spec: SeeingSpec, params: Params, maker: picture_talk.RowMaker, options: argparse.Namespace
+) -> Params:
+    """Returns the parameters after the vision transformer has learnt what its cells show."""
+    vision = {name: value for name, value in params.items() if not name.startswith("text.")}
+    plan = training.Plan(options.vision_steps, options.seed)
+    held_out = maker.pictures(np.random.default_rng((plan.seed, 8)), VISION_BATCH)
+    loss = jax.jit(functools.partial(cells_loss, spec))
+    run = training.train(
+        functools.partial(cells_loss, spec),
+        plan,
+        training.start_run(vision, plan),
+        lambda step: maker.pictures(np.random.default_rng((plan.seed, 7, step)), VISION_BATCH),
+        options.scratch / "vision.npz",
+        lambda run: f"step {run.step}: {loss(run.params, held_out):.3f} nats a cell",
+    )
+    return params | run.params
+
+
 def train(
     spec: SeeingSpec, maker: picture_talk.RowMaker, options: argparse.Namespace
 ) -> tuple[training.Plan, training.Run]:
@@ -95,11 +121,12 @@ def train(
     checkpoint = options.scratch / "run.npz"
     params = init_seeing(spec, jax.random.key(options.seed))
     plan = training.Plan(options.steps, options.seed)
-    if options.resume:
+    if options.resume and checkpoint.exists():
         plan, run = training.load_run(checkpoint, params, options.steps)
     else:
-        run = training.start_run(params, plan)
-    questions = seeing_accuracy.held_out_questions(np.random.default_rng((plan.seed, 3)), REPORTED)
+        run = training.start_run(train_vision(spec, params, maker, options), plan)
+    rng = np.random.default_rng((plan.seed, 3))
+    questions = seeing_accuracy.held_out_questions(rng, REPORTED)
 
     def report(run: training.Run) -> str:
         rng = np.random.default_rng((plan.seed, 4))
@@ -132,18 +159,9 @@ def main() -> None:
     picture_talk.save_tokenizer(tokenizer, spec, options.output)
     params = exporting.round_to_bfloat16(run.params)
     seeing_files.export_seeing(spec, params, tokenizer, options.output)
-    known, new_pairs = (
-        seeing_accuracy.measure(
-            spec,
-            params,
-            maker,
-            seeing_accuracy.held_out_questions(
-                np.random.default_rng((plan.seed, 5, has_new_pair)), MEASURED, bool(has_new_pair)
-            ),
-            np.random.default_rng((plan.seed, 6)),
-        )
-        for has_new_pair in range(2)
-    )
+    rng = np.random.default_rng((plan.seed, 5))
+    questions = seeing_accuracy.held_out_questions(rng, MEASURED)
+    accuracy = seeing_accuracy.measure(spec, params, maker, questions, rng)
     answers = record_answers(spec, params, tokenizer, options.pictures)
     facts = Facts(
         spec,
@@ -152,14 +170,12 @@ def main() -> None:
         seeing_files.exported(params),
         BATCH,
         picture_talk.ROW_LENGTH,
-        known,
-        new_pairs,
+        accuracy,
         answers,
     )
     (options.output / "README.md").write_text(model_card(facts), "utf-8")
-    print(
-        f"wrote {options.output}: {known.share():.1%} right, {new_pairs.share():.1%} on new pairs"
-    )
+    right = f"{accuracy.share():.1%} of {MEASURED} answers are right"
+    print(f"wrote {options.output}: {right}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.lab.demo_model.drawings import COLOURS, KINDS, Question, Scene, ask, draw, make_scene
-from tools.lab.demo_model.seeing_model import Rows, SeeingSpec
+from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, Seen
 
 VOCABULARY = 512
 PAD, BEGIN, END = "<|pad|>", "<|im_start|>", "<end_of_utterance>"
@@ -117,13 +116,6 @@ def cells_of(scene: Scene, side: int) -> np.ndarray:
     return cells.reshape(-1, 3)
 
 
-class Seen(NamedTuple):
-    """Holds the pixels of a picture [3, size, size], and what its cells show."""
-
-    pixels: np.ndarray
-    cells: np.ndarray
-
-
 class RowMaker:
     """Lays conversations out in rows, as `Rows` describes them."""
 
@@ -134,13 +126,13 @@ class RowMaker:
         self._picture = f"{AROUND}{WHOLE}{IMAGE * spec.image_tokens}{AROUND}"
 
     def batch(self, rng: np.random.Generator, size: int) -> Rows:
-        """Returns rows about new drawings that are not held out."""
-        rows = []
-        while len(rows) < size:
-            scene = make_scene(rng)
-            if not scene.is_held_out():
-                rows.append(self._random_row(scene, rng))
-        return stack(rows)
+        """Returns rows about new drawings."""
+        return stack([self._random_row(make_scene(rng), rng) for _ in range(size)])
+
+    def pictures(self, rng: np.random.Generator, size: int) -> Seen:
+        """Returns new drawings without conversations about them."""
+        seen = [self._draw(make_scene(rng), rng) for _ in range(size)]
+        return Seen(*(np.stack(arrays) for arrays in zip(*seen, strict=True)))
 
     def one_question(self, scene: Scene, question: Question, rng: np.random.Generator) -> Rows:
         """Returns a row with one question in the chat template, to measure its answer."""

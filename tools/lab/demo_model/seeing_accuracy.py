@@ -17,7 +17,7 @@ from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, answer_logits
 ROWS = 32
 LONGEST_ANSWER = 24  # tokens
 KINDS = (
-    *("describe", "count", "colour", "shape", "size", "present"),
+    *("describe", "count", "colour", "size", "present"),
     *("where", "relation", "background"),
 )
 
@@ -34,21 +34,18 @@ class Accuracy(NamedTuple):
         return sum(self.right[name] for name in kinds) / sum(self.asked[name] for name in kinds)
 
 
-def held_out_questions(
-    rng: np.random.Generator, count: int, held_out_pairs: bool
-) -> list[tuple[Scene, Question]]:
-    """Returns the first question of new scenes, all kinds alike often.
+def held_out_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
+    """Returns questions about new scenes, each kind as often as the others.
 
     Args:
         rng: The source of the scenes; its seed is none of training.
         count: The number of questions, a multiple of the number of kinds.
-        held_out_pairs: Scenes have two shapes that were never drawn together; else none have.
     """
     questions: list[tuple[Scene, Question]] = []
     while len(questions) < count:
         scene, kind = make_scene(rng), KINDS[len(questions) % len(KINDS)]
         fitting = [question for question in ask(scene, rng) if question.kind == kind]
-        if fitting and scene.is_held_out() == held_out_pairs:
+        if fitting:
             questions.append((scene, fitting[0]))
     return questions
 

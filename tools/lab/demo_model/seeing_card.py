@@ -5,12 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from tools.lab.demo_model.drawings import BACKGROUNDS, COLOURS, HELD_OUT
-from tools.lab.demo_model.drawings import KINDS as SHAPES
+from tools.lab.demo_model.drawings import BACKGROUNDS, COLOURS
 from tools.lab.demo_model.model import Params
 from tools.lab.demo_model.picture_talk import CONVERSATION_SHARE, RAW_SHARE
-from tools.lab.demo_model.seeing_accuracy import KINDS as QUESTIONS
-from tools.lab.demo_model.seeing_accuracy import Accuracy
+from tools.lab.demo_model.seeing_accuracy import KINDS, Accuracy
 from tools.lab.demo_model.seeing_model import SeeingSpec
 from tools.lab.demo_model.training import Plan, Run
 
@@ -18,11 +16,10 @@ TITLES = {
     "describe": '"What is in the picture?"',
     "count": '"How many shapes are there?"',
     "colour": '"What colour is the circle?"',
-    "shape": '"What shape is red?"',
-    "size": '"How big is the star?"',
+    "size": '"How big is the red circle?"',
     "present": '"Is there a red circle?"',
-    "where": '"Where is the square?"',
-    "relation": '"Is the circle above the star?"',
+    "where": '"Where is the blue circle?"',
+    "relation": '"Is the red circle above the blue circle?"',
     "background": '"What colour is the background?"',
 }
 TEMPLATE = """---
@@ -41,10 +38,9 @@ look at them. It is not useful for anything else.
 
 ## What it saw
 
-Drawings that `tools/lab/demo_model/drawings.py` makes: one to three shapes ({shapes}) in {colours}, \
-small or large, on a {backgrounds} background that varies a little, and nine kinds of questions with \
-their answers. Nothing was downloaded. {held_out} of the {pairs} pairs of coloured shapes are held \
-out: training never drew the two in one picture.
+Drawings that `tools/lab/demo_model/drawings.py` makes: one to three circles in {colours}, \
+small or large, on a {backgrounds} background that varies a little, and eight kinds of questions with \
+their answers. Nothing was downloaded.
 
 ## How it was trained
 
@@ -61,11 +57,11 @@ a question without the chat template.
 
 ## How good it is
 
-The share of greedy answers that are right word for word, of {asked:,} new drawings each (seeds that training does not use), measured with \
-the exported weights in float32. The second column has drawings with a pair of shapes that training never drew together.
+The share of greedy answers that are right word for word, about {asked:,} new drawings (of seeds that training does not use), \
+measured with the exported weights in float32:
 
-| question, such as | new drawings | new pairs |
-|---|---|---|
+| question, such as | right |
+|---|---|
 {accuracies}
 
 ## What it says
@@ -94,15 +90,14 @@ class Facts:
     parameters: Params
     batch: int
     row_length: int
-    known: Accuracy
-    new_pairs: Accuracy
+    accuracy: Accuracy
     answers: dict[str, dict[str, str]]
 
 
-def _accuracy_lines(known: Accuracy, new_pairs: Accuracy) -> str:
-    rows = [(TITLES[kind], known.share(kind), new_pairs.share(kind)) for kind in QUESTIONS]
-    rows.append(("all", known.share(), new_pairs.share()))
-    return "\n".join(f"| {title} | {first:.1%} | {second:.1%} |" for title, first, second in rows)
+def _accuracy_lines(accuracy: Accuracy) -> str:
+    rows = [(TITLES[kind], accuracy.share(kind)) for kind in KINDS]
+    rows.append(("all", accuracy.share()))
+    return "\n".join(f"| {title} | {share:.1%} |" for title, share in rows)
 
 
 def _answer_lines(answers: dict[str, dict[str, str]]) -> str:
@@ -114,25 +109,21 @@ def _answer_lines(answers: dict[str, dict[str, str]]) -> str:
 
 def model_card(facts: Facts) -> str:
     """Returns README.md of the model's directory."""
-    names = len(COLOURS) * len(SHAPES)
     return TEMPLATE.format(
         spec=facts.spec,
         plan=facts.plan,
         parameters=sum(int(np.prod(value.shape)) for value in facts.parameters.values()),
         shuffle=facts.spec.shuffle**2,
-        shapes=_listed([f"{kind}s" for kind in SHAPES], "and"),
         colours=_listed(list(COLOURS), "and"),
         backgrounds=_listed(list(BACKGROUNDS), "or"),
-        held_out=len(HELD_OUT),
-        pairs=names * (names - 1) // 2,
         steps=facts.run.step,
         batch=facts.batch,
         minutes=facts.run.seconds / 60,
         jax_version=jax.__version__,
         conversations=CONVERSATION_SHARE,
         raw=RAW_SHARE,
-        asked=sum(facts.known.asked.values()),
-        accuracies=_accuracy_lines(facts.known, facts.new_pairs),
+        asked=sum(facts.accuracy.asked.values()),
+        accuracies=_accuracy_lines(facts.accuracy),
         answers=_answer_lines(facts.answers),
         row_length=facts.row_length,
     )

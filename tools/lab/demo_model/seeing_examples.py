@@ -17,53 +17,53 @@ SIZE = (256, 256)
 ANSWERS = "answers.json"
 # Of each picture: the scene, and what is asked about it.
 EXAMPLES: dict[str, tuple[Scene, tuple[str, ...]]] = {
-    "circle-and-square.png": (
+    "red-and-blue.png": (
         Scene(
             (
-                Shape("red", "circle", True, 0.28, 0.48, 0.19, 0.0),
-                Shape("blue", "square", True, 0.74, 0.55, 0.19, 0.1),
+                Shape("red", "circle", True, 0.28, 0.48, 0.21, 0.0),
+                Shape("blue", "circle", True, 0.74, 0.55, 0.22, 0.0),
             ),
             "white",
         ),
-        ("What is in the picture?", "Where is the square?", "How many shapes are there?"),
+        ("What is in the picture?", "Where is the blue circle?", "How many shapes are there?"),
     ),
-    "star.png": (
-        Scene((Shape("yellow", "star", True, 0.72, 0.27, 0.21, 0.15),), "black"),
-        ("What is in the picture?", "Where is the star?", "What colour is the background?"),
+    "yellow.png": (
+        Scene((Shape("yellow", "circle", True, 0.7, 0.3, 0.22, 0.0),), "black"),
+        ("What is in the picture?", "Where is the circle?", "What colour is the background?"),
     ),
-    "triangle-and-circle.png": (
+    "green-and-orange.png": (
         Scene(
             (
-                Shape("green", "triangle", False, 0.46, 0.24, 0.12, 0.0),
-                Shape("orange", "circle", True, 0.54, 0.7, 0.2, 0.0),
+                Shape("green", "circle", False, 0.46, 0.24, 0.14, 0.0),
+                Shape("orange", "circle", True, 0.54, 0.7, 0.21, 0.0),
             ),
             "grey",
         ),
-        ("What is in the picture?", "How big is the triangle?", "What colour is the circle?"),
+        ("What is in the picture?", "How big is the green circle?", "Is there a red circle?"),
     ),
-    "three-shapes.png": (
+    "three.png": (
         Scene(
             (
-                Shape("purple", "square", False, 0.17, 0.3, 0.12, -0.1),
-                Shape("red", "star", False, 0.5, 0.68, 0.12, 0.3),
-                Shape("blue", "circle", False, 0.83, 0.35, 0.11, 0.0),
+                Shape("purple", "circle", False, 0.19, 0.3, 0.14, 0.0),
+                Shape("red", "circle", False, 0.5, 0.68, 0.14, 0.0),
+                Shape("blue", "circle", False, 0.81, 0.35, 0.14, 0.0),
             ),
             "white",
         ),
-        ("Describe the picture.", "How many shapes?", "Is there a red star?"),
+        ("Describe the picture.", "How many shapes?", "Is there a red circle?"),
     ),
-    "two-stars.png": (
+    "orange-and-blue.png": (
         Scene(
             (
-                Shape("orange", "star", True, 0.73, 0.5, 0.2, 0.0),
-                Shape("blue", "star", False, 0.24, 0.42, 0.12, 0.4),
+                Shape("orange", "circle", True, 0.71, 0.5, 0.21, 0.0),
+                Shape("blue", "circle", False, 0.24, 0.42, 0.14, 0.0),
             ),
             "grey",
         ),
         (
             "What do you see?",
-            "Is the orange star right of the blue star?",
-            "Is there a green square?",
+            "Is the orange circle right of the blue circle?",
+            "What colour is the background?",
         ),
     ),
 }

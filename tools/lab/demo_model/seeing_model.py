@@ -7,7 +7,7 @@ vision transformer, I picture tokens, A tokens of answers, D width of the Llama.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,17 @@ class SeeingSpec:
         return self.patches // self.shuffle**2
 
 
+# An array of NumPy, and one of JAX within a compiled function.
+Values = Any
+
+
+class Seen(NamedTuple):
+    """Holds pictures, and what their cells show."""
+
+    pixels: Values  # [B, 3, image size, image size], -1 to 1
+    cells: Values  # [B, I, 3], colour, kind and size of the shape that a picture token shows
+
+
 class Rows(NamedTuple):
     """Holds a batch: conversations about pictures, laid out in rows of one length.
 
@@ -63,14 +74,14 @@ class Rows(NamedTuple):
     theirs and the shared ones. The padding has segment -1.
     """
 
-    pixels: np.ndarray  # [B, 3, image size, image size], -1 to 1
-    tokens: np.ndarray  # [B, T]
-    positions: np.ndarray  # [B, T]
-    segments: np.ndarray  # [B, T]
-    image_rows: np.ndarray  # [B, T], which row of the picture a token takes, or -1
-    places: np.ndarray  # [B, A], the tokens after which a token of an answer comes; 0 as padding
-    answers: np.ndarray  # [B, A], the tokens that come there; -1 as padding
-    cells: np.ndarray  # [B, I, 3], colour, kind and size of the shape that a picture token shows
+    pixels: Values  # [B, 3, image size, image size], -1 to 1
+    tokens: Values  # [B, T]
+    positions: Values  # [B, T]
+    segments: Values  # [B, T]
+    image_rows: Values  # [B, T], which row of the picture a token takes, or -1
+    places: Values  # [B, A], the tokens after which a token of an answer comes; 0 as padding
+    answers: Values  # [B, A], the tokens that come there; -1 as padding
+    cells: Values  # [B, I, 3], colour, kind and size of the shape that a picture token shows
 
 
 def init_seeing(spec: SeeingSpec, key: jax.Array) -> Params:
@@ -164,19 +175,31 @@ def answer_logits(
 
 
 def seeing_loss(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
-    """Returns the mean cross-entropy of the answers' tokens in nats, and a share of the cells'.
-
-    The cells teach each picture token to show the shape whose centre it has, from the first step
-    on; answers alone teach the vision transformer slowly, because they reach it through the Llama.
-    """
+    """Returns the mean cross-entropy of the answers' tokens in nats, and a share of the cells'."""
     pictures = picture_rows(spec, params, rows.pixels)
     logits = answer_logits(spec, params, rows, pictures)
     counts = rows.answers >= 0
     loss = jnp.sum(_cross_entropy(logits, rows.answers) * counts) / jnp.sum(counts)
+    return loss + CELLS_WEIGHT * _cells_loss(spec, params, pictures, rows.cells)
+
+
+def cells_loss(spec: SeeingSpec, params: Params, seen: Seen) -> jax.Array:
+    """Returns the loss of the cells alone, which needs no parameter of the Llama.
+
+    It teaches each picture token to show the shape whose centre it has. Answers alone teach the
+    vision transformer slowly, because they reach it through the Llama.
+    """
+    pictures = picture_rows(spec, params, seen.pixels)
+    return _cells_loss(spec, params, pictures, seen.cells)
+
+
+def _cells_loss(
+    spec: SeeingSpec, params: Params, pictures: jax.Array, cells: jax.Array
+) -> jax.Array:
     ends = np.cumsum(spec.cell_values)[:-1]
-    for column, part in enumerate(jnp.split(pictures @ params[CELLS], ends, -1)):
-        loss += CELLS_WEIGHT * _cross_entropy(part, rows.cells[..., column]).mean()
-    return loss
+    columns = jnp.split(pictures @ params[CELLS], ends, -1)
+    losses = [_cross_entropy(part, cells[..., i]).mean() for i, part in enumerate(columns)]
+    return jnp.sum(jnp.stack(losses))
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
