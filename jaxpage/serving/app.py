@@ -127,7 +127,8 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
-        answered_by = (driver, self.preparing, context, driver.built.new_embedder())
+        built = driver.built
+        answered_by = (driver, self.preparing, context, built.new_embedder())
         reranking = Reranking(*answered_by)
         self._scoring = Scoring(self._generating, reranking, self.preparing, config.num_hosts)
         embed = partial(self._compute, EmbeddingRequests(*answered_by))
@@ -179,11 +180,12 @@ class Server:
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
             read = partial(self._open, opened, raw, scope)
-            about = arrived, scope, receive, send
             if opened is open_score:
-                await self._scoring.answer(read, raw, *about)
-            else:
-                await self._generating.answer(partial(self.preparing.run, read, len(raw)), *about)
+                await self._scoring.answer(read, raw, arrived, scope, receive, send)
+                return
+            await self._generating.answer(
+                partial(self.preparing.run, read, len(raw)), arrived, scope, receive, send
+            )
 
     async def _converse(
         self, opened: OpenConversation, scope: Scope, receive: Receive, send: Send
@@ -199,8 +201,8 @@ class Server:
         by.check_hosts(self._num_hosts)
         with self.visitors.inside():
             arrived = time.monotonic()
-            raw = await json_body(scope, receive)
-            await while_connected(receive, by.answer(opened, raw, arrived, scope, receive, send))
+            body = await json_body(scope, receive)
+            await while_connected(receive, by.answer(opened, body, arrived, scope, receive, send))
 
     def _open(self, opened: Open, raw: bytes, scope: Scope) -> Exchange:
         body = parse_object(raw)
@@ -249,7 +251,7 @@ class Server:
             "created": self._created,
             "owned_by": "jaxpage",
             "max_model_len": max_len,
-            "capabilities": {"vision": self._context.pictures is not None},
+            "capabilities": {"vision": self._context.takes_pictures},
             **({"parent": self._context.model_names[0]} if name in self._context.adapters else {}),
         }
 

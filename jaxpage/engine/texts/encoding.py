@@ -62,7 +62,9 @@ class Truncation(NamedTuple):
         return [place for place, number in enumerate(sequences) if number is None or place in left]
 
     def _side_of(self, tokenizer: Any) -> str:
-        side: str = self.side or getattr(tokenizer, "truncation_side", "right")
+        if self.side is not None:
+            return self.side
+        side: str = getattr(tokenizer, "truncation_side", "right")
         return side
 
 

@@ -41,7 +41,7 @@ def capabilities_of(context: ModelContext) -> list[str]:
         "completion": context.generates,
         "tools": _takes_tools(context),
         "thinking": context.chat_format.reasoning is not None,
-        "vision": context.pictures is not None,
+        "vision": context.takes_pictures,
         "embedding": context.embedding.files.is_stated or not context.generates,
     }
     return [name for name, value in is_able.items() if value]

@@ -161,6 +161,11 @@ class ModelContext:
         )
         return self.max_model_len * longest
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Returns whether the model takes pictures."""
+        return self.pictures is not None
+
     def check_prompt(
         self,
         prompt: str | Sequence[int],

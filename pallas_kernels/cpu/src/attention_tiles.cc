@@ -124,12 +124,12 @@ struct Block {
 struct Scratch {
   std::vector<Block> blocks;  // [key/value heads, blocks]
   std::vector<Vec> queries;   // [blocks, words of a head, 16 heads]
-  // Of few heads [16 heads, vectors of values and one of the sum], of many [values and their sum,
-  // 16 heads].
+  // The shape is [16 heads, vectors of values and one of the sum] for few heads, and [values and
+  // their sum, 16 heads] for many.
   std::vector<Vec> sums;
   std::vector<Vec> values;  // [two halves of the positions, vectors of values, 16 rows]
   std::vector<Vec> keys;    // [vectors of a head, positions]
-  // What a block's products become, for two that take turns. Their sizes keep them apart: a store
+  // The products of a block, for two blocks that take turns. Their sizes keep them apart: a store
   // holds up a load that is a multiple of 4,096 bytes away.
   struct {
     Vec scores[kTile];  // [positions, 16 heads]
@@ -339,7 +339,7 @@ JAXPAGE_AMX void attend_tile(const Attention& a, const Softmax& softmax, int64_t
                              int to, int first, int last, Scratch& scratch) {
   const int64_t words = a.head_dim / 2, sums_of_block = a.value_width + kRowsOfTile;
   const Vec* const keys = scratch.keys.data();
-  // What a block sees of the tile, in halves.
+  // The halves of the tile that a block sees begin here.
   const auto begin_of = [&](int i) {
     return static_cast<int>(std::max<int64_t>(scratch.blocks[i].begin - position, from) / kHalf *
                             kHalf);
