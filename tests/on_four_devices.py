@@ -24,6 +24,7 @@ from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402
+from tests.support import seeing_models as seeing  # noqa: E402
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
@@ -513,3 +514,29 @@ def two_devices():
     for llm in engines._llms.values():
         invariants(llm)
     engines.close()
+
+
+@pytest.mark.parametrize("name", few([*seeing.SEEING], ["qwen3-vl"]))
+def test_pictures_give_the_same_bits(name, tmp_path):
+    """Each device has the whole encoder."""
+    directory = seeing.save(name, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+    picture = seeing.picture(name, 1, 2)
+    requests = [
+        seeing.prompt(name, [[5, 6, 7], picture, [8, 9]]),
+        seeing.prompt(name, [[5, 6, 7, 4], seeing.picture(name, 2, 3), [8], picture, [3]]),
+        ([7, 8, 9], None),
+    ]
+    found = []
+    for layout in ("one", "two"):
+        settings = {**SETTINGS, **LAYOUTS[layout]}
+        with when_used(), LLM(directory, **settings) as llm:
+            engine = llm._engine
+            reporters = [
+                engine.add(f"{number}", engine.prepare(None, ids, params, embedded))
+                for number, (ids, embedded) in enumerate(requests)
+            ]
+            while engine.has_unfinished:
+                engine.step()
+            found.append(tokens_of([reporter.whole() for reporter in reporters]))
+    assert found[0] == found[1]

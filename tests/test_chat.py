@@ -53,7 +53,31 @@ def test_the_messages_are_those_of_the_turns() -> None:
 def test_help_lists_every_command() -> None:
     lines = conversation().command("/help").splitlines()
     assert [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
-    assert {"/help", "/system", "/set", "/save", "/load", "/reset", "/exit"} == set(COMMANDS)
+    assert {"/help", "/system", "/set", "/save", "/load", "/image", "/reset", "/exit"} == set(
+        COMMANDS
+    )
+
+
+def test_pictures_are_shown_with_the_next_question(tmp_path: Path) -> None:
+    found = conversation("a")
+    path = tmp_path / "a b.png"
+    assert "there is no file" in found.command(f"/image {path}")
+    path.write_bytes(b"x")
+    assert found.command(f"/image {path}") == "The next question has 1 picture"
+    assert found.command(f"/image {path}") == "The next question has 2 pictures"
+    picture = {"type": "image", "image": str(path)}
+    content = [picture, picture, {"type": "text", "text": "b"}]
+    assert found.messages("b")[-1] == {"role": "user", "content": content}
+    found.add_turn("b", "two")
+    assert found.messages("c")[2:] == [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "c"},
+    ]
+    assert "with pictures cannot be saved" in found.command(f"/save {tmp_path / 'saved'}")
+    found.command(f"/image {path}")
+    found.command("/reset")
+    assert found.messages("d") == [{"role": "user", "content": "d"}]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_what_matters_is_on_it() -> None:
             "prefix_cache_resumed_hits_total",
             "tokens_per_target_step",
         ),
+        *("pictures_encoded_total", "encoder_cache_hits_total", "encoder_cache_bytes"),
         *(
             f"prefix_files_{what}_blocks_total"
             for what in ("written", "restored", "skipped", "dropped")

@@ -222,7 +222,7 @@ def test_tools_and_variables_reach_the_template(llm, monkeypatch):
         ({"content": "Hello"}, "a message needs a 'role'"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "a list of parts of type 'text'",
+            "image_url must be a data URL",
         ),
         ({"role": "user", "content": 5}, "content must be a string"),
     ):

@@ -297,8 +297,6 @@ def test_what_is_not_possible_is_refused(directories, tmp_path):
     with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
         with pytest.raises(UnsupportedError, match="prompt_logprobs=1 is not possible"):
             llm.generate(rows, dataclasses.replace(GREEDY, prompt_logprobs=1), use_tqdm=False)
-        with pytest.raises(UnsupportedError, match="event_log: is not supported"):
-            make_llm(directories("llama"), enable_prompt_embeds=True, event_log=tmp_path / "log")
         with pytest.raises(TypeError, match="unknown keys"):
             llm.generate({**rows, "prompt": "a"}, GREEDY, use_tqdm=False)
         with pytest.raises(UnsupportedError, match="embed takes texts and token ids"):

@@ -274,6 +274,7 @@ def test_everything_that_has_a_life_is_drawn() -> None:
     assert any("enable_lora" in one and "speculative_config" in one for one in settings)
     assert any("tensor_parallel_size" in one and "speculative_config" in one for one in settings)
     assert any("swap_space_blocks" in one for one in settings)
+    assert any(ask.is_vectors for one in cases for ask in one.asks)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ def test_a_secret_is_needed(tmp_path):
                     "prefix_cache_directory is not supported with num_hosts = 2",
                 ),
                 (
+                    {"enable_prompt_embeds": True},
+                    {},
+                    "enable_prompt_embeds is not supported with num_hosts = 2",
+                ),
+                (
                     {"enable_lora": True},
                     {"lora_directory": "d"},
                     "lora_directory is not supported with num_hosts = 2",

@@ -166,7 +166,7 @@ def test_tensors_for_images_are_counted_in_one_line(
     save_file({**tensors, **more}, file, {"format": "pt"})
     count = sum("language_model" not in each for each in {**tensors, **more})
     assert count
-    with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60):
+    with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60, limit_images=0):
         pass
     found = [line for line in caplog.messages if "text model alone" in line]
     assert found == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import struct
 import zlib
@@ -10,13 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from jaxpage.images import base64_in, decode_base64, load_picture, read_settings, rule_of
+from jaxpage.assembly import open_pictures
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.images import (
+    ProcessorSettings,
+    base64_in,
+    decode_base64,
+    load_picture,
+    process_picture,
+    read_settings,
+    rule_of,
+)
 from jaxpage.images.processor import PictureProcessor, picture_key
+from jaxpage.models import load_family
 from tests.support.picture_models import (
     FAMILIES,
     encoded,
@@ -223,6 +236,26 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
         assert "pixel_values" in ready.picture.arrays
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([*FAMILIES]),
+    texts=st.lists(st.text("ab \n\t.é<>|", max_size=6), min_size=2, max_size=4),
+)
+def test_texts_around_pictures_have_the_token_ids_of_transformers(
+    name: str, texts: list[str]
+) -> None:
+    """What stands next to a picture may become one token with a part of its text."""
+    processor = processor_of(name)
+    source = picture(7, 7)
+    number = len(texts) - 1
+    text = processor.rule.marker.join(texts)
+    expected, _ = oracle_of(name)(text, [source] * number)
+    (ready,) = processor.process([source])
+    token_ids, embedded = processor.expand(text, [ready] * number)
+    assert token_ids == expected
+    assert sum(span.length for span in embedded.spans) == number * ready.picture.num_rows
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_token_ids_are_expanded_too(name: str) -> None:
     """Those that have all placeholders already are left as they are."""
@@ -324,3 +357,67 @@ def test_a_picture_that_the_processor_refuses_is_named() -> None:
     with pytest.raises(ValueError, match=r"300 x 1 pixels.*aspect ratio") as caught:
         processor_of("qwen3_vl").process([picture(20, 20), picture(300, 1)])
     assert caught.value.__notes__ == ["This is picture 1 of the prompt."]
+
+
+def test_a_model_without_an_image_processor_takes_no_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files say so in a warning; a tokenizer that lacks the tokens is an error."""
+    tokenizer = tokenizer_of("qwen3_vl")
+    assert open_pictures(tmp_path, {}, tokenizer) is None
+    assert "name no image processor, so pictures are refused" in caplog.text
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    assert open_pictures(tmp_path, {}, tokenizer) is None
+    assert "name the image processor CLIPImageProcessor" in caplog.text
+    file.write_text('{"image_processor_type": "PixtralImageProcessor"}')
+    with pytest.raises(CheckpointError, match=r"has no token '\[IMG\]' for pictures"):
+        open_pictures(tmp_path, {}, tokenizer)
+    file.write_text("[")
+    with pytest.raises(CheckpointError, match="preprocessor_config.json"):
+        open_pictures(tmp_path, {}, tokenizer)
+
+
+def test_an_image_processor_that_transformers_lacks_is_named() -> None:
+    settings = ProcessorSettings("NoSuchImageProcessor", {}, {})
+    with pytest.raises(UnsupportedError, match="has no NoSuchImageProcessorPil: pip install -U"):
+        process_picture(settings, picture(4, 4), {})
+
+
+# The settings of the processor next to each model's own, by the name of the family here.
+ENCODERS: dict[str, tuple[str, dict[str, object]]] = {
+    "smolvlm": ("smolvlm", {"image_seq_len": 4}),
+    "smolvlm-whole": ("smolvlm", {"image_seq_len": 4}),
+    "idefics3": ("idefics3", {"image_seq_len": 9}),
+    "gemma3": ("gemma3", {"image_seq_length": 16}),
+    "gemma4": ("gemma4", {}),
+    "mistral3": ("pixtral", {"patch_size": 4, "spatial_merge_size": 2}),
+    "qwen3-vl": ("qwen3_vl", {}),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_picture_has_a_placeholder_for_each_row_of_the_encoder(name: str) -> None:
+    towers = pytest.importorskip("tests.test_vision_towers")
+    seeing = pytest.importorskip("tests.support.seeing_models")
+    if name in towers.TOWERS:
+        tower = towers.TOWERS[name]
+        kind, arguments = tower.processor.removesuffix("Pil"), tower.settings
+    else:
+        tower = seeing.SEEING[name]
+        kind = "Qwen2VLImageProcessor"
+        arguments = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 2560}}
+    config_class = getattr(transformers, tower.architecture).config_class
+    config = {**config_class(**copy.deepcopy(dict(tower.config))).to_dict()}
+    config["architectures"] = [tower.architecture]
+    vision = load_family(config).Vision
+    spec = vision.Spec.from_config(config)
+    family, of_prompts = ENCODERS[name]
+    found = ProcessorSettings(kind, dict(arguments), of_prompts)
+    rule = rule_of(found, tokenizer_of(family), config)
+    assert rule is not None
+    for ready in PictureProcessor(found, rule, tokenizer_of(family)).process(
+        [picture(*size) for size in SIZES]
+    ):
+        calls = vision.Model.calls(spec, ready.picture.arrays)
+        assert sum(call.num_rows for call in calls) == ready.picture.num_rows > 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,21 +16,26 @@ import pytest
 import transformers
 from flax import nnx
 from PIL import Image
+from safetensors.numpy import load_file
 
+from jaxpage import SamplingParams
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.layers.context import ForwardContext, PlacedVectors
+from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models import abstract_model, load_family
 from jaxpage.models.base import model_weights
 from jaxpage.models.config.mrope import Sections
 from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
-from jaxpage.step.embedded import Picture
+from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
 from jaxpage.training import dense_recur
 from tests.support.dense import dense_attend
-from tests.support.hf_models import MODELS, config_json, make_model
+from tests.support.engines import make_llm
+from tests.support.hf_models import config_json, randomise
+from tests.support.mtp import Head
+from tests.support.random_checkpoints import write_tensors
 from tests.test_models import fill
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -58,16 +66,23 @@ SIZES = ((8, 8), (24, 24), (40, 56), (16, 120), (104, 24), (96, 104))
 @functools.cache
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     """transformers' model with random weights, and its config.json."""
-    fields = {"num_hidden_layers": 3, "head_dim": 16}
+    fields: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 256}
     if name.startswith("qwen3-5"):  # six pairs, so that each axis turns two
         rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
         fields |= {"rope_parameters": {**rope, "mrope_section": [2, 2, 2]}}
-    more = {"vision_config": TOWERS[name], "image_token_id": PICTURE}
-    model = make_model(name, outer=more, **fields)
-    projection = model.model.visual.patch_embed.proj
+    seen = {"vision_config": TOWERS[name], "image_token_id": PICTURE}
+    config = {**config_json(name, **fields), **seen}
+    kind = getattr(transformers, config["architectures"][0])
+    others = {
+        key: value for key, value in config.items() if key not in ("architectures", "model_type")
+    }
+    model = kind(kind.config_class(**copy.deepcopy(others))).eval()
+    generator = torch.Generator().manual_seed(11)
+    randomise(model, generator)
     with torch.no_grad():
-        projection.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
-    return model, config_json(name, outer=more, **fields)
+        model.model.visual.patch_embed.proj.weight.normal_(0, 0.1, generator=generator)
+        model.get_output_embeddings().weight[PICTURE] = 0  # no text has it
+    return model, config
 
 
 @functools.cache
@@ -143,11 +158,19 @@ def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
     random = np.random.default_rng(len(lengths))
     parts = [random.integers(10, 100, length) for length in lengths]
     between = [np.full(picture.num_rows, PICTURE) for picture in places]
-    joined = [each for pair in zip(parts, [*between, []], strict=True) for each in pair]
+    joined = [parts[0]]
+    for picture, part in zip(between, parts[1:], strict=True):
+        joined += [picture, part]
     return np.concatenate(joined).astype(np.int32)
 
 
-PROMPTS = [((0,), (0, 3)), ((2, 0), (4, 1, 0)), ((3, 1, 4), (1, 2, 30, 7)), ((5,), (2, 1)), ((), (6,))]
+PROMPTS = [
+    ((0,), (0, 3)),
+    ((2, 0), (4, 1, 0)),
+    ((3, 1, 4), (1, 2, 30, 7)),
+    ((5,), (2, 1)),
+    ((), (6,)),
+]
 
 
 def their_inputs(ids: np.ndarray, shown: Sequence[Picture]) -> dict[str, Any]:
@@ -188,6 +211,8 @@ def test_angles_are_those_of_transformers(name: str) -> None:
     assert set(rope.axes) == {0, 1, 2}
     positions_3T = np.random.default_rng(1).integers(0, 300, (3, 50)).astype(np.int32)
     rotary = model.model.language_model.rotary_emb
+    np.testing.assert_allclose(rope.frequencies, rotary.inv_freq, rtol=3e-7)
+    rope = dataclasses.replace(rope, frequencies=tuple(rotary.inv_freq.tolist()))
     cos, sin = rotary(torch.zeros(1), torch.tensor(positions_3T)[:, None].long())
     context = ForwardContext(jnp.arange(50), dense_attend(), axes_AT=jnp.asarray(positions_3T))
     angles = context.angles(rope)
@@ -233,7 +258,11 @@ def decoder(name: str) -> tuple[Any, Any]:
 
     @jax.jit
     def forward(
-        parameters: Any, ids_T: jax.Array, axes_AT: jax.Array, vectors: PlacedVectors
+        parameters: Any,
+        ids_T: jax.Array,
+        axes_AT: jax.Array,
+        is_vector_T: jax.Array,
+        table_TND: jax.Array,
     ) -> jax.Array:
         text = nnx.merge(graph, parameters)
         context = ForwardContext(
@@ -241,7 +270,8 @@ def decoder(name: str) -> tuple[Any, Any]:
             dense_attend(),
             recur=dense_recur(1),
             axes_AT=axes_AT,
-            vectors=vectors,
+            vectors=(is_vector_T, table_TND[:, 0]),
+            deep_nTD=jnp.moveaxis(table_TND[:, 1:], 1, 0),
         )
         with TraceScope(make_layer_kernels(Backend("auto"))).open():
             hidden_TD, _, _ = text(ids_T, (None,) * spec.kv.num_layers, context)
@@ -257,7 +287,7 @@ def logits_of(name: str, ids: np.ndarray, shown: Sequence[Picture]) -> np.ndarra
     table_TND = np.zeros((len(ids), 1 + spec.num_deep, spec.hidden_size), np.float32)
     table_TND[ids == PICTURE] = np.concatenate([rows_of(name, picture) for picture in shown])
     axes_3T = family.axes_of(spec, ids, shown)
-    return np.asarray(forward(parameters, ids, axes_3T, PlacedVectors(ids == PICTURE, table_TND)))
+    return np.asarray(forward(parameters, ids, axes_3T, ids == PICTURE, table_TND))
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -284,7 +314,11 @@ def test_no_axis_of_an_encoder_is_divided_among_devices() -> None:
     for name in TOWERS:
         family, spec, *_ = encoder(name)
         for weight in model_weights(family, spec):
-            names = {name for axis in weight.axes for name, _ in (axis if isinstance(axis, tuple) else [(axis, 0)])}
+            names = {
+                name
+                for axis in weight.axes
+                for name, _ in (axis if isinstance(axis, tuple) else [(axis, 0)])
+            }
             assert names <= {None, "embed"}, weight.path
 
 
@@ -306,7 +340,9 @@ def test_placeholders_that_are_not_those_of_the_pictures_are_refused() -> None:
     grids = [PatchGrid(4, 6, 2), PatchGrid(2, 2, 2)]
     with pytest.raises(ValueError, match="has 6 tokens for pictures, and its 2 pictures fill 7"):
         rotary_positions([1] + [PICTURE] * 6, PICTURE, grids)
-    with pytest.raises(ValueError, match="6 tokens of a picture, from position 0 on, do not follow"):
+    with pytest.raises(
+        ValueError, match="6 tokens of a picture, from position 0 on, do not follow"
+    ):
         rotary_positions([PICTURE] * 3 + [1] + [PICTURE] * 4, PICTURE, grids)
     # Pictures that follow each other without a text between them are told apart by their grids.
     axes_3T = rotary_positions([PICTURE] * 7 + [1], PICTURE, grids)
@@ -341,7 +377,7 @@ def test_sections_that_do_not_fit_are_refused_by_the_encoder_alone() -> None:
     changed = {**config, "text_config": {**config["text_config"], "rope_scaling": rope}}
     family: Any = load_family(changed)
     assert family.Spec.from_config(changed).rope.axes == ()
-    with pytest.raises(CheckpointError, match=r"mrope_section = \[4, 4, 4\] .* fit 8 pairs"):
+    with pytest.raises(CheckpointError, match=r"mrope_section = \[4, 4, 4\] .* fit 6 pairs"):
         family.Vision.Spec.from_config(changed)
 
 
@@ -353,17 +389,140 @@ def test_a_table_that_is_no_square_is_refused() -> None:
         family.Vision.Spec.from_config({**config, "vision_config": vision})
 
 
-def test_published_configs_are_read() -> None:
-    """The sizes of Qwen2.5-VL-7B and Qwen3-VL-8B, as their files have them."""
-    assert MODELS  # the configs of transformers' classes are those of the published models
-    for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5"):
-        config = getattr(transformers, f"{name}Config")()
-        config.text_config.hidden_size = 3584
-        fields = {**config.to_dict(), "architectures": [f"{name}ForConditionalGeneration"]}
-        loaded: Any = load_family(fields)
-        spec = loaded.Vision.Spec.from_config(fields)
-        assert spec.hidden_size == 3584 and spec.image_token_id == config.image_token_id
-        assert spec.num_layers == config.vision_config.depth
-        assert spec.window == (4 if name == "Qwen2_5_VL" else 0)
-        assert spec.num_entries == (48 if name.startswith("Qwen3") else 0)
-        assert spec.deep_layers == ((8, 16, 24) if name == "Qwen3VL" else ())
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {
+        **{"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        **{"intermediate_size": 18_944, "num_hidden_layers": 1, "vocab_size": 152_064},
+        **{"model_type": "qwen2_vl", "max_window_layers": 28, "sliding_window": 32_768},
+        **{"use_sliding_window": False, "image_token_id": 151_655, "rope_theta": 1_000_000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            **{"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3},
+            **{"hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2},
+            **{"spatial_patch_size": 14, "temporal_patch_size": 2},
+        },
+    },
+    "Qwen2_5_VL": {
+        **{"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        **{"intermediate_size": 18_944, "num_hidden_layers": 1, "vocab_size": 152_064},
+        **{"model_type": "qwen2_5_vl", "max_window_layers": 28, "sliding_window": 32_768},
+        **{"use_sliding_window": False, "image_token_id": 151_655, "rope_theta": 1_000_000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            **{"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420},
+            **{"num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14},
+            **{"spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112},
+            **{"fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
+            "temporal_patch_size": 2,
+        },
+    },
+    "Qwen3VL": {
+        **{"image_token_id": 151_655, "model_type": "qwen3_vl"},
+        "text_config": {
+            **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8},
+            **{"intermediate_size": 6144, "num_hidden_layers": 1, "vocab_size": 151_936},
+            **{"head_dim": 128, "model_type": "qwen3_vl_text", "rope_theta": 5_000_000},
+            "rope_scaling": {
+                **{"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+                "rope_type": "default",
+            },
+        },
+        "vision_config": {
+            **{"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024},
+            **{"hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "intermediate_size": 4096},
+            **{"model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304},
+            **{"out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2},
+            "temporal_patch_size": 2,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_encoders_of_published_sizes_have_the_tensors_of_transformers(name: str) -> None:
+    """Qwen2-VL-7B, Qwen2.5-VL-7B and Qwen3-VL-2B, with the fields that their files have."""
+    config = {**_PUBLISHED[name], "architectures": [f"{name}ForConditionalGeneration"]}
+    loaded: Any = load_family(config)
+    family = loaded.Vision
+    spec = family.Spec.from_config(config)
+    axes = loaded.Spec.from_config(config).rope.axes
+    assert (spec.image_token_id, len(axes), axes.count(0)) == (
+        151_655,
+        64,
+        24 if "3" in name else 16,
+    )
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    fields = {key: value for key, value in _PUBLISHED[name].items() if key != "model_type"}
+    with torch.device("meta"):
+        model = kind(kind.config_class(**copy.deepcopy(fields)))
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.visual.")
+    }
+    found = {
+        piece.name: piece.stored_shape
+        for weight in model_weights(family, spec)
+        for source in weight.sources
+        for piece in source.pieces
+        if piece.name in expected
+    }
+    assert found == expected and len(found) > 200
+
+
+# Engines: one with windows in the encoder, one with linear attention and MTP drafts, one with experts.
+ENGINES: dict[str, dict[str, Any]] = {
+    "qwen2-5-vl": {},
+    "qwen3-vl-moe": {},
+    "qwen3-5-images": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "qwen3-5-moe-images": {},
+}
+
+
+def save(name: str, directory: Path) -> None:
+    """Writes the checkpoint; that of Qwen3.5 has an MTP head."""
+    model, _ = model_of(name)
+    model.save_pretrained(directory)
+    if "speculative_config" in ENGINES[name]:
+        stored = load_file(directory / "model.safetensors")
+        write_tensors(directory, {**stored, **Head(model).tensors(apart=False)})
+
+
+def embedded_prompt(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:
+    starts = [0, *np.cumsum([picture.num_rows for picture in shown])[:-1].tolist()]
+    places = np.flatnonzero(ids == PICTURE)
+    keys = [bytes([number]) * 32 for number in range(len(shown))]
+    spans = [
+        EmbeddedSpan(int(places[start]), picture.num_rows, key)
+        for start, picture, key in zip(starts, shown, keys, strict=True)
+    ]
+    return EmbeddedPrompt(tuple(spans), dict(zip(keys, shown, strict=True)))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of the tokens after a prompt with pictures, too: their positions go on from the largest one."""
+    save(name, tmp_path)
+    model, _ = model_of(name)
+    shown = [pictures()[place] for place in (2, 0)]
+    ids = prompt_of(shown, (5, 3, 9))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=5)
+    with make_llm(tmp_path, **ENGINES[name]) as llm:
+        engine = llm._engine
+        outputs: list[Any] = []
+        for number in range(2):  # the second time the prefix is found
+            prepared = engine.prepare(None, ids.tolist(), params, embedded_prompt(ids, shown))
+            reporter = engine.add(str(number), prepared)
+            while engine.has_unfinished:
+                engine.step()
+            outputs.append(reporter.whole().outputs[0])
+    first, second = outputs
+    assert first.token_ids == second.token_ids and first.logprobs == second.logprobs
+    whole = np.concatenate([ids, first.token_ids]).astype(np.int32)
+    with torch.no_grad():
+        logits = model(**their_inputs(whole, shown)).logits[0, len(ids) - 1 : -1]
+    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
+    assert len(set(first.token_ids)) > 3
+    for entries, row in zip(first.logprobs, expected, strict=True):
+        for token_id, entry in entries.items():
+            assert abs(entry.logprob - row[token_id]) < LOGITS_TOLERANCE

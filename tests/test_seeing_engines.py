@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
-from jaxpage import SamplingParams
+from jaxpage import BeamSearchParams, SamplingParams, cli
+from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
+from jaxpage.replay.replaying import replay
+from jaxpage.serving.cache_events.kv_events import KVEvents
+from jaxpage.step.embedded import EmbeddedPrompt
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, invariants, make_llm, tokens_of
+from tests.support.executables import when_used
+from tests.support.sweeps import few
 
 seeing = pytest.importorskip("tests.support.seeing_models")
 
@@ -102,7 +109,17 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(("name", "engine"), [*itertools.product(MODELS, ENGINES)])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    few(
+        [*itertools.product(MODELS, ENGINES)],
+        [
+            *(("qwen3-vl", engine) for engine in ENGINES),
+            *(("gemma3", engine) for engine in ("recompute", "swap", "mixed", "blocks of 4")),
+            *(("smolvlm", engine) for engine in ("recompute", "no cache")),
+        ],
+    ),
+)
 def test_every_path(name, engine, directories, alone):
     params = GREEDY if engine == "drafts" else PARAMS
     want = alone(name, params)
@@ -117,3 +134,178 @@ def test_every_path(name, engine, directories, alone):
         elif engine == "swap":
             assert counts.num_found > counts.num_encoded == 3
         invariants(llm)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefixes_are_found_through_a_picture(name, directories, alone):
+    """Never through another one in its place."""
+    with make_llm(directories(name), **BLOCKS_OF_4) as llm:
+        prompts = prompts_of(name)
+
+        def num_found(number):
+            (output,) = run(llm, [prompts[number]])
+            assert tokens_of([output]) == [alone(name)[number]]
+            return output.metrics.num_cached_tokens
+
+        ids, embedded = prompts[2]
+        stop = embedded.stop
+        assert num_found(2) == 0
+        assert num_found(3) == 20  # the text before the picture
+        assert num_found(2) == (len(ids) - 1) // 4 * 4 > stop
+        (output,) = run(llm, [(ids, None)])  # the placeholders without a picture
+        assert output.metrics.num_cached_tokens == 20
+        llm._engine.reset_prefix_cache()
+        assert num_found(2) == 0
+        counts = llm._engine.sources.encoder.counts
+        assert (counts.num_encoded, counts.num_found) == (2, 1)
+        invariants(llm)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_and_beams(name, directories):
+    """Also where a prompt ends with a picture, whose last token is computed with the others."""
+    prompts = prompts_of(name)
+    many = dataclasses.replace(PARAMS, n=4, max_tokens=5)
+    with make_llm(directories(name)) as llm:
+        for number in (0, 5):
+            (of_many,) = run(llm, [prompts[number]], many)
+            llm._engine.reset_prefix_cache()
+            for index, output in enumerate(of_many.outputs):
+                ids, embedded = prompts[number]
+                one = dataclasses.replace(many, n=1)
+                engine = llm._engine
+                reporter = engine.add("one", engine.prepare(None, ids, one, embedded))
+                engine.scheduler.waiting[0].sequences[0].sample_index = index
+                while engine.has_unfinished:
+                    engine.step()
+                assert reporter.whole().outputs[0].token_ids == output.token_ids
+        beams = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
+        (first,) = run(llm, [prompts[5]], beams)
+        (second,) = run(llm, [prompts[5]], beams)
+        assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+        invariants(llm)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl"])
+def test_a_log_is_replayed(name, directories, tmp_path):
+    path = tmp_path / "log"
+    with make_llm(directories(name), event_log=path, enable_prompt_embeds=True) as llm:
+        prompts = prompts_of(name)
+        ids, vectors = llm._engine.prompt_of_vectors(np.ones((20, 64), np.float32))
+        run(llm, [*prompts[:3], (ids, vectors)])
+    files = sorted(tmp_path.glob("log.vectors/*"))
+    assert len(files) == 3 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    with when_used():
+        report = replay(path, progress=False)
+    assert report.difference is None and report.num_steps > 10
+    files[0].write_bytes(b"damaged")
+    with when_used(), pytest.raises(EventLogError, match="cannot be read"):
+        replay(path, progress=False)
+
+
+def test_other_weights(directories, alone):
+    """Those of the encoder, too; what was made with the old ones is forgotten."""
+    name = "smolvlm"
+    prompts = prompts_of(name)
+    with make_llm(directories(name)) as llm:
+        weights = {key: np.asarray(array) for key, array in llm.parameters().items()}
+        assert any("vision_model" in key for key in weights)
+        assert tokens_of(run(llm, prompts)) == alone(name)
+        changed = {
+            key: array * 1.5 if "connector" in key else array for key, array in weights.items()
+        }
+        llm.update_parameters(changed)
+        others = tokens_of(run(llm, prompts))
+        assert others[-1] == alone(name)[-1] and others[0] != alone(name)[0]
+        text = {key: array for key, array in weights.items() if "connector" not in key}
+        llm.update_parameters({k: a for k, a in text.items() if "vision_model" not in k})
+        assert tokens_of(run(llm, prompts)) == others  # the encoder stays
+        llm.update_parameters(weights)
+        assert tokens_of(run(llm, prompts)) == alone(name)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert tokens_of(run(llm, prompts)) == alone(name)
+
+
+def test_what_does_not_fit_is_refused(directories):
+    name = "smolvlm"
+    ids, embedded = prompts_of(name)[1]
+    with make_llm(directories(name), limit_images=1) as llm:
+        prepare = llm._engine.prepare
+        with pytest.raises(ValueError, match="the prompt has 2 pictures; limit_images is 1"):
+            prepare(None, ids, PARAMS, embedded)
+        ids, embedded = prompts_of(name)[0]
+        (span,) = embedded.spans
+        short = dataclasses.replace(embedded.sources[span.key], num_rows=7)
+        with pytest.raises(ValueError, match="fills 7 positions of the prompt, but has 8 rows"):
+            prepare(
+                None,
+                ids,
+                PARAMS,
+                EmbeddedPrompt((span._replace(length=7),), {span.key: short}),
+            )
+        for changed, text in (
+            (
+                span._replace(start=13),
+                "take positions 13 to 20; they must be in order, from 0 to 19",
+            ),
+            (span._replace(offset=3), "take rows from 3 on, but the source has 8"),
+            (span._replace(is_whole=True), "the model has no such attention"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                prepare(None, ids, PARAMS, dataclasses.replace(embedded, spans=(changed,)))
+    with make_llm(directories(name), limit_images=0) as llm:
+        with pytest.raises(UnsupportedError, match="takes no pictures, or limit_images is 0"):
+            llm._engine.prepare(None, ids, PARAMS, embedded)
+        assert "vision" not in llm._engine.parameters
+    few = {"max_num_batched_tokens": 12, "block_size": 4}
+    with pytest.raises(ConfigError, match="fills up to 16 tokens that see each other both ways"):
+        make_llm(directories("gemma3"), **few)
+
+
+def test_a_plan_counts_the_encoder(directories, capsys):
+    directory = str(directories("gemma3"))
+    for limit, has in ((None, True), ("0", False)):
+        words = [] if limit is None else ["--limit-images", limit]
+        assert cli.main(["plan", directory, *words]) == 0
+        lines = capsys.readouterr().out
+        assert ("encoder of pictures" in lines) == ("up to 512.00 MiB of the host" in lines) == has
+        with make_llm(directory, **({} if has else {"limit_images": 0})) as llm:
+            held = jax.tree.leaves(llm._engine.parameters.get("vision", {}))
+            assert sum(leaf.nbytes for leaf in held) == llm.memory.vision_bytes
+            assert (llm.memory.vision_bytes > 0) == has
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_a_drafter_on_the_device_changes_no_bit(name, directories, alone):
+    """It sees placeholders in place of a picture, and no later tokens."""
+    drafts = {"method": "draft_model", "model": str(directories(name)), "num_speculative_tokens": 3}
+    with make_llm(directories(name), speculative_config=drafts) as llm:
+        assert tokens_of(run(llm, prompts_of(name), GREEDY)) == alone(name, GREEDY)
+        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_texts_are_embedded_and_scored(directories):
+    """By steps without axes and without vectors."""
+    with make_llm(directories("qwen3-vl")) as llm:
+        vectors = llm.embed([[3, 4, 5], [3, 4]], use_tqdm=False)
+        assert vectors.shape == (2, 64) and np.isfinite(vectors).all()
+        ids, _ = prompts_of("qwen3-vl")[-1]
+        want = seeing.their_logprobs("qwen3-vl", ids, [])
+        (score,) = llm.score(ids, [7])
+        assert abs(score - want[7]) < 1e-4
+
+
+def test_blocks_with_pictures_are_no_kv_events(directories):
+    """Their tokens are placeholders, by which a router would take any picture for any other."""
+    batches = []
+    name = "smolvlm"
+    with make_llm(directories(name), **BLOCKS_OF_4) as llm:
+        events = KVEvents(4, batches.append)
+        llm._engine.prefix_cache.index.observer = events
+        ids, embedded = prompts_of(name)[2]  # 20 tokens, a picture of 8, and 33 tokens
+        run(llm, [(ids, embedded)])
+        events.stepped(None)
+    stored = [token for _, each, _ in batches for event in each for token in event["token_ids"]]
+    assert stored == ids[:20]

@@ -44,6 +44,11 @@ def features_of_pixels(model: Any, arrays: Mapping[str, Any]) -> Any:
     return model.get_image_features(pixel_values=arrays["pixel_values"]).pooler_output
 
 
+def features_with_places(model: Any, arrays: Mapping[str, Any]) -> Any:
+    arguments = {name: arrays[name] for name in ("pixel_values", "image_position_ids")}
+    return model.get_image_features(**arguments).pooler_output
+
+
 @dataclass(frozen=True)
 class Tower:
     """An encoder of transformers and its image processor.
@@ -105,6 +110,20 @@ MISTRAL3 = Tower(
     {"size": {"longest_edge": 96}, "patch_size": {"height": 8, "width": 8}},
     ("model.vision_tower.", "model.multi_modal_projector."),
 )
+GEMMA4 = Tower(
+    "Gemma4ForConditionalGeneration",
+    {
+        "text_config": {**TEXT, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        "vision_config": {
+            **{**TOWER, "num_key_value_heads": 1, "head_dim": 12},
+            **{"position_embedding_size": 80, "rms_norm_eps": 1e-5},
+        },
+    },
+    "Gemma4ImageProcessorPil",
+    {"patch_size": 4, "max_soft_tokens": 70},
+    ("model.vision_tower.", "model.embed_vision."),
+    features_with_places,
+)
 TOWERS = {
     "smolvlm": SMOLVLM,
     "smolvlm-whole": dataclasses.replace(
@@ -126,6 +145,19 @@ TOWERS = {
         },
         settings={"size": {"longest_edge": 96}, "patch_size": {"height": 12, "width": 12}},
     ),
+    "gemma4": GEMMA4,
+    "gemma4-bounds": dataclasses.replace(
+        GEMMA4,
+        config={
+            **GEMMA4.config,
+            "vision_config": {
+                **{**GEMMA4.config["vision_config"], "num_key_value_heads": 2},
+                **{"use_clipped_linears": True, "standardize": True},
+                **{"pooling_kernel_size": 2, "num_hidden_layers": 1},
+            },
+        },
+        settings={**GEMMA4.settings, "pooling_kernel_size": 2, "max_soft_tokens": 140},
+    ),
     "gemma3": GEMMA3,
     "gemma3-crops": dataclasses.replace(
         GEMMA3,
@@ -140,8 +172,11 @@ TOWERS = {
 
 @functools.cache
 def theirs(name: str) -> tuple[Any, Any]:
+    return build(TOWERS[name])
+
+
+def build(tower: Tower) -> tuple[Any, Any]:
     """The model of transformers with random weights, and its processor."""
-    tower = TOWERS[name]
     kind = getattr(transformers, tower.architecture)
     config = {key: dict(v) if isinstance(v, dict) else v for key, v in tower.config.items()}
     model = kind(kind.config_class(**config)).eval()
@@ -151,6 +186,10 @@ def theirs(name: str) -> tuple[Any, Any]:
         for parameter in model.parameters():
             if not parameter.any():  # a parameter outside of the modules that are known
                 parameter.normal_(0.0, 0.3, generator=generator)
+        for key, buffer in model.named_buffers():
+            middle = {"min": -0.7, "max": 0.7, "scale": 1.0, "bias": 0.0}.get(key.split("_")[-1])
+            if middle is not None and key.startswith("model.vision_tower"):
+                buffer.normal_(middle, 0.2, generator=generator)
     return model, getattr(transformers, tower.processor)(**tower.settings)
 
 
@@ -233,17 +272,18 @@ def test_rows_are_the_features_of_transformers(name: str) -> None:
 
 
 # A picture whose encoder has another size; the encoder of transformers has none.
-@pytest.mark.parametrize("name", ["smolvlm", "gemma3", "mistral3"])
+@pytest.mark.parametrize("name", ["smolvlm", "gemma3", "mistral3", "gemma4"])
 def test_the_same_picture_in_a_larger_size_has_the_same_rows(name: str) -> None:
     family, spec, _ = ours(name)
-    size = max(spec.sizes)
-    larger = dataclasses.replace(spec, sizes=(2 * size,))
     arrays = process(name, next(pictures()))
-    rows = encode(name, family.Model.calls(spec, arrays))
+    calls = family.Model.calls(spec, arrays)
+    rows = encode(name, calls)
+    size = calls[0].size
+    larger = dataclasses.replace(spec, sizes=(2 * size,))
     in_larger = family.Model.calls(larger, arrays)
     assert {call.size for call in in_larger} == {2 * size}
     assert error(encode(name, in_larger), rows) < TOLERANCE
-    np.testing.assert_array_equal(encode(name, family.Model.calls(spec, arrays)), rows)
+    np.testing.assert_array_equal(encode(name, calls), rows)
 
 
 def test_padding_has_no_part_in_the_rows() -> None:

@@ -159,7 +159,6 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[
         ({name: {"a": 1}}, name, "is not supported")
         for name in (
-            "prompt_embeds",
             "logits_processors",
             "chat_template",
             "guided_decoding_backend",
@@ -258,9 +257,14 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
     *[
-        ({"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]}, "messages[0].content", f"'text', not '{kind}'")
-        for kind, url in (("image_url", "http://localhost/x.png"), ("image_url", "file:///etc/passwd"), ("input_audio", "x"))
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+            "messages[0].content[0]",
+            "takes text alone",
+        )
+        for url in ("http://localhost/x.png", "file:///etc/passwd", "data:image/png;base64,AAAA")
     ],
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content", "'text', not 'input_audio'"),
     ({"messages": [USER] * 10_000}, "messages", "at most 4096"),
     ({"messages": [{"role": "user", "content": "x" * 4 * 2**20}]}, "messages", "characters"),
     (

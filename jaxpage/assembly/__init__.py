@@ -33,6 +33,9 @@ from jaxpage.assembly.model_weights import (
     weights_for_waking,  # gives a model that sleeps its weights again
     weights_on_device,  # loads the weights of another checkpoint
 )
+from jaxpage.assembly.pictures import (
+    open_pictures,  # reads what a model's files say of pictures
+)
 from jaxpage.assembly.sampling_defaults import (
     chat_defaults,  # gives the sampling parameters of a chat that a model's files do not set
 )

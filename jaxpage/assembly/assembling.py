@@ -76,7 +76,9 @@ class Built:
     @functools.cached_property
     def pictures(self) -> PictureProcessor | None:
         """Returns what processes the pictures of prompts; None if the model takes none."""
-        return open_pictures(self.model, self.tokenizer)
+        if self.tokenizer is None or self.model.vision is None:
+            return None
+        return open_pictures(self.model.directory, self.model.config, self.tokenizer)
 
     def new_embedder(self) -> AnyEmbedder:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""

@@ -83,6 +83,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             options.attention_backend,
             options.graphs,
             mesh,
+            max_rows=spec.memory.max_model_len,
         )
     try:
         executables = Executables(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,11 +57,13 @@ def describe(
     tokenizer = _tokenizer(config.tokenizer, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     lora = lora_spec(config, files.family, files.spec)
+    hooks.phase(PHASES[1])
+    mesh = make_mesh(config.tensor_parallel_size)
+    if not mesh.is_one_process:  # the other hosts do not hear what pictures there are
+        files = replace(files, vision=None)
     vision = None
     if files.vision is not None:
         vision = VisionPart(files.vision.family, files.vision.spec)
-    hooks.phase(PHASES[1])
-    mesh = make_mesh(config.tensor_parallel_size)
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     drafting = open_drafting(config.speculative_config, files)

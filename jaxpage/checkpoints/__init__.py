@@ -18,9 +18,6 @@ from jaxpage.checkpoints.embedding_files import (
     EmbeddingFiles,  # says how a model embeds texts
     read_embedding_files,  # reads it
 )
-from jaxpage.checkpoints.files import (
-    read_object_if_there,  # reads a JSON file that a model may have
-)
 from jaxpage.checkpoints.fitting import (
     LoadPlan,  # says which tensors of a checkpoint fill which parameters
 )
@@ -31,7 +28,6 @@ from jaxpage.checkpoints.loading import (
 )
 from jaxpage.checkpoints.lora_files import (
     Adapter,  # holds the matrices of a LoRA adapter
-    AdapterVersion,  # is the type of what `adapter_version` gives
     adapter_version,  # changes when the files of an adapter are written again
     read_adapter,  # reads a LoRA adapter
 )

@@ -103,12 +103,21 @@ def _with_vision(files: ModelFiles) -> ModelFiles:
     """
     family = getattr(files.family, "Vision", None)
     has_config = isinstance(files.config.get("vision_config"), dict)
-    if family is None or not has_config or files.plan.layout not in ("safetensors", "orbax"):
+    takes_rows = getattr(files.family.Model, "takes_vectors", False)
+    if (
+        family is None
+        or not takes_rows
+        or not has_config
+        or files.plan.layout not in ("safetensors", "orbax")
+    ):
         return files
     problems = Problems(files.directory)
     spec = check_spec(family, without_quantization(files.config), problems)
     vision = None if spec is None else _open_vision(family, spec, problems)
-    problems.raise_if_any()
+    try:
+        problems.raise_if_any()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\nlimit_images = 0 loads the text model alone") from None
     return replace(files, vision=vision)
 
 

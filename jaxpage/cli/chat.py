@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from jaxpage.cli.conversation import Conversation, Message, is_open, unquote
 from jaxpage.cli.generate import print_stream
 from jaxpage.cli.resolving import Say, engine_for_one, read_sampling, say, teller
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UsageError
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -48,6 +49,8 @@ def chat(arguments: argparse.Namespace) -> int:
         conversation = Conversation(
             sampling, defaults=_defaults(llm, sampling, tell), system=arguments.system
         )
+        for path in arguments.image or ():
+            tell(_show(conversation, path))
         if not _has_terminal():
             return 1 if converse(llm, conversation, Lines(), tell) else 0
         from jaxpage.cli.line_editor import LineEditor
@@ -79,6 +82,14 @@ def _defaults(llm: LLM, sampling: dict[str, object], tell: Say) -> dict[str, obj
     ]:
         tell(f"Sampling: {', '.join(taken)}")
     return {name: value for name, value, _ in defaults}
+
+
+def _show(conversation: Conversation, path: Path) -> str:
+    """Shows a picture of the command line, and returns what to print."""
+    try:
+        return conversation.show(path)
+    except ValueError as error:
+        raise UsageError(f"--image: {error}") from None
 
 
 def _has_terminal() -> bool:
@@ -141,6 +152,7 @@ def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say)
         return _turn(llm, conversation, question, tell)
     except (ValueError, TypeError, JaxpageError) as error:
         say(f"Not answered: {error}")
+        conversation.pictures.clear()
         return False
 
 
@@ -165,4 +177,4 @@ def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> boo
             return print_stream(chunks, tell, said).outputs[0].finish_reason != "error"
     finally:
         if any(said):
-            conversation.turns.append((question, "".join(said)))
+            conversation.add_turn(question, "".join(said))

@@ -15,11 +15,11 @@ from jaxpage.cli.flag import json_object
 from jaxpage.cli.flags import SAMPLING_FLAGS
 from jaxpage.errors import CapacityError
 from jaxpage.private_files import open_private
-from jaxpage.settings.argument_checks import close_names
+from jaxpage.settings.argument_checks import close_names, count
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.yaml_file import parse_scalar
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 QUOTES = '"""'
 COMMANDS = {
@@ -28,6 +28,7 @@ COMMANDS = {
     "/set": ("[NAME VALUE]", "set a sampling parameter, such as temperature 0.5; alone: show them"),
     "/save": ("FILE", "write the conversation to a file, as JSON"),
     "/load": ("FILE", "go on with a conversation that was saved"),
+    "/image": ("FILE", "show a picture with the next question; the model must take pictures"),
     "/reset": ("", "begin a new conversation; the system message stays"),
     "/exit": ("", "end; so does Ctrl-D"),
 }
@@ -59,7 +60,8 @@ class Conversation:
 
     Attributes:
         system: The system message, or None.
-        turns: The questions with their answers.
+        turns: The questions with their answers; a question with pictures is a list of parts.
+        pictures: The files of the pictures of the next question.
         has_ended: True after /exit.
     """
 
@@ -71,7 +73,8 @@ class Conversation:
         system: str | None = None,
     ) -> None:
         self.system = system or None
-        self.turns: list[tuple[str, str]] = []
+        self.turns: list[tuple[Any, str]] = []
+        self.pictures: list[Path] = []
         self.has_ended = False
         self._defaults = dict(defaults or {})
         self._set = dict(sampling)
@@ -88,13 +91,40 @@ class Conversation:
             question: The question, or None.
             without: The number of the oldest turns to leave out.
         """
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages: list[Message] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
         for said, answer in self.turns[without:]:
             messages += [
                 {"role": "user", "content": said},
                 {"role": "assistant", "content": answer},
             ]
-        return messages if question is None else [*messages, {"role": "user", "content": question}]
+        if question is None:
+            return messages
+        return [*messages, {"role": "user", "content": self._content(question)}]
+
+    def _content(self, question: str) -> Any:
+        """Returns the next question: a text, or parts if it has pictures."""
+        if not self.pictures:
+            return question
+        parts = [{"type": "image", "image": str(path)} for path in self.pictures]
+        return [*parts, {"type": "text", "text": question}]
+
+    def add_turn(self, question: str, answer: str) -> None:
+        """Adds a question with its answer; the next question has no pictures yet."""
+        self.turns.append((self._content(question), answer))
+        self.pictures.clear()
+
+    def show(self, path: Path) -> str:
+        """Shows a picture with the next question, and returns what to print.
+
+        Raises:
+            ValueError: There is no such file.
+        """
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}")
+        self.pictures.append(path.resolve())
+        return f"The next question has {count(len(self.pictures), 'picture')}"
 
     def num_to_drop(
         self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int
@@ -137,6 +167,8 @@ class Conversation:
                 case "/system":
                     self.system = argument or None
                     return "The system message is set" if argument else "There is no system message"
+                case "/image":
+                    return self.show(_path(argument))
                 case "/set":
                     return self._set_parameter(argument) if argument else self._parameters()
                 case "/save":
@@ -145,6 +177,7 @@ class Conversation:
                     return self._load(_path(argument))
                 case "/reset":
                     self.turns.clear()
+                    self.pictures.clear()
                     return "A new conversation"
                 case "/exit":
                     self.has_ended = True
@@ -185,6 +218,8 @@ class Conversation:
         return "\n".join(f"{name} = {getattr(params, name)}" for name in names) or "Nothing is set"
 
     def _save(self, path: Path) -> str:
+        if any(not isinstance(said, str) for said, _ in self.turns):
+            raise ValueError("a conversation with pictures cannot be saved")
         if path.exists():
             try:
                 _read(path)
@@ -241,7 +276,7 @@ def _path(text: str) -> Path:
         raise ValueError(str(error)) from None
 
 
-def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
+def _read(path: Path) -> tuple[str | None, list[tuple[Any, str]]]:
     """Returns the system message and the turns of a saved conversation.
 
     It raises OSError if the file cannot be read, and ValueError if it is no conversation.

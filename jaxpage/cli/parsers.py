@@ -6,6 +6,7 @@ Nothing heavy is imported before the command line is parsed.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from jaxpage import __version__
 from jaxpage.cli.bench_parsers import add_bench
@@ -96,6 +97,13 @@ def _add_chat(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "chat", "chat with a model that has a chat template")
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        help="a picture that the first question is about; again for another one",
+    )
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))

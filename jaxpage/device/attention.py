@@ -75,7 +75,11 @@ def make_attend(
     ) -> tuple[jax.Array, LayerPages]:
         group = layer_groups[layer_index]
         slots_T = inputs.slots_ZT[group]
-        options = dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ, last_seen_T=last_seen_T)
+        options = dataclasses.replace(
+            options,
+            tree_mask_TQ=tree_mask_TQ,
+            last_seen_T=last_seen_T if options.last_seen_T is None else options.last_seen_T,
+        )
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=inputs.block_table_ZBM[group],

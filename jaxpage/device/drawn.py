@@ -36,7 +36,7 @@ def pack_drawn(
             logits_BV, token_ids_B, by_row=by_row
         )
         return jnp.concatenate(
-            [_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1
+            [bits_of(logprobs_B[:, None]), ranks_B[:, None], ids_BW, bits_of(top_BW)], axis=1
         )
 
     num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])
@@ -47,7 +47,8 @@ def pack_drawn(
     return jnp.concatenate([token_ids_B[:, None], logprobs], axis=1)
 
 
-def _bits(values: jax.Array) -> jax.Array:
+def bits_of(values: jax.Array) -> jax.Array:
+    """Returns float32 numbers as int32, to travel among integers."""
     return jax.lax.bitcast_convert_type(values, jnp.int32)
 
 

@@ -160,7 +160,16 @@ def _target_step(
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
     target = TargetStep(
-        inputs, bucket, backend, by_row, hidden_TD, states, logits, token_ids_R, paths, last_B
+        inputs._replace(last_seen_T=inputs.last_seen_T[:0]),  # a drafter looks back alone
+        bucket,
+        backend,
+        by_row,
+        hidden_TD,
+        states,
+        logits,
+        token_ids_R,
+        paths,
+        last_B,
     )
     return StepOutput(drawn, scored, paths), target, pages
 
@@ -396,7 +405,7 @@ def _run_model(
         aux_layers=aux_layers,
         recur=recur,
         vectors=None if vectors is None else (inputs.is_vector_T > 0, vectors[:, 0]),
-        axes_AT=inputs.axes_AT if options.tables.num_axes else None,
+        axes_AT=inputs.axes_AT if inputs.axes_AT.size else None,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
     with _scope(options, inputs.lora_slot_T).open():

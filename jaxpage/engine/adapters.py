@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpage.checkpoints import Adapter, AdapterVersion, adapter_version, read_adapter
+from jaxpage.checkpoints import Adapter, adapter_version, read_adapter
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.models.parameters import LoRASpec
@@ -39,7 +39,7 @@ class Adapters:
         self._lock = threading.Lock()  # guards the next two
         self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
         # Adapters by path; the one that was used last comes last.
-        self._read: OrderedDict[str, tuple[AdapterVersion, Adapter]] = OrderedDict()
+        self._read: OrderedDict[str, tuple[object, Adapter]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
         self._held: dict[str, Adapter] = {}  # by id of an unfinished request
 

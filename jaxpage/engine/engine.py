@@ -114,6 +114,8 @@ class Engine:
         self.builder = builder
         self.runner = runner
         self.metrics = EngineMetrics()
+        if sources is not None and sources.encoder is not None:
+            self.metrics.encoder = sources.encoder.counts
         self.events = events or Events()
         self.tokenizer = tokenizer
         self.admission = Admission(

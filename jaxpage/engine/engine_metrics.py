@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpage.device import Executables
 from jaxpage.engine.latencies import Latencies
+from jaxpage.engine.picture_encoder import EncoderCounts
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.prefix_store import FileCounts
@@ -33,6 +34,7 @@ class EngineMetrics:
     memory: MemoryHistory = field(default_factory=MemoryHistory)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     prefix_files: FileCounts = field(default_factory=FileCounts)
+    encoder: EncoderCounts = field(default_factory=EncoderCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
@@ -131,6 +133,9 @@ class EngineMetrics:
                 f"prefix_files_{name}_blocks_total": count
                 for name, count in asdict(self.prefix_files).items()
             },
+            "pictures_encoded_total": self.encoder.num_encoded,
+            "encoder_cache_hits_total": self.encoder.num_found,
+            "encoder_cache_bytes": self.encoder.num_bytes,
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,

@@ -66,6 +66,7 @@ class VectorSources:
             UnsupportedError: The engine takes no pictures.
             ValueError: The vectors do not fit the prompt or the model; the message has the numbers.
         """
+        embedded = self._with_checked_vectors(embedded)
         self._check_spans(len(token_ids), embedded)
         pictures = [
             source
@@ -87,6 +88,14 @@ class VectorSources:
                 f"{(self._num_axes, len(token_ids))}"
             )
         return replace(embedded, axes_AT=axes_AT)
+
+    def _with_checked_vectors(self, embedded: EmbeddedPrompt) -> EmbeddedPrompt:
+        """Returns the prompt with vectors of callers in the type of the model's activations."""
+        sources = {
+            key: Vectors(self._check(source.rows)) if isinstance(source, Vectors) else source
+            for key, source in embedded.sources.items()
+        }
+        return replace(embedded, sources=sources)
 
     def _check_spans(self, num_tokens: int, embedded: EmbeddedPrompt) -> None:
         position = 0

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
         takes_parts_alone,  # says whether a chat template shows no content that is a text
     )
     from jaxpage.images.loading import (
-        MAX_PIXELS,  # is the most pixels of a picture
-        base64_in,  # gives the base64 in a data URL
-        decode_base64,  # gives the bytes of a text in base64
         load_picture,  # gives a picture as RGB
     )
     from jaxpage.images.placeholders import (
@@ -39,6 +36,11 @@ if TYPE_CHECKING:
     from jaxpage.images.processor_settings import (
         ProcessorSettings,  # names a model's image processor, with its arguments
         read_settings,  # gives the settings in a model's files
+    )
+    from jaxpage.images.sources import (
+        MAX_PIXELS,  # is the most pixels of a picture
+        base64_in,  # gives the base64 in a data URL
+        decode_base64,  # gives the bytes of a text in base64
     )
 
 __getattr__, __dir__ = open_door(__name__)

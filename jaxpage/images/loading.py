@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import io
 import re
 from pathlib import Path
@@ -11,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from jaxpage.images.sources import MAX_PIXELS, base64_in, decode_base64
 from jaxpage.settings.argument_checks import show
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# A picture of this size takes 192 MiB as RGB, and a processor holds a few copies of it.
-MAX_PIXELS = 64_000_000
-_DATA_URL = re.compile(r"data:[^,]*?;base64,", re.IGNORECASE)
 _WHITE = (255, 255, 255, 255)
 
 PictureSource = bytes | str | Path | Image.Image | npt.NDArray[np.uint8]
@@ -52,37 +49,6 @@ def load_picture(source: PictureSource, max_pixels: int = MAX_PIXELS) -> Image.I
             f"uint8; got {type(source).__name__}"
         )
     return _decode(bytes(source), max_pixels)
-
-
-def base64_in(url: str) -> str:
-    """Returns the base64 in a data URL, such as `data:image/png;base64,iVBOR...`.
-
-    Raises:
-        ValueError: It is another URL.
-    """
-    if (match := _DATA_URL.match(url[:1024])) is None:
-        kind = re.match(r"[A-Za-z][A-Za-z0-9+.-]*(?=:)", url[:32])
-        what = f"a URL of {kind[0]!r}" if kind and kind[0].lower() != "data" else show(url[:40])
-        raise ValueError(
-            f"must be a data URL with base64 (data:image/png;base64,...), got {what}: nothing is "
-            "fetched, so send the picture itself"
-        )
-    return url[match.end() :]
-
-
-def decode_base64(text: str) -> bytes:
-    """Returns the bytes of a text in base64, which may have line breaks.
-
-    Raises:
-        ValueError: The text is empty or no base64.
-    """
-    packed = "".join(text.split())
-    if not packed:
-        raise ValueError("is empty, and must be a picture in base64")
-    try:
-        return binascii.a2b_base64(packed.encode("ascii"), strict_mode=True)
-    except ValueError as error:  # of ASCII, too
-        raise ValueError(f"is no base64: {str(error)[:100]}") from None
 
 
 def _bytes_of(text: str) -> bytes | Path:

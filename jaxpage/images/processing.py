@@ -12,14 +12,13 @@ import numpy.typing as npt
 import transformers
 from PIL import Image
 
+from jaxpage.errors import UnsupportedError
 from jaxpage.images.processor_settings import ProcessorSettings
-
-PictureArrays = dict[str, npt.NDArray[Any]]
 
 
 def process_picture(
     settings: ProcessorSettings, picture: Image.Image, options: Mapping[str, Any]
-) -> PictureArrays:
+) -> dict[str, npt.NDArray[Any]]:
     """Returns what a model's image processor makes of one picture.
 
     A picture is processed by itself, so that its arrays depend on no other one.
@@ -31,6 +30,7 @@ def process_picture(
 
     Raises:
         ValueError: The processor refuses the picture, for instance because it is too narrow.
+        UnsupportedError: This version of transformers does not have the processor.
     """
     processor = _processor(settings.kind, json.dumps(settings.arguments, sort_keys=True))
     try:
@@ -47,5 +47,10 @@ def process_picture(
 
 @functools.lru_cache(maxsize=8)
 def _processor(kind: str, arguments: str) -> Any:
-    """Returns the image processor; None of its variants needs torch."""
-    return getattr(transformers, f"{kind}Pil").from_dict(json.loads(arguments))
+    """Returns the image processor, in its form for Pillow, which needs no torch."""
+    name = f"{kind}Pil"
+    if (made := getattr(transformers, name, None)) is None:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no {name}: pip install -U transformers"
+        )
+    return made.from_dict(json.loads(arguments))

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.images.loading import MAX_PIXELS, PictureSource, load_picture
 from jaxpage.images.placeholders import PlaceholderRule
-from jaxpage.images.processing import PictureArrays, process_picture
 from jaxpage.images.processor_settings import ProcessorSettings
+from jaxpage.images.sources import MAX_PIXELS
 from jaxpage.settings.argument_checks import count
 from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
 
@@ -67,17 +66,22 @@ class PictureProcessor:
             raise ValueError(f"the tokenizer has no token {token!r} for pictures")
         return int(token_id)
 
-    def process(
-        self, pictures: Iterable[PictureSource | ReadyPicture], max_pixels: int = MAX_PIXELS
-    ) -> list[ReadyPicture]:
+    def process(self, pictures: Iterable[Any], max_pixels: int = MAX_PIXELS) -> list[ReadyPicture]:
         """Returns pictures as the model takes them; see `load_picture`.
 
         Those that are ready already stay as they are.
+
+        Args:
+            pictures: What `load_picture` takes, or a `ReadyPicture`.
+            max_pixels: The most pixels of one.
 
         Raises:
             TypeError: Something is no picture.
             ValueError: A picture is refused; the message names its place among them.
         """
+        from jaxpage.images.loading import load_picture
+        from jaxpage.images.processing import process_picture
+
         processed = []
         for index, source in enumerate(pictures):
             if isinstance(source, ReadyPicture):
@@ -92,7 +96,7 @@ class PictureProcessor:
             processed.append(self.finish(arrays))
         return processed
 
-    def finish(self, arrays: PictureArrays) -> ReadyPicture:
+    def finish(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ReadyPicture:
         """Returns a picture of which the image processor has made the arrays."""
         text = self.rule.text_of(arrays)
         inputs = {name: array for name, array in arrays.items() if name not in self.rule.notes}

@@ -79,6 +79,8 @@ class Scores:
             `1 + b log(1 + floor((position + s) / n))` (Llama 4, Ministral 3).
         sinks: See `AttentionOptions`.
         alibi_slopes: See `AttentionOptions`: those of all query heads of the model.
+        sees_ahead: False if tokens of a picture see no later ones in this layer, in a model in
+            which they do in others (Gemma 4).
     """
 
     scale: float | None = None
@@ -88,6 +90,7 @@ class Scores:
     temperature_tuning: tuple[float, int, int] | None = None
     sinks: nnx.Param[jax.Array] | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    sees_ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Attention(nnx.Module):
         self.alibi_slopes = scores.alibi_slopes
         self.sliding_window = scores.sliding_window
         self.chunked = scores.chunked
+        self.sees_ahead = scores.sees_ahead
         self.scale = head_dim**-0.5 if scores.scale is None else scores.scale
         self.head_dim = head_dim
         self.value_head_dim = values.head_dim or head_dim
@@ -268,6 +272,7 @@ class Attention(nnx.Module):
         """Returns the output for queries and keys that have been normed and rotated."""
         if self.temperature_tuning is not None:
             q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
+        is_bounded = not self.sees_ahead and context.vectors is not None
         options = AttentionOptions(
             scale=self.scale,
             sliding_window=None if self.chunked else self.sliding_window,
@@ -275,6 +280,7 @@ class Attention(nnx.Module):
             logit_softcap=self.logit_softcap,
             sinks=None if self.sinks is None else self.sinks[...],
             alibi_slopes=self._slopes(q_TNH.shape[1], place),
+            last_seen_T=context.positions_T if is_bounded else None,
         )
         out_TNH, layer_pages = context.attend(
             self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_NUM_QUERIES = 512  # the queries of a tile, so that scores are never more than [N, 512, T]
+# A tile has at least so many queries, and at most so many, if its scores are not more than these.
+_LEAST_QUERIES = 64
+_MOST_QUERIES = 512
+_MOST_SCORES = 2**26  # 256 MiB
 _WINDOWS_AT_ONCE = 16
 _OUTSIDE = -1  # the number of no window
 _UNSEEN = -1e30  # the score of a patch that is not seen
@@ -40,10 +43,12 @@ def attend_in_segments(
         q_QNH, segment_Q = tile
         return _attend(q_QNH, k_TNH, v_TNH, segment_Q[:, None] == segment_T[None, :], scale)
 
-    if num_patches <= _NUM_QUERIES:
+    fitting = max(_LEAST_QUERIES, _MOST_SCORES // (num_heads * num_patches))
+    num_queries = min(_MOST_QUERIES, fitting)
+    if num_patches <= num_queries:
         return attend_tile((q_TNH, segment_T))
     mixed: jax.Array = jax.lax.map(
-        attend_tile, (_tiles(q_TNH, _NUM_QUERIES), _tiles(segment_T, _NUM_QUERIES))
+        attend_tile, (_tiles(q_TNH, num_queries), _tiles(segment_T, num_queries))
     )
     return mixed.reshape(-1, *q_TNH.shape[1:])[:num_patches]
 

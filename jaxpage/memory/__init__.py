@@ -36,5 +36,6 @@ from jaxpage.memory.prefix_index import (
     Entry,  # is what a block of the prefix index holds
     Parent,  # is the block before an entry of the prefix index
     PrefixIndex,  # finds blocks by the tokens that they hold
+    has_vectors,  # says whether a block's content has any
     words_of,  # gives the content of a block as words of 32 bits
 )

@@ -23,6 +23,11 @@ def blake2b_256(content: bytes) -> Digest:
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
+def has_vectors(content: Sequence[int]) -> bool:
+    """Returns whether vectors take the place of any token of a block's content."""
+    return max(content) >= _FIRST_VECTOR
+
+
 def words_of(content: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Returns a block's content as words of 32 bits; no other content has the same ones.
 
@@ -153,7 +158,7 @@ class PrefixIndex:
         parent = digests[-1] if digests else self._root(salt)
         following = self.num_following
         tokens = token_ids[first * size : num_blocks * size + following]
-        if max(tokens) >= _FIRST_VECTOR:
+        if has_vectors(tokens):
             for place in range(first, num_blocks):
                 parent = self._hash(parent + words_of(self.content(token_ids, place)).tobytes())
                 digests.append(parent)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -65,10 +66,12 @@ class Gemma4Config(Gemma4LayersConfig):
 
     Attributes:
         experts: The experts of each layer; None if there are none.
+        padding_id: The token whose inputs layers get where a vector takes the place of a token.
     """
 
     model_type = "gemma4_text"
 
+    padding_id: int
     experts: ExpertsSpec | None
 
     @classmethod
@@ -82,7 +85,8 @@ class Gemma4Config(Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields, by_layer: Any = None) -> Gemma4Config:
         """Returns what the fields say; for `by_layer` see `_heads`."""
-        if fields.get("use_bidirectional_attention", None) not in (None, "vision"):
+        both_ways = fields.get("use_bidirectional_attention", None)
+        if both_ways not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note(RefusedField(text), use_bidirectional_attention=None)
         types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
@@ -109,6 +113,8 @@ class Gemma4Config(Gemma4LayersConfig):
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=_experts(fields),
+            sees_ahead=both_ways == "vision",
+            padding_id=fields.integer("pad_token_id", 0, least=0),
         )
 
 
@@ -254,6 +260,8 @@ class Gemma4(Gemma2, config=Gemma4Config):
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
+    takes_vectors = True
+
     def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
@@ -276,6 +284,9 @@ class Gemma4(Gemma2, config=Gemma4Config):
         hidden_TD = self.embed(token_ids_T, context)
         layers: list[Any] = list(self.layers)
         if self.inputs is not None:
+            if context.vectors is not None:
+                is_vector_T, _ = context.vectors
+                token_ids_T = jnp.where(is_vector_T, self.config.padding_id, token_ids_T)
             inputs_TLI = self.inputs(token_ids_T, hidden_TD)
             layers = [
                 functools.partial(layer, input_TI=inputs_TLI[:, number])

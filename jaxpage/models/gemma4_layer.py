@@ -67,8 +67,11 @@ class Gemma4LayersConfig(DecoderConfig):
         layer_forms: What differs from layer to layer.
         inputs: The inputs that layers have of their own; None if they have none.
         logit_softcap: The soft cap of logits; None for none.
+        sees_ahead: True if the tokens of a picture see each other both ways in layers with a
+            window.
     """
 
+    sees_ahead: bool = False
     layer_forms: tuple[LayerForm, ...]
     inputs: InputsForm | None
     logit_softcap: float | None
@@ -206,5 +209,9 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         head_dim=head_dim,
         rope=config.rope_of(index),
         norms=HeadNorms(query_norm, key_norm, value_norm),
-        scores=Scores(scale=1.0, sliding_window=window),
+        scores=Scores(
+            scale=1.0,
+            sliding_window=window,
+            sees_ahead=window is not None or not config.sees_ahead,
+        ),
     )

@@ -84,13 +84,16 @@ MULTIMODAL = {
         "images",
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
-        vision="gemma3:Gemma3Vision",
+        vision="vision.gemma3:Gemma3Vision",
     ),
     "Gemma3nForConditionalGeneration": MultimodalCheckpoint(
         {"gemma3n_text": "gemma3n:Gemma3n"}, _GEMMA, "images, videos and sound"
     ),
     "Gemma4ForConditionalGeneration": MultimodalCheckpoint(
-        {"gemma4_text": "gemma4:Gemma4"}, _GEMMA, "images, videos and sound"
+        {"gemma4_text": "gemma4:Gemma4"},
+        _GEMMA,
+        "images, videos and sound",
+        vision="vision.gemma4:Gemma4Vision",
     ),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
@@ -105,7 +108,7 @@ MULTIMODAL = {
         _LLAVA,
         "images",
         tied_by_files=True,
-        vision="pixtral:PixtralVision",
+        vision="vision.pixtral:PixtralVision",
     ),
     "Qwen2VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.replay.log_vectors import directory_of_log, write_sources
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import show
+from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,16 @@ class EventLog(Recorder):
             ) from error
         self._write(header)
 
+    def arrived(self, group: SequenceGroup) -> None:
+        """Writes what vectors a prompt has to files of their own, and then the record."""
+        embedded = group.request.embedded
+        if embedded is not None and self._file is not None:
+            try:
+                write_sources(directory_of_log(self._path), embedded)
+            except OSError as error:
+                self._end(error)
+        super().arrived(group)
+
     def closed(self) -> None:
         """Writes the last record and closes the file."""
         super().closed()
@@ -66,10 +78,13 @@ class EventLog(Recorder):
             while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
-            logger.error(
-                "the event log %s ends here, and requests go on without it: %s", self._path, error
-            )
-            self._close()
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        logger.error(
+            "the event log %s ends here, and requests go on without it: %s", self._path, error
+        )
+        self._close()
 
     def _close(self) -> None:
         if self._file is not None:
@@ -104,7 +119,7 @@ def check_new(path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: The file exists, or its directory cannot be written to.
     """
-    if os.path.lexists(path):
+    if os.path.lexists(path) or directory_of_log(path).exists():
         raise ConfigError(
             f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name "
             "another, or remove it"
@@ -123,6 +138,7 @@ class LogReader(AbstractContextManager["LogReader"]):
         next: The current record; None at the end of the log.
         line: Its line number.
         torn: True if the last line is cut off.
+        path: The path of the log.
 
     Raises:
         EventLogError: The file cannot be read, or a line is no record.
@@ -132,11 +148,11 @@ class LogReader(AbstractContextManager["LogReader"]):
         self.next: Record | None = None
         self.line = 0
         self.torn = False
-        self._path = os.fspath(path)
+        self.path = os.fspath(path)
         try:
             self._file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
-            raise EventLogError(f"{self._path}: {error.strerror}") from error
+            raise EventLogError(f"{self.path}: {error.strerror}") from error
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -162,7 +178,7 @@ class LogReader(AbstractContextManager["LogReader"]):
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises EventLogError with the line number of the current record."""
-        raise EventLogError(f"{self._path}, line {self.line}: {reason}")
+        raise EventLogError(f"{self.path}, line {self.line}: {reason}")
 
 
 def _no_number(constant: str) -> NoReturn:

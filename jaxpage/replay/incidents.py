@@ -121,6 +121,8 @@ class IncidentRing(Recorder):
             self.weights_replaced()
 
     def _add(self, record: Record) -> None:
+        if "embedded" in record:
+            self._unsaid = self._unsaid or "what the pictures and vectors of its prompts are"
         self._records.append(record)
         self._num_steps += record["event"] == "plan"
         while self._num_steps > self._most or (
@@ -193,7 +195,7 @@ def scrub(record: Record) -> Record:
     """
     match record["event"]:
         case "arrival":
-            left_out = {"prompt_token_ids", "bad_word_token_ids"}
+            left_out = {"prompt_token_ids", "bad_word_token_ids", "embedded"}
             fields = {name: value for name, value in record.items() if name not in left_out}
             params = {
                 name: value

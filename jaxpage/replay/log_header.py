@@ -72,6 +72,7 @@ def engine_header(
     target = parameters["target"]
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
+    has_more = parameters["drafter"] is not None or "vision" in parameters
     return {
         "event": "header",
         "format": FORMAT,
@@ -80,7 +81,7 @@ def engine_header(
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(
-            target if parameters["drafter"] is None else {**parameters, "target": target},
+            {**parameters, "target": target} if has_more else target,
             engine.packed,
         ),
         "engine": spec.record(),

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
+from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import Row, StepPlan, StepResult
 from jaxpage.step.report import StepReport
@@ -62,6 +63,7 @@ class Recorder(Events):
                 if request.bad_word_token_ids
                 else {}
             ),
+            **({"embedded": _spans(request.embedded)} if request.embedded else {}),
             **self._beside_arrival(group),
         )
 
@@ -183,6 +185,14 @@ def _find_changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[
         runs[-1].append(block)
         stop = position + 1
     return runs
+
+
+def _spans(embedded: EmbeddedPrompt) -> list[list[Any]]:
+    """Returns which tokens vectors take the place of; what they are is not in a record."""
+    return [
+        [span.start, span.length, span.key.hex(), span.offset, span.is_whole]
+        for span in embedded.spans
+    ]
 
 
 def _find_changed_params(params: SamplingParams) -> Record:

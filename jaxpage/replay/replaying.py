@@ -30,12 +30,14 @@ from jaxpage.replay.log_header import (
     read_header,
     read_logged_config,
 )
+from jaxpage.replay.log_vectors import directory_of_log, read_embedded
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.speculation import NoSpeculation
 from jaxpage.step.draft import PLACEHOLDER, Candidates, Draft, Drafts, chain
 from jaxpage.step.edits import Edit, Finish
+from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
@@ -214,7 +216,8 @@ class Replay:
 
     def _add(self, record: Record) -> None:
         try:
-            add_arrival(self._engine, without_text(record))
+            embedded = read_embedded(record, directory_of_log(self._log.path))
+            add_arrival(self._engine, without_text(record), embedded=embedded)
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
 
@@ -386,13 +389,20 @@ class _LoggedBeams(BeamStrategy):
         )
 
 
-def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None) -> None:
+def add_arrival(
+    engine: Engine,
+    record: Record,
+    lora: NamedAdapter | None = None,
+    *,
+    embedded: EmbeddedPrompt | None = None,
+) -> None:
     """Adds a recorded request to an engine.
 
     Args:
         engine: The engine.
         record: The arrival.
         lora: The request's adapter, if it has one.
+        embedded: The vectors that take the place of tokens, if any do.
 
     Raises:
         CapacityError: The request can never fit into the pool.
@@ -402,7 +412,7 @@ def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None
     admission = engine.admission
     checked = admission.check_params(_read_params(record))
     checked = checked._replace(bad_word_token_ids=admission.check_words(words))
-    prepared = engine.prepare(None, record["prompt_token_ids"], checked)
+    prepared = engine.prepare(None, record["prompt_token_ids"], checked, embedded)
     engine.add(record["request_id"], prepared._replace(lora=lora))
 
 

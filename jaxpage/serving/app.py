@@ -248,6 +248,7 @@ class Server:
             "created": self._created,
             "owned_by": "jaxpage",
             "max_model_len": max_len,
+            "capabilities": {"vision": self._context.pictures is not None},
             **({"parent": self._context.model_names[0]} if name in self._context.adapters else {}),
         }
 

@@ -503,6 +503,7 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         "prefix_cache_directory": engine.prefix_cache_directory,
         "weights_directory": server.weights_directory,
         "lora_directory": server.lora_directory,
+        "enable_prompt_embeds": engine.enable_prompt_embeds or None,
     }
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
-from jaxpage.assembly import PHASES, Built, Hooks
+from jaxpage.assembly import PHASES, Built, Hooks, open_pictures
+from jaxpage.assembly.planning import find_vision
 from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
@@ -44,7 +45,7 @@ from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_server
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
@@ -113,6 +114,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
+    most = engine.limit_images
     form, no_form = _chat_format(built.tokenizer, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
@@ -127,6 +129,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
+        limits=RequestLimits() if most is None else RequestLimits(max_pictures=most),
         reranker=reranker_of(built.embedding, server.rerank_method),
         generates=not built.spec.encoded,
         embedding=built.embedding,
@@ -142,11 +145,12 @@ def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext
     Raises:
         JaxpageError: There is no such model, or its files are wrong.
     """
-    described = describe_model(
-        resolve_model_config(engine.model, engine.revision), engine.quantization
-    )
+    directory = resolve_model_config(engine.model, engine.revision)
+    described = describe_model(directory, engine.quantization)
     tokenizer = load_tokenizer(resolve_tokenizer(engine.tokenizer or engine.model))
     derived, _ = derive_form(tokenizer)
+    vision = find_vision(engine, described.family, described.config)
+    sees = tokenizer is not None and vision is not None
     return ModelContext(
         model_names=model_names(engine, server),
         max_model_len=engine.max_model_len or described.spec.max_position_embeddings,
@@ -154,6 +158,7 @@ def describe_context(engine: EngineConfig, server: ServerConfig) -> ModelContext
         tokenizer=tokenizer,
         card=card_of_settings(engine),
         chat_format=choose_form(derived, server.tool_parser, server.reasoning_parser),
+        pictures=open_pictures(directory, described.config, tokenizer) if sees else None,
     )
 
 

@@ -382,8 +382,6 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
-    if config.enable_prompt_embeds and config.event_log is not None:
-        yield "event_log", "is not supported with enable_prompt_embeds: it holds tokens alone"
     backend = config.attention_backend
     backends = attention_backends()
     if backend not in backends:

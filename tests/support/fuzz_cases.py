@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxpage import BeamSearchParams, SamplingParams
 from tests.support.engines import BLOCKS_OF_1, BLOCKS_OF_4, BLOCKS_OF_16
 from tests.support.fuzz_models import MODELS
@@ -59,6 +61,7 @@ SHARED = (
     "max_lora_rank",
     "max_loras",
     "tensor_parallel_reduction",
+    "enable_prompt_embeds",
 )
 # Settings without which an engine would have other shapes, and take longer to compile.
 NEEDED = ("dtype", "block_size", "num_blocks", "max_num_seqs", *SHARED)
@@ -76,12 +79,22 @@ class Ask:
         params: The arguments of `SamplingParams`, or of `BeamSearchParams` if `beams`.
         beams: Whether it is a beam search.
         adapter: The number of a LoRA adapter, from 1 on; 0 for none.
+        is_vectors: Whether vectors take the place of the tokens, one for each kind of token.
     """
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(hash=False)
     beams: bool = False
     adapter: int = 0
+    is_vectors: bool = False
+
+    def given(self, config: dict[str, Any]) -> Any:
+        """Returns the prompt for a model of this config.json."""
+        if not self.is_vectors:
+            return list(self.prompt)
+        shape = config["vocab_size"], config["hidden_size"]
+        table = np.random.default_rng(0).standard_normal(shape, np.float32)
+        return {"prompt_embeds": 0.1 * table[list(self.prompt)]}
 
     def made(self) -> SamplingParams | BeamSearchParams:
         """Returns the parameters of the request."""
@@ -100,7 +113,8 @@ class Ask:
     def key(self) -> str:
         """Returns what decides the result of the request."""
         return json.dumps(
-            [self.prompt, self.alone().params, self.beams, self.adapter], sort_keys=True
+            [self.prompt, self.alone().params, self.beams, self.adapter, self.is_vectors],
+            sort_keys=True,
         )
 
     @property
@@ -216,6 +230,8 @@ def random_shapes(chance: random.Random) -> tuple[str, dict[str, Any]]:
     settings["kv_cache_dtype"] = chance.choice(("auto", "auto", "auto", "int8", "fp8"))
     if chance.random() < 0.15:
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
+    if chance.random() < 0.15:
+        settings["enable_prompt_embeds"] = True
     if chance.random() < 0.08:
         settings |= {"tensor_parallel_size": 2, "tensor_parallel_reduction": "invariant"}
     if has_pool_in_shapes(settings):
@@ -282,7 +298,11 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
             params = random_sampling(chance, num_tokens, has_text=MODELS[model].has_text)
             if settings["scheduling_policy"] != "priority":
                 params.pop("priority", None)
-            yield Ask(tuple(prompt), params, adapter=adapter)
+            # Penalties count the tokens of a prompt, and a vector has no log probability.
+            has_tokens = {"prompt_logprobs", "repetition_penalty"} & params.keys()
+            is_vectors = bool(settings.get("enable_prompt_embeds")) and not has_tokens
+            is_vectors = is_vectors and chance.random() < 0.6
+            yield Ask(tuple(prompt), params, adapter=adapter, is_vectors=is_vectors)
 
 
 def random_beams(chance: random.Random) -> dict[str, Any]:

@@ -300,7 +300,7 @@ class PlainEngine:
             alone = ask.alone()
             lora = {"lora_request": self._adapters[ask.adapter - 1]} if ask.adapter else {}
             (self._outputs[key],) = self.llm.generate(
-                list(alone.prompt), alone.made(), use_tqdm=False, **lora
+                alone.given(self.llm.hf_config), alone.made(), use_tqdm=False, **lora
             )
         return self._outputs[key]
 

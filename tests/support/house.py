@@ -196,6 +196,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/cli/generate.py",
         "jaxpage.checkpoints.finding",
     ): "wrong flags and an empty prompt are refused before jax is imported",
+    (
+        "jaxpage/images/processor.py",
+        "*",
+    ): "Pillow and the image processors are imported for the first picture, and texts need neither",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
         "jaxpage/cli/resolving.py",

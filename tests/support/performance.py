@@ -153,11 +153,14 @@ class PlayedEngine:
         if self.is_async:
             (ask,), (adapter,) = asks, adapters
             async with aclosing(
-                self.llm.generate(list(ask.prompt), ask.made(), request_id, lora_request=adapter)
+                self.llm.generate(
+                    ask.given(self.llm.hf_config), ask.made(), request_id, lora_request=adapter
+                )
             ) as outputs:
                 return [output async for output in outputs][-1:]
         lora = {"lora_request": list(adapters)} if any(adapters) else {}
-        prompts, params = [list(ask.prompt) for ask in asks], [ask.made() for ask in asks]
+        config = self.llm.hf_config
+        prompts, params = [ask.given(config) for ask in asks], [ask.made() for ask in asks]
         outputs_: list[RequestOutput] = await self.call(
             "generate", prompts, params, use_tqdm=False, **lora
         )
@@ -168,12 +171,16 @@ class PlayedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the chunks of a request; a stream that is left is closed, or dropped."""
         if self.is_async:
-            chunks = self.llm.stream(list(ask.prompt), ask.made(), request_id, lora_request=adapter)
+            chunks = self.llm.stream(
+                ask.given(self.llm.hf_config), ask.made(), request_id, lora_request=adapter
+            )
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
             return
-        stream = await self.call("stream", list(ask.prompt), ask.made(), lora_request=adapter)
+        stream = await self.call(
+            "stream", ask.given(self.llm.hf_config), ask.made(), lora_request=adapter
+        )
         try:
             while (chunk := await self._stage.in_thread(lambda: next(stream, None))) is not None:
                 yield chunk

@@ -247,7 +247,7 @@ def save_seeing_model(directory: Path) -> Any:
 
     family = FAMILIES["smolvlm"]
     tokenizer = copy.deepcopy(tokenizer_of("smolvlm"))
-    tokenizer.chat_template = PARTS_TEMPLATE
+    tokenizer.chat_template = None
     token_id = tokenizer.convert_tokens_to_ids("<image>")
     kind = transformers.SmolVLMForConditionalGeneration
     config = kind.config_class(
@@ -269,6 +269,8 @@ def save_seeing_model(directory: Path) -> Any:
     randomise(made, torch.Generator().manual_seed(7))
     made.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    # Older models have their template in this file.
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_TEMPLATE}))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.image_processor))
     (directory / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
     return made

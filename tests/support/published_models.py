@@ -12,6 +12,7 @@ from collections.abc import Iterator
 Entry = tuple[str, str, str, str]
 
 _TEXT = "the text model; images are refused"
+_SEES = "text and images; videos are refused"
 _STATES = "a state for each sequence: no trees of drafts, no `kv_cache_dtype`"
 _ONE_DEVICE = f"{_STATES}; one device"
 _LATENT = "one latent for each token and layer"
@@ -73,24 +74,24 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
             "Qwen3.5 9B, Qwen3.5 27B, Qwen3.6 27B",
             "9, 27",
             "Qwen3_5ForConditionalGeneration",
-            f"{_TEXT}; {_STATES}",
+            f"{_SEES}; {_STATES}",
         ),
         (
             "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, Qwen3.5-397B-A17B",
             "35, 397",
             "Qwen3_5MoeForConditionalGeneration",
-            f"{_TEXT}; {_STATES}",
+            f"{_SEES}; {_STATES}",
         ),
         ("Qwen3.5, dense, the text model alone", "9, 27", "Qwen3_5ForCausalLM", _STATES),
         ("Qwen3.5, experts, the text model alone", "35", "Qwen3_5MoeForCausalLM", _STATES),
-        ("Qwen2-VL", "2, 7, 72", "Qwen2VLForConditionalGeneration", _TEXT),
-        ("Qwen2.5-VL", "3, 7, 32, 72", "Qwen2_5_VLForConditionalGeneration", _TEXT),
-        ("Qwen3-VL", "2, 4, 8, 32", "Qwen3VLForConditionalGeneration", _TEXT),
+        ("Qwen2-VL", "2, 7, 72", "Qwen2VLForConditionalGeneration", _SEES),
+        ("Qwen2.5-VL", "3, 7, 32, 72", "Qwen2_5_VLForConditionalGeneration", _SEES),
+        ("Qwen3-VL", "2, 4, 8, 32", "Qwen3VLForConditionalGeneration", _SEES),
         (
             "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
             "30, 235",
             "Qwen3VLMoeForConditionalGeneration",
-            _TEXT,
+            _SEES,
         ),
     ),
     "Google": (

@@ -40,6 +40,7 @@ class SeeingModel:
         arrays: Makes the arrays of a picture, of a random generator and a size.
         num_rows: The positions that a picture of these arrays fills.
         is_whole: Its tokens see each other both ways.
+        kinds: The argument that tells the model which tokens are those of pictures, if it has one.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class SeeingModel:
     arrays: Callable[[np.random.Generator, int], Arrays]
     num_rows: Callable[[Arrays], int]
     is_whole: bool = False
+    kinds: str = ""
 
 
 def _tiles(draw: np.random.Generator, size: int) -> Arrays:
@@ -58,6 +60,10 @@ def _patches(draw: np.random.Generator, size: int) -> Arrays:
     height, width = 2 * size, 4
     pixels = draw.standard_normal((height * width, 3 * 2 * 4 * 4), np.float32)
     return {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]], np.int64)}
+
+
+def _square(draw: np.random.Generator, size: int) -> Arrays:
+    return {"pixel_values": draw.standard_normal((1, 3, 32, 32), np.float32)}
 
 
 SEEING = {
@@ -99,6 +105,28 @@ SEEING = {
         },
         _patches,
         lambda arrays: len(arrays["pixel_values"]) // 4,
+        kinds="mm_token_type_ids",
+    ),
+    "gemma3": SeeingModel(
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                **_TEXT,
+                **{"sliding_window": 20, "sliding_window_pattern": 2},
+                "query_pre_attn_scalar": 16,
+            },
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2},
+                **{"num_attention_heads": 2, "patch_size": 4, "image_size": 32},
+                "model_type": "siglip_vision_model",
+            },
+            **{"mm_tokens_per_image": 16, "image_token_index": IMAGE, "image_token_id": IMAGE},
+            **{"boi_token_index": 251, "eoi_token_index": 252},
+        },
+        _square,
+        lambda arrays: 16,
+        is_whole=True,
+        kinds="token_type_ids",
     ),
 }
 
@@ -152,18 +180,12 @@ def prompt(name: str, parts: Sequence[Sequence[int] | Picture]) -> tuple[list[in
 def their_logprobs(name: str, ids: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
     """The log probabilities [V] of the token after a prompt."""
     model = theirs(name)
-    if pictures and "image_grid_thw" in pictures[0].arrays:
-        joined = {
-            key: np.concatenate([each.arrays[key] for each in pictures])
-            for key in pictures[0].arrays
-        }
-        kinds = (np.asarray(ids) == IMAGE).astype(np.int64)
-        joined["mm_token_type_ids"] = kinds[None]
-    else:
-        joined = {
-            key: np.concatenate([each.arrays[key] for each in pictures], axis=1)
-            for key in (pictures[0].arrays if pictures else ())
-        }
+    joined = {
+        key: np.concatenate([each.arrays[key] for each in pictures], axis=int(name == "smolvlm"))
+        for key in (pictures[0].arrays if pictures else ())
+    }
+    if kinds := SEEING[name].kinds:
+        joined[kinds] = (np.asarray(ids) == IMAGE).astype(np.int64)[None]
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(ids)]), **tensors).logits[0, -1]

@@ -105,6 +105,10 @@ def _without_blocks(
     first, *further = groups
     max_length = config.max_model_len or described.model.max_position_embeddings
     workspace_bytes = _workspace_estimate(described.model, max_length, menu)
+    vision_bytes = 0
+    if (vectors := described.vectors) is not None:
+        vision_bytes = vectors.vision_bytes(layout.dtype)
+        workspace_bytes = max(workspace_bytes, vectors.vision_workspace_bytes(max_length))
     dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, dtype)
@@ -142,6 +146,8 @@ def _without_blocks(
             max(group.array_elements for group in groups),
             dtype,
         ),
+        vision_bytes=vision_bytes,
+        encoder_cache_bytes=config.encoder_cache_bytes,
     )
 
 

@@ -260,9 +260,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
-    menu = step_menu(
-        config, described.device, mixed=mixed, takes_vectors=described.vectors is not None
-    )
+    menu = step_menu(config, described.device, mixed=mixed, vectors=described.vectors)
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
     check_whole(described.vectors, limits)
     groups = cache_groups(
@@ -349,7 +347,7 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
 
 
 def step_menu(
-    config: EngineConfig, device: DeviceSpec, *, mixed: bool, takes_vectors: bool = False
+    config: EngineConfig, device: DeviceSpec, *, mixed: bool, vectors: VectorInput | None = None
 ) -> BucketMenu:
     """Returns the shapes of an engine's steps.
 
@@ -357,7 +355,7 @@ def step_menu(
         config: The settings.
         device: The device.
         mixed: True if prompt chunks and decodes share a step; see `mixes`.
-        takes_vectors: True if vectors may take the place of tokens.
+        vectors: What may take the place of tokens; None if nothing may.
 
     Raises:
         ConfigError: No shape has room for the drafts that the settings ask for.
@@ -366,6 +364,7 @@ def step_menu(
     most = config.max_num_batched_tokens
     if most is None:
         most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+        most = max(most, vectors.num_whole if vectors else 0)
     most = max(most, 2)
     menu = make_menu(
         config.max_num_seqs,
@@ -376,7 +375,7 @@ def step_menu(
         trees=drafts is not None and drafts.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=config.num_scheduler_steps,
-        takes_vectors=takes_vectors,
+        takes_vectors=vectors is not None,
     )
     if drafts is not None and not menu.verify:
         raise ConfigError(

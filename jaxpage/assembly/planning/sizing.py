@@ -67,6 +67,8 @@ class MemoryPlan:
     # The blocks for swapping, without the null block of the host; 0: nothing is swapped.
     num_host_blocks: int = 0
     swaps_to_file: bool = False  # host blocks lie in a file, since memory has no room for them
+    vision_bytes: int = 0  # the part of the weights that an encoder of pictures has
+    encoder_cache_bytes: int = 0  # the most of the host that encoded pictures take
 
     @property
     def pool_bytes(self) -> int:
@@ -154,6 +156,14 @@ class MemoryPlan:
             ),
             ("available memory", gib(self.available_bytes)),
             ("weights", gib(self.weights_bytes)),
+            *(
+                [
+                    ("encoder of pictures", f"{gib(self.vision_bytes)} of the weights"),
+                    ("encoded pictures", f"up to {gib(self.encoder_cache_bytes)} of the host"),
+                ]
+                if self.vision_bytes
+                else []
+            ),
             ("workspace", gib(self.workspace_bytes)),
             ("KV pool", gib(self.pool_bytes)),
             (

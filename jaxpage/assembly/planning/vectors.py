@@ -9,10 +9,13 @@ from typing import Any
 import jax
 
 from jaxpage.device.inputs import vector_shape
+from jaxpage.device.vision import sizes_for
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import Family, ModelSpec, model_weights
 from jaxpage.models.parameters import num_bytes
 from jaxpage.settings.engine_config import EngineConfig
+
+QUERY_TILE = 128  # the queries whose scores an encoder has at a time, at least
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,25 @@ class VectorInput:
         """Returns the bytes of the encoder's weights."""
         return 0 if self.vision is None else self.vision.num_bytes(dtype)
 
+    def vision_workspace_bytes(self, max_rows: int) -> int:
+        """Returns an estimate of the temporary memory of the encoder's largest executable.
+
+        It has a few float32 activations, and the scores of a tile of queries.
+
+        Args:
+            max_rows: The most positions that a picture fills.
+        """
+        if self.vision is None:
+            return 0
+        size = sizes_for(self.vision.spec, max_rows)[-1]
+        tower: Any = getattr(self.vision.spec, "tower", None)
+        width = max(
+            4 * getattr(tower, "hidden_size", self.width), getattr(tower, "intermediate_size", 0)
+        )
+        num_heads: int = getattr(tower, "num_heads", 16)
+        num_bytes: int = 4 * size * (6 * width + 3 * QUERY_TILE * num_heads)
+        return num_bytes
+
 
 def find_vision(
     config: EngineConfig, family: Family, model_config: Mapping[str, Any]
@@ -74,7 +96,15 @@ def find_vision(
     vision: Any = getattr(family, "Vision", None)
     if vision is None or config.limit_images == 0 or "vision_config" not in model_config:
         return None
+    if not takes_vectors(family):
+        return None
     return VisionPart(vision, vision.Spec.from_config(model_config))
+
+
+def takes_vectors(family: Family) -> bool:
+    """Returns whether vectors may take the place of tokens in models of a family."""
+    takes: bool = getattr(family.Model, "takes_vectors", False)
+    return takes
 
 
 def vector_input(
@@ -93,17 +123,13 @@ def vector_input(
     """
     if not config.enable_prompt_embeds and vision is None:
         return None
-    if not getattr(family.Model, "takes_vectors", False):
+    if not takes_vectors(family):
         name = getattr(family.Model, "__name__", "this")
-        setting = (
-            "enable_prompt_embeds" if config.enable_prompt_embeds else "pictures (limit_images)"
-        )
         raise UnsupportedError(
-            f"{setting}: not supported for {config.model}, since models of the family {name} need "
-            "the ids of all tokens"
+            f"enable_prompt_embeds is not supported for {config.model}: models of the family "
+            f"{name} need the ids of all tokens"
         )
     # A family may project narrow embeddings to the width of its layers (OPT-350m).
     width = getattr(spec, "embedding_width", spec.hidden_size)
-    axes = getattr(getattr(spec, "rope", None), "axes", ())
-    num_axes = 1 + max(axes) if axes and vision is not None else 0
+    num_axes = 0 if vision is None else getattr(vision.spec, "num_axes", 0)
     return VectorInput(width, vision, num_axes)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxpage.device.drafters.drafting import (
         Choice,  # says how a model that drafts chooses its tokens
         ModelDrafter,  # drafts with a model
+    )
+    from jaxpage.device.drafters.tree_shape import (
         TreeShape,  # is the largest depth and width of its trees
     )
 

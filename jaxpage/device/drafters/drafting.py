@@ -23,6 +23,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.device.attention import make_attend
 from jaxpage.device.drafters.drafter import TargetStep
+from jaxpage.device.drafters.tree_shape import TreeShape
+from jaxpage.device.drawn import bits_of
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import Flags, StepInputs
@@ -37,23 +39,6 @@ from jaxpage.shapes import MOST_CANDIDATES
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
 # by a draw of its own.
 Choice = Literal["coupled", "likeliest", "drawn"]
-
-
-class TreeShape(NamedTuple):
-    """Holds the largest depth and width of a drafter's trees."""
-
-    num_levels: int  # J: tokens ahead
-    # X: the branches that go on from a level, and the candidates after each of them; 1: a chain
-    num_branches: int
-    max_rows: int  # a step with more rows has no drafts
-
-    def scratch_blocks(self, block_size: int) -> int:
-        """Returns the scratch blocks of one branch, which may begin anywhere in a block."""
-        return -(-(block_size - 1 + self.num_levels) // block_size)
-
-    def num_scratch_blocks(self, block_size: int) -> int:
-        """Returns the scratch blocks of all branches of a step."""
-        return self.max_rows * self.num_branches * self.scratch_blocks(block_size)
 
 
 @dataclass(frozen=True)
@@ -109,6 +94,8 @@ class Ends(NamedTuple):
     draws: Draws  # the parameters that it was drawn with
     # The drafter's output for the token before it, if the drafter takes features.
     output_BD: Float[Array, "B D"] | None
+    # What the rotary positions after that token have more than its place, if these have axes.
+    offset_B: Int[Array, "B"] | None
 
 
 class _Tree(NamedTuple):
@@ -144,7 +131,8 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
     )
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
-        context = ForwardContext(inputs.positions_T, attend)
+        axes_AT = inputs.axes_AT if len(inputs.axes_AT) else None
+        context = ForwardContext(inputs.positions_T, attend, axes_AT=axes_AT)
         if drafter.aux_layers is None:
             return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if target.bucket.verifies else _next_tokens(inputs, token_ids_R)
@@ -184,6 +172,8 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
         jnp.maximum(target.token_ids_R[last_B], 0),
         draws,
         None if output_TD is None else output_TD[token_B],
+        # A token of text has the same position on all axes.
+        (inputs.axes_AT[0] - inputs.positions_T)[token_B] if len(inputs.axes_AT) else None,
     )
 
 
@@ -252,7 +242,7 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafte
         node_BX=zeros_BX - 1,
         candidates_BJGY=jnp.full(
             (num_rows, options.shape.num_levels, options.num_fields, width * width),
-            _bits(jnp.float32(-jnp.inf)),
+            bits_of(jnp.float32(-jnp.inf)),
         ),
     )
 
@@ -269,7 +259,7 @@ def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     )
     token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
     parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
-    candidates = [jnp.stack([token_id_BY, parent_BY, _bits(score_BY)], axis=1), *drawn_from]
+    candidates = [jnp.stack([token_id_BY, parent_BY, bits_of(score_BY)], axis=1), *drawn_from]
     score_BX, place_BX = jax.lax.top_k(score_BY, width)
     return tree._replace(
         token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
@@ -293,7 +283,11 @@ def _best(
     target = drafting.target
     if choice == "drawn":
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
-        return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
+        return (
+            token_ids,
+            jnp.zeros(token_ids.shape),
+            [ids_BW[:, :, None], bits_of(q_BW)[:, :, None]],
+        )
     if choice == "coupled":
         logits = perturb_logits(
             logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row
@@ -330,7 +324,11 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     attend = make_attend(
         inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups
     )
-    context = ForwardContext(position_BX.reshape(-1), attend)
+    axes_AT = None
+    if ends.offset_B is not None:
+        rotary_BX = position_BX + ends.offset_B[:, None]
+        axes_AT = jnp.broadcast_to(rotary_BX.reshape(-1), (len(target.inputs.axes_AT), count))
+    context = ForwardContext(position_BX.reshape(-1), attend, axes_AT=axes_AT)
     output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 
@@ -415,7 +413,3 @@ def _scratch_tables(
         (place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None]
     )
     return tables.reshape(num_groups, -1, table_width)
-
-
-def _bits(values: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(values, jnp.int32)

@@ -8,6 +8,7 @@ from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
     from jaxpage.device.vision.vision_step import (
+        sizes_for,  # gives the numbers of patches for which an encoder is compiled
         vision_jobs,  # gives the calls that compile an encoder of pictures
         vision_key,  # names its executable for a number of patches
         without_vision,  # gives the weights of the other parts of a model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import Any
 
@@ -31,6 +32,12 @@ def vision_key(size: int) -> str:
     return f"picture of {size} patches"
 
 
+def sizes_for(spec: Any, max_rows: int) -> tuple[int, ...]:
+    """Returns the numbers of patches that pictures of so many rows, or fewer, need."""
+    sizes: tuple[int, ...] = spec.sizes
+    return sizes[: 1 + bisect.bisect_left(sizes, max_rows * spec.block**2)]
+
+
 def vision_jobs(
     family: Any,
     spec: Any,
@@ -39,6 +46,8 @@ def vision_jobs(
     backend: Backend,
     graphs: GraphSettings,
     mesh: DeviceMesh,
+    *,
+    max_rows: int,
 ) -> dict[Bucket | str, functools.partial[Any]]:
     """Returns the calls that compile an encoder of pictures, by the keys of their executables.
 
@@ -50,6 +59,7 @@ def vision_jobs(
         backend: The kernels.
         graphs: The settings of CUDA graphs.
         mesh: The devices, each of which has the whole encoder.
+        max_rows: The most positions that a picture fills in a prompt.
     """
     graph, _ = abstract_model(family, spec, dtype)
     return {
@@ -63,7 +73,7 @@ def vision_jobs(
             graphs,
             mesh,
         )
-        for size in spec.sizes
+        for size in sizes_for(spec, max_rows)
     }
 
 

@@ -45,6 +45,11 @@ class VisionSpec(Protocol):
         ...
 
     @property
+    def block(self) -> int:
+        """Returns the side of a block of patches, which becomes a row."""
+        ...
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Returns the numbers of patches for which the encoder is compiled."""
         ...

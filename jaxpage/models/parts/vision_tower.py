@@ -31,7 +31,7 @@ from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
 from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import FieldError, WrongField
+from jaxpage.models.config.config_fields import FieldError, RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, text_part
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
@@ -157,6 +157,20 @@ def check_blocks(fields: VisionFields, tower: TowerConfig, block: int) -> None:
         fields.note(WrongField(text), image_size=tower.patch_size * block)
 
 
+def read_theta(fields: VisionFields, default: float) -> float:
+    """Returns the base of rotations by two axes, which no field changes but `rope_theta`."""
+    parameters = fields.get("rope_parameters", None) or {}
+    if not isinstance(parameters, dict):
+        fields.note(WrongField("rope_parameters must be an object"), rope_parameters=None)
+        parameters = {}
+    if parameters.get("rope_type", "axial") not in ("axial", "default"):
+        text = f"rope_type {parameters['rope_type']!r} is not supported"
+        fields.note(RefusedField(text), rope_parameters=None)
+    if (theta := parameters.get("rope_theta")) is not None:
+        fields.config["rope_theta"] = theta
+    return fields.number("rope_theta", default)
+
+
 def cut_patches(pixels: npt.NDArray[Any], patch_size: int, block: int) -> Numbers:
     """Returns the patches of a picture [C, H, W], as rows [P, C * patch_size^2], block by block.
 
@@ -191,14 +205,14 @@ def fill_up(inputs: Mapping[str, npt.NDArray[Any]], size: int) -> dict[str, npt.
     return full
 
 
-def size_menu(most_patches: int, block: int) -> tuple[int, ...]:
+def size_menu(max_patches: int, block: int) -> tuple[int, ...]:
     """Returns the powers of two below a number of patches, from 256, and the number itself.
 
     Each is rounded up to whole blocks of patches.
     """
-    powers = (2**exponent for exponent in range(8, most_patches.bit_length()))
-    whole = (-(-size // block**2) * block**2 for size in (*powers, most_patches))
-    return tuple(sorted({min(size, most_patches) for size in whole}))
+    powers = (2**exponent for exponent in range(8, max_patches.bit_length()))
+    whole = (-(-size // block**2) * block**2 for size in (*powers, max_patches))
+    return tuple(sorted({min(size, max_patches) for size in whole}))
 
 
 def size_for(sizes: Sequence[int], num_patches: int) -> int:

@@ -43,6 +43,11 @@ class Gemma3VisionConfig(VisionConfig):
 
     num_rows: int
 
+    @property
+    def num_whole(self) -> int:
+        """Returns how many tokens of a picture see each other both ways: all of a tile's."""
+        return self.num_rows
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""

@@ -23,7 +23,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
@@ -40,6 +40,7 @@ from jaxpage.models.parts.vision_tower import (
     fill_up,
     picture_attention,
     plain_projection,
+    read_theta,
     size_for,
     size_menu,
     some_fields,
@@ -83,8 +84,8 @@ class PixtralConfig(VisionConfig):
             if own.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
                 own.note(RefusedField(text_of_error), vision_feature_layer=-1)
-            theta = _read_theta(fields)
-        epsilon = _TEXT_EPSILONS.get(config["text_config"].get("model_type", ""), 1e-6)
+            theta = read_theta(fields, 10_000.0)
+        epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
             tower=tower,
             hidden_size=text_width(config),
@@ -112,19 +113,6 @@ def _read_tower(fields: VisionFields) -> TowerConfig:
         norm_epsilon=_EPSILON,
         activation=fields.activation("hidden_act", "gelu"),
     )
-
-
-def _read_theta(fields: VisionFields) -> float:
-    parameters = fields.get("rope_parameters", None) or {}
-    if not isinstance(parameters, dict):
-        fields.note(WrongField("rope_parameters must be an object"), rope_parameters=None)
-        parameters = {}
-    if parameters.get("rope_type", "axial") not in ("axial", "default"):
-        text = f"rope_type {parameters['rope_type']!r} is not supported"
-        fields.note(RefusedField(text), rope_parameters=None)
-    if (theta := parameters.get("rope_theta")) is not None:
-        fields.config["rope_theta"] = theta
-    return fields.number("rope_theta", 10_000.0)
 
 
 class PixtralVision(VisionTower, config=PixtralConfig):

@@ -10,7 +10,7 @@ from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
+from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision_tower import VisionFields, text_width, vision_part
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
@@ -31,10 +31,10 @@ class QwenVisionConfig:
         rope: The rotation, whose axes are rows and columns.
         activation: The function of a feed-forward half.
         patch: The channels, frames, rows and columns of a patch.
-        merge: The patches of a token of the text model, along each side.
+        block: The side of a block of patches that becomes a row of the text model.
         image_token_id: The token that stands for a picture's tokens in a prompt.
         num_entries: The entries of the table of positions, along each side; 0 for no table.
-        window: The text model's tokens of a window, along each side; 0 if no layer has windows.
+        window: The side of a window in blocks; 0 if no layer has windows.
         whole_layers: The layers that see the whole picture, where others see windows.
         deep_layers: The layers whose outputs are features for the text model's first layers.
     """
@@ -42,6 +42,7 @@ class QwenVisionConfig:
     kinds: ClassVar[tuple[str, ...]]  # the model types of `vision_config`
     sections: ClassVar[Sections] = QWEN2_VL
     default_token: ClassVar[int] = 151_655
+    num_axes: ClassVar[int] = NUM_AXES  # the axes of rotary positions
 
     hidden_size: int
     width: int
@@ -51,7 +52,7 @@ class QwenVisionConfig:
     rope: Rope
     activation: str
     patch: tuple[int, int, int, int]
-    merge: int
+    block: int
     image_token_id: int
     num_entries: int = 0
     window: int = 0
@@ -66,7 +67,7 @@ class QwenVisionConfig:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Returns the numbers of patches for which the encoder is compiled."""
-        return tuple(rows * self.merge**2 for rows in ROWS)
+        return tuple(rows * self.block**2 for rows in ROWS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QwenVisionConfig:
@@ -124,7 +125,7 @@ class QwenVisionConfig:
             "rope": _read_rope(fields, size // num_heads),
             "activation": fields.activation("hidden_act", activation),
             "patch": (channels, frames, side, side),
-            "merge": fields.integer("spatial_merge_size", 2),
+            "block": fields.integer("spatial_merge_size", 2),
             "image_token_id": fields.integer("image_token_id", least=0),
         }
 
@@ -159,10 +160,10 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
             fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
         )
         pixels = fields.integer("window_size", 112)
-        window = pixels // common["merge"] // common["patch"][-1]
+        window = pixels // common["block"] // common["patch"][-1]
         if window == 0:
             text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note(WrongField(text), window_size=pixels)
+            fields.note(WrongField(text), window_size=pixels, patch_size=common["patch"][-1])
         return cls(
             **common,
             inner=fields.integer("intermediate_size", 3420),
@@ -238,7 +239,7 @@ def _read_square(fields: VisionFields) -> int:
 def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     """Returns numbers of layers, which must be in order; those that do not exist are left out."""
     layers = fields.get(name, default)
-    stated = list(layers) if isinstance(layers, list | tuple) else [None]
+    stated: list[Any] = list(layers) if isinstance(layers, list | tuple) else [None]
     if not all(type(layer) is int for layer in stated) or stated != sorted(set(stated)):
         text = f"{name} must be a list of numbers of layers in their order, not {layers!r}"
         fields.note(WrongField(text), **{name: []})

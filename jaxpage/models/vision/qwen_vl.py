@@ -22,6 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
@@ -140,7 +141,7 @@ class QwenVision(VisionTower):
                 fused_projection(width, attention, "qkv", (width,) * 3),
                 plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
-                longest=(config.window * config.merge) ** 2 if has_windows else None,
+                longest=(config.window * config.block) ** 2 if has_windows else None,
             ),
             cls.make_norm(width, at / "norm2"),
             cls.make_mlp(config, at / "mlp"),
@@ -151,7 +152,7 @@ class QwenVision(VisionTower):
         cls, config: QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
     ) -> Merger:
         """Returns the product of blocks of patches; see `Merger`."""
-        inner = config.width * config.merge**2
+        inner = config.width * config.block**2
         norm, up, down = cls.merger_names
         return Merger(
             cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
@@ -169,10 +170,15 @@ class QwenVision(VisionTower):
             arrays: `pixel_values` [P, C * t * p * p] and `image_grid_thw` [1, 3].
 
         Raises:
-            UnsupportedError: It is larger than the largest size.
+            UnsupportedError: It is too large.
             ValueError: The arrays are not those of one picture.
         """
         grid = grid_of(spec, arrays)
+        if grid.num_patches > spec.sizes[-1]:
+            raise UnsupportedError(
+                f"a picture has {grid.num_patches} patches, and the encoder takes at most "
+                f"{spec.sizes[-1]}: make it smaller, or lower size in preprocessor_config.json"
+            )
         size = size_for(spec.sizes, grid.num_patches)
         inputs: dict[str, npt.NDArray[Any]] = {
             "patch_PI": np.asarray(arrays["pixel_values"], np.float32),
@@ -183,7 +189,7 @@ class QwenVision(VisionTower):
         if not spec.window:
             return [VisionCall(size, fill_up(inputs, size), grid.num_blocks)]
         order_R, window_R = grid.windows(spec.window)
-        each = spec.merge**2
+        each = spec.block**2
         order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
         inputs = {name: array[order_P] for name, array in inputs.items()}
         inputs["window_P"] = np.repeat(1 + window_R, each)
@@ -204,7 +210,7 @@ class QwenVision(VisionTower):
             shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
         if spec.window:
             shapes["window_P"] = jax.ShapeDtypeStruct((size,), jnp.int32)
-            shapes["row_R"] = jax.ShapeDtypeStruct((size // spec.merge**2,), jnp.int32)
+            shapes["row_R"] = jax.ShapeDtypeStruct((size // spec.block**2,), jnp.int32)
         return shapes
 
     @staticmethod
@@ -224,7 +230,7 @@ class QwenVision(VisionTower):
             position_PW = (entry_P4W * inputs["share_P4"][:, :, None]).sum(axis=1)
             hidden_PW = hidden_PW + position_PW.astype(hidden_PW.dtype)
         angles = config.rope.angles(inputs["place_P2"].T)
-        deep = []
+        deep: list[jax.Array] = []
         for index, layer in enumerate(self.layers):
             has_windows = config.window and index not in config.whole_layers
             segment_P = inputs["window_P" if has_windows else "segment_P"]
@@ -286,7 +292,8 @@ def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
         raise ValueError(
             f"{num_patches} patches with image_grid_thw {grids} are not those of one picture"
         )
-    return PatchGrid(*grids[0][1:], spec.merge)
+    _, height, width = grids[0]
+    return PatchGrid(height, width, spec.block)
 
 
 def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:

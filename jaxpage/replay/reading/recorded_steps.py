@@ -139,6 +139,14 @@ class RecordedSteps:
             verifies=bool(drafts) and not multi_step,
             branches=any(map(_branches, drafts.values())),
             multi_step=multi_step,
+            takes_vectors=any(self._takes_vectors(*row) for row in rows),
+        )
+
+    def _takes_vectors(self, sequence_id: int, start: int, num_tokens: int) -> bool:
+        arrival = self.walk.arrivals[self.walk.sequences[sequence_id].request_id]
+        return any(
+            first < start + num_tokens and start < first + length
+            for first, length, *_ in arrival.get("embedded", ())
         )
 
     def _is_scored(self, sequence_id: int, start: int) -> bool:

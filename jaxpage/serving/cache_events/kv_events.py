@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxpage.memory import CacheObserver, Entry
+from jaxpage.memory import CacheObserver, Entry, has_vectors
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
@@ -23,7 +23,8 @@ class KVEvents(Events, CacheObserver):
     """Gathers the changes of the prefix index in a step, and sends them as one batch.
 
     Prefixes with a cache salt or an adapter are left out: other requests cannot find them, and
-    others must not learn their tokens.
+    others must not learn their tokens. So are those with pictures or vectors, which tokens do not
+    tell.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class KVEvents(Events, CacheObserver):
         self._last_block: int | None = None  # the last block of the last BlockStored event
 
     def stored(self, block: int, entry: Entry) -> None:
-        """Adds a block to the events, unless its prefix has a salt or an adapter."""
+        """Adds a block to the events, unless its prefix has a salt, an adapter or vectors."""
         parent = entry.parent
         if isinstance(parent, str) or (parent is not None and parent not in self._hashes):
+            return
+        if has_vectors(entry.token_ids):
             return
         self._hashes[block] = block_hash = int.from_bytes(entry.digest[:8], "big")
         if parent is None or self._last_block != parent:

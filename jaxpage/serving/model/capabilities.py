@@ -37,6 +37,7 @@ def capabilities(
             "max_model_len": built.memory.max_model_len,
             "vocab_size": built.engine.vocab_size,
             "generates": not built.spec.encoded,
+            "takes_pictures": built.pictures is not None,
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
             "sampling_defaults": built.sampling_defaults,

@@ -98,6 +98,7 @@ class Switchboard:
         self._created = int(time.time())
         # The length of each model that was ever loaded.
         self._lengths: dict[str, int] = {}
+        self._sees: dict[str, bool] = {}  # likewise
         self._has_own_memory = has_own_memory
         self._file_cards: dict[str, ModelCard] = {}
         document = openapi(
@@ -209,6 +210,7 @@ class Switchboard:
         except LoadFailed as error:
             raise not_loaded(name, error) from error
         self._lengths[name] = model.context.max_model_len
+        self._sees[name] = model.context.pictures is not None
         return model
 
     @quotes
@@ -294,6 +296,8 @@ class Switchboard:
             "owned_by": "jaxpage",
             "state": self._table.slots[model].state,
             "max_model_len": self._lengths.get(model),
+            # Only a model that was loaded is known so well.
+            "capabilities": {"vision": self._sees.get(model)},
             **({"parent": model} if name != model else {}),
         }
 

@@ -116,6 +116,7 @@ _MODEL = object_of(
     created=INTEGER,
     owned_by=STRING,
     max_model_len=INTEGER,
+    capabilities={"type": "object"},
 )
 
 

@@ -25,6 +25,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    # Neither templates nor pictures need torch. Where it is installed, transformers would import
+    # it, which takes seconds; where it is not, transformers would say so.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
 from safetensors.numpy import save
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
