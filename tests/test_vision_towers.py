@@ -138,12 +138,13 @@ TOWERS = {
             "vision_config": {
                 **MISTRAL3.config["vision_config"],
                 "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"},
-                "hidden_act": "silu",
+                # A longest side that is not a whole number of blocks, which processors round up.
+                **{"hidden_act": "silu", "image_size": 92},
             },
             **{"spatial_merge_size": 3, "multimodal_projector_bias": True},
             "projector_hidden_act": "relu",
         },
-        settings={"size": {"longest_edge": 96}, "patch_size": {"height": 12, "width": 12}},
+        settings={"size": {"longest_edge": 92}, "patch_size": {"height": 12, "width": 12}},
     ),
     "gemma4": GEMMA4,
     "gemma4-bounds": dataclasses.replace(

@@ -35,7 +35,6 @@ from jaxpage.models.parts.vision_tower import (
     VisionFields,
     VisionTower,
     by_blocks,
-    check_blocks,
     cut_patches,
     fill_up,
     picture_attention,
@@ -80,7 +79,6 @@ class PixtralConfig(VisionConfig):
         with VisionFields(vision_part(config, "pixtral"), "") as fields:
             tower = _read_tower(fields)
             block = own.integer("spatial_merge_size", 2)
-            check_blocks(fields, tower, block)
             if own.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
                 own.note(RefusedField(text_of_error), vision_feature_layer=-1)
@@ -90,7 +88,7 @@ class PixtralConfig(VisionConfig):
             tower=tower,
             hidden_size=text_width(config),
             block=block,
-            sizes=size_menu(tower.side**2, block),
+            sizes=size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
             joined_epsilon=some_fields(text, "rms_norm_eps").number("rms_norm_eps", epsilon),
             joined_activation=own.activation("projector_hidden_act", "gelu"),
