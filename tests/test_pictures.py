@@ -236,6 +236,26 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
         assert "pixel_values" in ready.picture.arrays
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([*FAMILIES]),
+    texts=st.lists(st.text("ab \n\t.é<>|", max_size=6), min_size=2, max_size=4),
+)
+def test_texts_around_pictures_have_the_token_ids_of_transformers(
+    name: str, texts: list[str]
+) -> None:
+    """What stands next to a picture may become one token with a part of its text."""
+    processor = processor_of(name)
+    source = picture(7, 7)
+    number = len(texts) - 1
+    text = processor.rule.marker.join(texts)
+    expected, _ = oracle_of(name)(text, [source] * number)
+    (ready,) = processor.process([source])
+    token_ids, embedded = processor.expand(text, [ready] * number)
+    assert token_ids == expected
+    assert sum(span.length for span in embedded.spans) == number * ready.picture.num_rows
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_token_ids_are_expanded_too(name: str) -> None:
     """Those that have all placeholders already are left as they are."""
