@@ -23,7 +23,7 @@ pytestmark = pytest.mark.optimized
 
 PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
 ANSWERS: dict[str, dict[str, str]] = json.loads((PICTURES / "answers.json").read_text())
-# Of the card's accuracy of 800 questions, for a sample of 96: three standard deviations or more.
+# Of the card's accuracy, for a sample of 96 questions: three standard deviations or more.
 MARGIN = 0.15
 
 
