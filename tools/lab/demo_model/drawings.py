@@ -26,7 +26,7 @@ COLOURS = {
 }
 # Those that the shipped model knows. `draw` has "square", "triangle" and "star" too, but in the
 # time of the shipped run the vision transformer learnt colours, sizes and places, and not these.
-KINDS = ("circle",)
+KINDS: tuple[str, ...] = ("circle",)
 BACKGROUNDS = {"white": 245, "grey": 150, "black": 15}
 NUMBERS = ("no shapes", "one", "two", "three")
 SMALL, LARGE = (0.13, 0.15), (0.2, 0.24)
