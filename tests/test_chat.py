@@ -610,7 +610,7 @@ def test_the_demo_model_at_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jaxpage", "chat", "demo", "--max-tokens", "8", "--seed", "1"]
     with terminal(command, PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)) as screen:
         start = screen.expect(READY)
-        assert "temperature=0.7 (generation_config.json), top_p=0.9 (chat's default)" in start
+        assert "temperature=0.65 (generation_config.json), top_p=0.9 (chat's default)" in start
         assert "KV pool" not in start and "PyTorch" not in start
         screen.paste("Tell me of the fox\n\nls\n")
         screen.press(ENTER)

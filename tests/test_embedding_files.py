@@ -293,7 +293,7 @@ def test_the_similarity_is_that_of_the_files(similarity: Any, tmp_path: Path) ->
         "euclidean": -np.sqrt(((a - b) ** 2).sum()),
         "manhattan": -np.abs(a - b).sum(),
     }.get(similarity, a @ b / np.sqrt((a @ a) * (b @ b)))
-    near(reranker.scores([a, b]), [expected])
+    near(reranker.scores([("query", "document")], [a, b]), [expected])
 
 
 def module(kind: str, path: str) -> dict[str, Any]:

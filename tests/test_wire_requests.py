@@ -211,7 +211,8 @@ TOO_LONG = [
 
 COMPLETION_REFUSED = [
     *TOO_LONG,
-    ({"prompt": None}, "prompt", "must be a string"),
+    ({"prompt": None}, "prompt", "is required"),
+    ({"prompt_embeds": 3}, "prompt_embeds", "must be a string or a list of strings"),
     *[
         ({"prompt": value}, "prompt", "must be a string, a list of strings")
         for value in ({}, 5, [1, "a"], [1.0], [True], [[1], ["a"]], [[[1]]], [-1], [2**31], [None])

@@ -32,9 +32,7 @@ from jaxpage.engine import (
     Runner,
     VectorSources,
 )
-from jaxpage.engine.texts import (
-    TextEmbedding,
-)
+from jaxpage.engine.texts import TextEmbedding
 from jaxpage.errors import ConfigError
 from jaxpage.images import PictureProcessor
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex

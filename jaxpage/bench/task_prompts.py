@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from jaxpage.checkpoints.tokenizers import tokenizer_of
-from jaxpage.engine.calls import (
-    chat_prompt,
-)
+from jaxpage.engine.calls import chat_prompt
 from jaxpage.errors import UsageError
 from jaxpage.settings.engine_config import EngineConfig
 

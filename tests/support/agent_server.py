@@ -302,7 +302,7 @@ def agent_server(
     model = demo_with_template(directory, STRICT_QWEN)
     built = build_scripted(directory, max_model_len)
     device = ScriptedDevice(built.engine)
-    built.engine.builder.build = lambda plan, masks, slots: plan
+    built.engine.builder.build = lambda plan, *_: plan
     built.engine.runner.run = device.run
     seen: list[Seen] = []
     engine = _settings(model, max_model_len)

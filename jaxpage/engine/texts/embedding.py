@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
 from jaxpage.checkpoints import EmbeddingFiles
-from jaxpage.engine.calls import (
-    normalise,
-)
+from jaxpage.engine.calls import normalise
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import Pooling, TokenPooling
 from jaxpage.settings.argument_checks import check_choice, show

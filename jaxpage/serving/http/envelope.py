@@ -115,6 +115,8 @@ class Envelope:
             else:
                 await send_error(refusal, scope, receive, send_with_headers)
         finally:
+            # Otherwise the request would stay until the garbage collector looks at this circle.
+            stream.exchange = None
             await stream.stop_clock()
 
     def _note_refusal(self, refusal: ApiError, scope: Scope) -> None:

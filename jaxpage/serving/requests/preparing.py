@@ -18,9 +18,7 @@ from typing import Any, TypeVar
 from jaxpage.decoding import Grammar
 from jaxpage.driver import prepare
 from jaxpage.engine import CheckedParams, Engine, PreparedRequest
-from jaxpage.engine.calls import (
-    Prompt,
-)
+from jaxpage.engine.calls import Prompt
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.images import ReadyPicture
 from jaxpage.serving.wire.exchange import PromptRequest

@@ -9,9 +9,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.engine import PreparedRequest
-from jaxpage.engine.texts import (
-    YesNo,
-)
+from jaxpage.engine.texts import YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import make_refusal
 from jaxpage.serving.requests.embedding_requests import EmbeddingRequests

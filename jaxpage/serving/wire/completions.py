@@ -57,11 +57,7 @@ def _vectors(request: CompletionRequest) -> list[Any]:
     """
     if request.prompt_embeds is None:
         if "prompt" not in request.model_fields_set:
-            message = (
-                "prompt is required; it must be a string, a list of strings, a list of token ids, "
-                "or a list of lists of token ids"
-            )
-            raise ApiError(400, message, param="prompt")
+            raise ApiError(400, "prompt is required", param="prompt")
         return []
     param = "prompt_embeds"
     if request.prompt:

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.engine.texts import (
-    TextEmbedding,
-)
+from jaxpage.engine.texts import TextEmbedding
 from jaxpage.errors import CheckpointError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes

@@ -10,9 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpage.engine.texts import (
-    pair_up,
-)
+from jaxpage.engine.texts import pair_up
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.prompt_request import prompts_of

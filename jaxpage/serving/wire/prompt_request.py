@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxpage.engine.texts import (
-    Truncation,
-)
+from jaxpage.engine.texts import Truncation
 from jaxpage.serving.wire.pictures import RequestedPictures
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
