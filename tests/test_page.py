@@ -428,11 +428,11 @@ DRAWN = ("temperature", "top_p", "top_k")
     ("facts", "chat_sends", "shown"),
     [
         # the demo model's own
-        (None, {"top_p": 0.9}, {"Completion": ["0.65", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),
+        (None, {"top_p": 0.9}, {"Completion": ["0.65", "1", "0"], "Chat": ["0.65", "0.9", "0"]}),
         (
             SILENT,
             {"temperature": 0.7, "top_p": 0.9},
-            {"Completion": ["1", "1", "0"], "Chat": ["0.65", "0.9", "0"]},
+            {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]},
         ),
         (
             {
