@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy.typing as npt
@@ -27,6 +27,7 @@ class VisionCall(NamedTuple):
     num_rows: int
 
 
+@runtime_checkable
 class VisionSpec(Protocol):
     """Holds what config.json says of an encoder: a frozen, hashable dataclass.
 
@@ -55,6 +56,7 @@ class VisionSpec(Protocol):
         ...
 
 
+@runtime_checkable
 class VisionModel(Protocol):
     """The module of an encoder, which is compiled for each size."""
 
@@ -77,6 +79,7 @@ class VisionModel(Protocol):
         ...
 
 
+@runtime_checkable
 class VisionFamily(Protocol):
     """Describes the encoder of a family, which is the family's attribute `Vision`.
 
