@@ -205,6 +205,20 @@ def fill_up(inputs: Mapping[str, npt.NDArray[Any]], size: int) -> dict[str, npt.
     return full
 
 
+def placed_patch_shapes(patch_width: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and types of patches with their places on two axes, as `fill_up` has them.
+
+    Args:
+        patch_width: The numbers of a patch (I).
+        size: The number of patches (P).
+    """
+    return {
+        "patch_PI": jax.ShapeDtypeStruct((size, patch_width), jnp.float32),
+        "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
+        "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
+    }
+
+
 def size_menu(max_patches: int, block: int) -> tuple[int, ...]:
     """Returns the powers of two below a number of patches, from 256, and the number itself.
 

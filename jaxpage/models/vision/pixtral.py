@@ -38,6 +38,7 @@ from jaxpage.models.parts.vision_tower import (
     cut_patches,
     fill_up,
     picture_attention,
+    placed_patch_shapes,
     plain_projection,
     read_theta,
     size_for,
@@ -149,11 +150,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
     @staticmethod
     def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
-        return {
-            "patch_PI": jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32),
-            "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
-            "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
-        }
+        return placed_patch_shapes(spec.tower.patch_width, size)
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""

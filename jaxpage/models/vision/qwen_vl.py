@@ -38,6 +38,7 @@ from jaxpage.models.parts.vision_tower import (
     VisionTower,
     fill_up,
     fused_projection,
+    placed_patch_shapes,
     plain_projection,
     size_for,
 )
@@ -200,11 +201,7 @@ class QwenVision(VisionTower):
     @staticmethod
     def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
-        shapes = {
-            "segment_P": jax.ShapeDtypeStruct((size,), jnp.int32),
-            "patch_PI": jax.ShapeDtypeStruct((size, math.prod(spec.patch)), jnp.float32),
-            "place_P2": jax.ShapeDtypeStruct((size, 2), jnp.int32),
-        }
+        shapes = placed_patch_shapes(math.prod(spec.patch), size)
         if spec.num_entries:
             shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
             shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)

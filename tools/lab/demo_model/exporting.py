@@ -4,7 +4,9 @@ It has a config, and safetensors in [out, in] layout.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,10 +92,9 @@ def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
     write_json(directory / "generation_config.json", generation)
 
 
-def import_model(directory: Path) -> tuple[ModelSpec, Params]:
-    """Returns what `export_model` wrote, in float32."""
-    config = json.loads((directory / "config.json").read_text())
-    spec = ModelSpec(
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Returns what the config of a text model says."""
+    return ModelSpec(
         vocabulary=config["vocab_size"],
         width=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -104,6 +105,12 @@ def import_model(directory: Path) -> tuple[ModelSpec, Params]:
         rope_theta=config["rope_theta"],
         norm_epsilon=config["rms_norm_eps"],
     )
+
+
+def import_model(directory: Path) -> tuple[ModelSpec, Params]:
+    """Returns what `export_model` wrote, in float32."""
+    config = json.loads((directory / "config.json").read_text())
+    spec = read_spec(config)
     stored = load_file(directory / "model.safetensors")
     params = {}
     for name in init_params(spec, jax.random.key(0)):

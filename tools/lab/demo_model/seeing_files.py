@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from safetensors.flax import load_file, save_file
 from tokenizers import Tokenizer
 
-from tools.lab.demo_model.exporting import huggingface_name, llama_config, write_json
-from tools.lab.demo_model.model import ModelSpec, Params
+from tools.lab.demo_model.exporting import (
+    huggingface_name,
+    llama_config,
+    read_spec,
+    write_json,
+)
+from tools.lab.demo_model.model import Params
 from tools.lab.demo_model.picture_talk import BEGIN, END, IMAGE, PAD
 from tools.lab.demo_model.seeing_model import CELLS, SeeingSpec, init_seeing
 
@@ -97,17 +102,7 @@ def import_seeing(directory: Path) -> tuple[SeeingSpec, Params]:
     config = json.loads((directory / "config.json").read_text("utf-8"))
     text, vision = config["text_config"], config["vision_config"]
     spec = SeeingSpec(
-        ModelSpec(
-            vocabulary=text["vocab_size"],
-            width=text["hidden_size"],
-            layers=text["num_hidden_layers"],
-            heads=text["num_attention_heads"],
-            kv_heads=text["num_key_value_heads"],
-            feed_forward=text["intermediate_size"],
-            max_positions=text["max_position_embeddings"],
-            rope_theta=text["rope_theta"],
-            norm_epsilon=text["rms_norm_eps"],
-        ),
+        read_spec(text),
         width=vision["hidden_size"],
         layers=vision["num_hidden_layers"],
         heads=vision["num_attention_heads"],
