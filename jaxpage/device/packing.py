@@ -72,6 +72,15 @@ def pack_weights(parameters: Any, packings: Packings) -> None:
             array.delete()
 
 
+def panels_of_weights(parameters: Any, packings: Packings) -> Any:
+    """Returns the tree of all parameters, with those weights in panels; it may be traced."""
+    tree = jax.tree.map(lambda array: array, parameters)
+    for path, how in packings.items():
+        branch = _branch(tree, path)
+        branch[path[-1]] = packed.panels_of(branch[path[-1]], how.numbers)
+    return tree
+
+
 def unpack_weights(parameters: Any, packings: Packings) -> Any:
     """Returns the tree of all parameters, with the weights [out, in] of those in panels."""
     tree = jax.tree.map(lambda array: array, parameters)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Source, parameter
 from jaxpage.layers.product import product
+from jaxpage.layers.trace_scope import trace_scope
 
 ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._choose_by_tiles`.
 
@@ -102,34 +103,51 @@ class Router(nnx.Module):
         logits_TE = product(x_TD, self.weight[...], result=jnp.float32)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
-        expert_TX, weight_TX = jax.lax.platform_dependent(
-            logits_TE, cpu=self._choose_by_tiles, default=self._choose
-        )
+        routes = trace_scope().routes
+        if routes is not None and (requested_TX := routes.request()) is not None:
+            expert_TX, weight_TX = self._choose(logits_TE, requested_TX)
+        else:
+            expert_TX, weight_TX = jax.lax.platform_dependent(
+                logits_TE, cpu=self._choose_by_tiles, default=self._choose
+            )
+        if routes is not None:
+            routes.chosen.append(expert_TX)
         return expert_TX, weight_TX.astype(x_TD.dtype)
 
     def _choose(
-        self, logits_TE: Float[Array, "T E"]
+        self, logits_TE: Float[Array, "T E"], requested_TX: Int[Array, "T X"] | None = None
     ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        """Chooses experts, or takes those that are requested, and weighs them."""
         routing = self.routing
         if routing.jitter is not None:
-            return _each_among_close(logits_TE, routing.per_token, routing.jitter)
+            return _each_among_close(logits_TE, routing.per_token, routing.jitter, requested_TX)
         if routing.sigmoid:
             odds_TE = jax.nn.sigmoid(logits_TE)
         else:
             odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
             if self.correction is not None:
                 odds_TE = odds_TE / _total(odds_TE)
+        if requested_TX is not None:
+            weight_TX = jnp.take_along_axis(odds_TE, requested_TX, axis=1)
+            return requested_TX, self._scale(weight_TX, odds_TE)
         rated_TE = odds_TE if self.correction is None else odds_TE + self.correction[...][None, :]
         if routing.groups is not None:
             rated_TE = _only_best(rated_TE, routing.groups)
         weight_TX, expert_TX = _best(
             rated_TE, odds_TE, routing.per_token, corrected=routing.corrected
         )
+        return expert_TX, self._scale(weight_TX, odds_TE)
+
+    def _scale(
+        self, weight_TX: Float[Array, "T X"], odds_TE: Float[Array, "T E"]
+    ) -> Float[Array, "T X"]:
+        """Returns the weights of the chosen experts, from their odds."""
+        routing = self.routing
         if routing.normalized:
             weight_TX = weight_TX / (_total(weight_TX) + routing.epsilon)
         elif not routing.sigmoid:
             weight_TX = weight_TX / _total(odds_TE)
-        return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
+        return weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
 
     def _choose_by_tiles(
         self, logits_TE: Float[Array, "T E"]
@@ -170,7 +188,10 @@ def _best(
 
 
 def _each_among_close(
-    logits_TE: Float[Array, "T E"], count: int, jitter: float
+    logits_TE: Float[Array, "T E"],
+    count: int,
+    jitter: float,
+    requested_TX: Int[Array, "T X"] | None,
 ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
     """Returns the experts with the highest logits, and their weights, one after the other.
 
@@ -180,8 +201,12 @@ def _each_among_close(
     experts = []
     weights = []
     left_TE = logits_TE
-    for _ in range(count):
-        best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
+    for place in range(count):
+        if requested_TX is None:
+            best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
+        else:
+            expert_T1 = requested_TX[:, place : place + 1]
+            best_T1 = jnp.take_along_axis(left_TE, expert_T1, axis=1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
         is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
         odds_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))

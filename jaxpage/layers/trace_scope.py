@@ -7,7 +7,7 @@ step gives to a layer by name are in `ForwardContext`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -90,6 +90,27 @@ def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> TokenAdapters:
     return TokenAdapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
 
 
+class Routes:
+    """Notes which experts the routers of a pass choose, or says which of them to choose.
+
+    Attributes:
+        chosen: The experts of each token, by router, in the order in which these are traced.
+    """
+
+    def __init__(self, requested: Sequence[jax.Array] | None = None) -> None:
+        """Begins a pass.
+
+        Args:
+            requested: The experts to choose, by router; None if the routers decide.
+        """
+        self.chosen: list[jax.Array] = []
+        self._requested = requested
+
+    def request(self) -> jax.Array | None:
+        """Returns the experts [T, X] that the next router is to choose; None if it decides."""
+        return None if self._requested is None else self._requested[len(self.chosen)]
+
+
 @dataclass(frozen=True, eq=False)
 class TraceScope:
     """Holds what all layers share that are traced in one pass of a model. It belongs to that trace.
@@ -100,11 +121,13 @@ class TraceScope:
         adapters: The adapters of the tokens; None for a model without LoRA layers.
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
+        routes: The experts that routers choose; None where nobody asks for them.
     """
 
     kernels: LayerKernels | None = None
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
+    routes: Routes | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -53,6 +53,16 @@ def pack(weight: np.ndarray, numbers: int) -> np.ndarray:
     return packed.view(weight.dtype).reshape(*packed.shape, numbers)
 
 
+def panels_of(weight: Float[Array, "... O I"], numbers: int) -> Float[Array, "... P K 16 _"]:
+    """Returns what `pack` returns, of a weight on the device; it may be traced."""
+    *groups, num_out, num_in = weight.shape
+    lacking = [(0, 0)] * len(groups) + [(0, -num_out % OUTPUTS_OF_PANEL), (0, -num_in % numbers)]
+    words = jnp.pad(weight, lacking).reshape(
+        *groups, -1, OUTPUTS_OF_PANEL, -(-num_in // numbers), numbers
+    )
+    return words.swapaxes(-3, -2)
+
+
 def unpack(panels: Any, num_out: int, num_in: int) -> Any:
     """Returns a weight [..., O, I] of its panels, which are an array of JAX or numpy."""
     *groups, num_panels, words, outputs, numbers = panels.shape

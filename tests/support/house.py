@@ -94,6 +94,7 @@ INNER_DOORS = {
     "jaxpage.device.hardware",
     "jaxpage.device.inputs",
     "jaxpage.device.pages",
+    "jaxpage.device.rows",
     "jaxpage.device.vision",
     "jaxpage.engine.calls",
     "jaxpage.engine.texts",

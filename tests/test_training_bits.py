@@ -1,0 +1,213 @@
+"""`TrainableModel` has the bits of the engine: whole distributions, after updates, and however it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.device.rows.division import STREAM_TOKENS, divide_rows
+from jaxpage.training import TrainableModel
+from pallas_kernels.cpu import packed
+from tests.support.engines import GRANITE_4, LLAMA, QWEN3_5, make_llm
+from tests.support.model_configs import config_json
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
+
+VOCAB_SIZE = 20  # so few that an engine reports the log probabilities of all tokens
+ROWS = np.random.default_rng(5).integers(0, VOCAB_SIZE, (4, 24)).astype(np.int32)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen3.5": QWEN3_5,  # delta rules
+    "granite 4": GRANITE_4,  # Mamba 2 and experts
+    "jamba": config_json("jamba-mixed"),
+    "gemma 3": config_json("gemma3-types"),
+    "qwen3 moe": config_json("qwen3-moe-mixed", head_dim=16),
+    "mixtral": config_json("mixtral-window"),
+    "deepseek": config_json("deepseek-v3-groups"),
+    "gpt-oss": config_json("gpt-oss-windows"),
+    "llama 4": config_json("llama4-chunks"),
+    "lfm 2": config_json("lfm2-mixed"),
+    "phi-moe": config_json("phimoe-biases"),
+}
+
+
+def load(llm: LLM, **settings: Any) -> tuple[TrainableModel, Any]:
+    """Returns the trainer's model with the engine's weights."""
+    return TrainableModel.load(llm.hf_config, llm.parameters(), **settings)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    engines: list[LLM] = []
+
+    def one(name: str, **settings: Any) -> LLM:
+        config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE}
+        directory = random_checkpoint(tmp_path / f"{len(engines)}", config)
+        engines.append(make_llm(directory, **{"max_model_len": 128, **settings}))
+        return engines[-1]
+
+    yield one
+    for llm in engines:
+        llm.shutdown()
+
+
+def scores(llm: LLM, rows: np.ndarray = ROWS) -> np.ndarray:
+    """What the engine says of each token from the second on."""
+    prompts, continuations = rows[:, :1].tolist(), rows[:, 1:].tolist()
+    return np.array(llm.score(prompts, continuations), np.float32)
+
+
+def distributions(llm: LLM) -> np.ndarray:
+    """What the engine says of all tokens after each of ROWS but the last, [R, C - 1, V]."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    outputs = llm.generate(ROWS.tolist(), params, use_tqdm=False)
+    return np.array(
+        [
+            [
+                [entries[token].logprob for token in range(VOCAB_SIZE)]
+                for entries in output.prompt_logprobs[1:]
+            ]
+            for output in outputs
+        ],
+        np.float32,
+    )
+
+
+def weighted(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """A loss that depends on all tokens, and the log probabilities."""
+    logprobs = model.log_probabilities(weights, rows)
+    return jnp.sum(logprobs * jnp.sin(jnp.arange(logprobs.size)).reshape(logprobs.shape)), logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
+        [
+            *(("llama", "bfloat16"), ("qwen3 moe", "bfloat16"), ("gemma 3", "float32")),
+            *(("qwen3.5", "float32"), ("granite 4", "float32"), ("deepseek", "float32")),
+            ("mixtral", "float32"),
+        ],
+    ),
+)
+def test_every_bit_is_the_engine_s_before_and_after_an_update(
+    name: str, dtype: str, make: Any
+) -> None:
+    llm = make(name, dtype=dtype)
+    model, weights = load(llm, dtype=dtype)
+
+    @jax.jit
+    def whole(weights: Any) -> jax.Array:
+        logits = model.logits(weights, ROWS)[:, :-1].reshape(-1, VOCAB_SIZE)
+        every = jnp.tile(jnp.arange(VOCAB_SIZE), len(logits))
+        return model._rows.log_probabilities(jnp.repeat(logits, VOCAB_SIZE, axis=0), every)
+
+    @jax.jit
+    def differentiate(weights: Any) -> Any:
+        return jax.value_and_grad(lambda w: weighted(model, w, ROWS), has_aux=True)(weights)
+
+    expected = distributions(llm)
+    np.testing.assert_array_equal(whole(weights).reshape(expected.shape), expected)
+    (_, logprobs), gradients = differentiate(weights)
+    np.testing.assert_array_equal(logprobs, scores(llm))
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        assert jnp.isfinite(gradient).all(), path
+    weights = jax.tree.map(lambda w, g: (w - 1e-2 * g).astype(w.dtype), weights, gradients)
+    llm.update_parameters(model.named(weights))
+    (_, others), _ = differentiate(weights)
+    assert np.mean(np.asarray(others) == np.asarray(logprobs)) < 0.1
+    np.testing.assert_array_equal(others, scores(llm))
+
+
+@pytest.mark.parametrize("name", few(["qwen3 moe", "llama", "granite 4"], ["qwen3 moe"]))
+def test_neither_batches_nor_transformations_change_a_bit(name: str, make: Any) -> None:
+    llm = make(name)
+    model, weights = load(llm)
+    expected = scores(llm)
+    np.testing.assert_array_equal(model.log_probabilities(weights, ROWS), expected)
+
+    def loss(weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+        return weighted(model, weights, rows)
+
+    for function in (loss, jax.checkpoint(loss)):
+        differentiate = jax.jit(jax.value_and_grad(function, has_aux=True))
+        for size in (1, 3, 4):
+            parts = [ROWS[at : at + size] for at in range(0, 4, size)]
+            found = [differentiate(weights, part)[0][1] for part in parts]
+            np.testing.assert_array_equal(np.concatenate(found), expected)
+
+    def accumulate(total: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
+        (_, logprobs), gradients = jax.value_and_grad(loss, has_aux=True)(weights, rows)
+        return jax.tree.map(jnp.add, total, gradients), logprobs
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    _, found = jax.jit(lambda: jax.lax.scan(accumulate, zeros, ROWS.reshape(2, 2, -1)))()
+    np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+    of_rows = jax.jit(jax.vmap(model.log_probabilities, (None, 0)))(weights, ROWS[:, None])
+    np.testing.assert_array_equal(of_rows[:, 0], expected)
+    changes = jax.tree.map(jnp.ones_like, weights)
+    of_pairs, _ = jax.jvp(lambda w: model.log_probabilities(w, ROWS), (weights,), (changes,))
+    np.testing.assert_array_equal(of_pairs, expected)
+
+
+def test_long_rows_and_many_rows_are_divided(make: Any) -> None:
+    llm = make("qwen3.5", max_model_len=STREAM_TOKENS + 128, num_blocks=None)
+    model, weights = load(llm)
+    compute = jax.jit(model.log_probabilities)
+    for shape in ((1, STREAM_TOKENS + 101), (70, 10), (1, 2), (3, 1)):
+        rows = np.random.default_rng(7).integers(0, VOCAB_SIZE, shape).astype(np.int32)
+        if shape[1] > 1:
+            np.testing.assert_array_equal(compute(weights, rows), scores(llm, rows))
+        else:
+            assert compute(weights, rows).shape == (3, 0)
+    division = divide_rows(70, 10)
+    assert (division.num_streams, division.rows_at_once, division.num_chunks) == (2, 35, 1)
+    division = divide_rows(2, 1100)
+    assert (division.num_streams, division.rows_at_once, division.num_chunks) == (2, 1, 3)
+    assert division.chunk * 3 - 1100 < 3
+
+
+@pytest.mark.parametrize("name", few(["qwen3 moe", "llama", "qwen3.5"], ["qwen3 moe"]))
+def test_an_engine_without_kernels_in_cpp_has_the_bits_of_a_trainer_without(
+    name: str, make: Any
+) -> None:
+    """And the kernels' order of sums is not that of XLA, which is seen."""
+    llm = make(name, attention_backend="scan")
+    expected = scores(llm)
+    model, weights = load(llm, attention_backend="scan")
+    np.testing.assert_array_equal(jax.jit(model.log_probabilities)(weights, ROWS), expected)
+    if not packed.takes("float32"):
+        pytest.skip("no kernels for this CPU")
+    model, _ = load(llm)
+    others = np.asarray(jax.jit(model.log_probabilities)(weights, ROWS))
+    assert np.mean(others == expected) < 0.9
+    np.testing.assert_allclose(others, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", few(["llama", "gemma 3", "qwen3.5"], ["llama"]))
+def test_derivatives_are_those_of_the_dense_pass(name: str, make: Any) -> None:
+    llm = make(name)
+    found = []
+    for exact in (True, False):
+        model, weights = load(llm, exact=exact)
+        differentiate = jax.jit(jax.grad(lambda w, m=model: weighted(m, w, ROWS)[0]))
+        found.append(differentiate(weights))
+    for ours, dense in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+
+
+def test_panels_on_the_device_are_those_of_the_host() -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((20, 7), (3, 32, 6)):
+        weight = rng.standard_normal(shape).astype(np.float32)
+        for dtype, numbers in (("float32", 1), ("bfloat16", 2)):
+            array = jnp.asarray(weight, dtype)
+            panels = jax.jit(packed.panels_of, static_argnums=1)(array, numbers)
+            np.testing.assert_array_equal(panels, packed.pack(np.asarray(array), numbers))
