@@ -199,7 +199,7 @@ def test_requests_that_run_are_ended_where_that_is_asked_for(
     assert last.outputs[0].finish_reason == "abort" and last.weights_version == version
     assert token_ids == from_files[0][0][0][: len(token_ids)] and len(token_ids) < 12
     assert texts(llm) == from_files[1] and not list(stream)
-    with pytest.raises(ValueError, match="mode must be one of wait, abort, not 'now'"):
+    with pytest.raises(ValueError, match="mode must be one of wait, abort, keep, recompute, not 'now'"):
         llm.update_parameters(random_tensors(LLAMA), mode="now")  # type: ignore[arg-type]
     invariants(llm)
 

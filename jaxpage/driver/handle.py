@@ -43,11 +43,14 @@ class Command(NamedTuple):
         answer: Gets the result. If it is None, nobody waits, and an exception ends the driver.
         waits_for_weights: True if the command waits while other weights are on their way, or while
             the engine sleeps.
+        is_step: True if the command computes on the device, so that it waits while steps are
+            paused.
     """
 
     function: Callable[[Engine], Any]
     answer: PendingAnswer[Any] | None = None
     waits_for_weights: bool = False
+    is_step: bool = False
 
     def run(self, engine: Engine) -> None:
         """Calls the function, unless the answer was cancelled."""
@@ -69,19 +72,23 @@ class Command(NamedTuple):
 
 
 class Change(Generic[_Result]):
-    """Holds a change of the weights, such as other ones or sleep, which waits until nothing runs.
+    """Holds a change of the weights, such as other ones or sleep.
 
     Attributes:
         function: Makes the change.
         frees_weights: True if the weights are gone afterwards, so that the change also waits for
             requests that only read them.
+        waits: True if the change waits until nothing runs.
         answer: Gets what the function returns or raises.
         is_withdrawn: True if nobody waits for the change any more.
     """
 
-    def __init__(self, function: Callable[[Engine], _Result], *, frees_weights: bool) -> None:
+    def __init__(
+        self, function: Callable[[Engine], _Result], *, frees_weights: bool, waits: bool = True
+    ) -> None:
         self.function = function
         self.frees_weights = frees_weights
+        self.waits = waits
         self.answer: PendingAnswer[_Result] = PendingAnswer()
         self.is_withdrawn = False
 
