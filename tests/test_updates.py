@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,10 +12,12 @@ import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.driver import Handle
+from jaxpage.errors import CheckpointError, ShuttingDown
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.step.update import Mode
-from tests.support.engines import ENGINES, LLAMA, MISTRAL, invariants, make_llm
+from tests.support.engines import ENGINES, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
+from tests.support.running import wait_until
 
 PROMPTS = [[1, 2, 3, 4] * 9, [7, 8, 9], [5] * 20]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -163,3 +166,210 @@ def kept_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) ->
         llm.update_parameters(random_tensors(LLAMA, seed=version), mode="keep")
     [output] = finish(llm, [(handle, updates)])
     return output.outputs[0]
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_no_request_finds_blocks_of_other_weights(
+    checkpoint: Path, fresh: Callable[..., CompletionOutput], mode: Mode
+) -> None:
+    """Neither those that were computed before, nor those that a kept request fills afterwards."""
+    with make_llm(checkpoint, start=False) as llm:
+        prompt = [3] * 40
+        long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        handles = run_by_hand(llm, [prompt], long)
+        for _ in range(3 if mode != "wait" else 70):
+            llm._driver.step()
+        llm.update_parameters(random_tensors(LLAMA, seed=1), mode=mode)
+        for _ in range(40):
+            llm._driver.step()
+        [whole] = finish(llm, handles)
+        known = [*prompt, *whole.outputs[0].token_ids]
+        for tokens in (prompt, known):
+            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+            [output] = llm.generate([tokens], params, use_tqdm=False)
+            assert output.metrics is not None
+            hits = output.metrics.num_cached_tokens
+            # What is computed anew belongs to the new weights, and may be found.
+            assert (hits or 0) > 0 if mode == "recompute" or tokens is known else hits == 0
+            expected = fresh(1, tokens, temperature=0.0, max_tokens=6)
+            assert bits(output.outputs[0]) == bits(expected)
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_scores_of_a_prompt_come_from_one_set_of_weights(
+    checkpoint: Path, plain: LLM, mode: Mode
+) -> None:
+    prompts = [[1, 2, 3, 4] * 20, [9, 8, 7]]
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    with make_llm(checkpoint, start=False, **ENGINES["recompute"]) as llm:
+        handles = run_by_hand(llm, prompts, params)
+        for _ in range(3):
+            llm._driver.step()
+        llm.update_parameters(random_tensors(LLAMA, seed=1), mode=mode)
+        outputs = finish(llm, handles)
+        invariants(llm)
+    plain.update_parameters(random_tensors(LLAMA, seed=1))
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    assert outputs[0].prompt_logprobs == expected[0].prompt_logprobs
+    assert outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert outputs[0].outputs[0].weights_versions == [1] * 4
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_prefix_that_is_computed_for_a_pin_starts_over(
+    checkpoint: Path, fresh: Callable[..., CompletionOutput], mode: Mode
+) -> None:
+    prefix = [2, 4, 6, 8] * 20
+    with make_llm(checkpoint, start=False, **ENGINES["recompute"]) as llm:
+        with llm._driver.pinning(llm._prepare_prefix(prefix, None)) as answer:
+            for _ in range(3):
+                llm._driver.step()
+            assert not answer.done()
+            llm.update_parameters(random_tensors(LLAMA, seed=1), mode=mode)
+            pin_id = llm._driver.wait(answer)
+        with pytest.raises(RuntimeError, match=r"prefixes of the old ones are pinned \(1\)"):
+            llm.update_parameters(random_tensors(LLAMA), mode=mode)
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+        [output] = llm.generate([[*prefix, 5]], params, use_tqdm=False)
+        assert output.metrics is not None and output.metrics.num_cached_tokens == 80
+        expected = fresh(1, [*prefix, 5], temperature=0.0, max_tokens=6)
+        assert bits(output.outputs[0]) == bits(expected)
+        llm._driver.wait(llm._driver.unpin(pin_id))
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_beams_go_on_with_other_weights(checkpoint: Path, mode: Mode) -> None:
+    """Weights of equal numbers change no hypothesis; other ones are on record for each token."""
+    params = BeamSearchParams(3, max_tokens=12, ignore_eos=True)
+    with make_llm(checkpoint, start=False, **ENGINES["swap"]) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        for seed in (0, 1):
+            handles = run_by_hand(llm, PROMPTS, params)
+            for _ in range(6):
+                llm._driver.step()
+            llm.update_parameters(random_tensors(LLAMA, seed=seed), mode=mode)
+            outputs = finish(llm, handles)
+            for output, known in zip(outputs, expected, strict=True):
+                for hypothesis, same in zip(output.outputs, known.outputs, strict=True):
+                    versions = hypothesis.weights_versions
+                    assert len(versions) == 12 and versions == sorted(versions)
+                    if seed == 0:
+                        assert hypothesis.token_ids == same.token_ids
+                        assert hypothesis.score == same.score
+            assert len({*outputs[0].outputs[0].weights_versions}) == 2
+        invariants(llm)
+
+
+def test_an_update_that_is_refused_changes_nothing(checkpoint: Path) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    wrong: dict[str, Any] = random_tensors(LLAMA, seed=1)
+    wrong["model.norm.weight"] = wrong["model.norm.weight"][:5]
+    wrong["other"] = np.zeros(3, np.float32)
+    del wrong["lm_head.weight"]
+    with make_llm(checkpoint, start=False) as llm:
+        expected = finish(llm, run_by_hand(llm, PROMPTS, greedy))
+        handles = run_by_hand(llm, PROMPTS, greedy)
+        for mode in ("keep", "recompute"):
+            for _ in range(4):
+                llm._driver.step()
+            with pytest.raises(CheckpointError) as caught:
+                llm.update_parameters(wrong, mode=mode)
+            for name in ("(3 problems)", "'model.norm.weight'", "'other'", "'lm_head.weight'"):
+                assert name in str(caught.value)
+            infinite = random_tensors(LLAMA, seed=1)
+            infinite["model.norm.weight"][0] = np.nan
+            infinite["lm_head.weight"][1] = np.inf
+            with pytest.raises(CheckpointError) as caught:
+                llm.update_parameters(infinite, mode=mode, check_finite=True)
+            assert all(name in str(caught.value) for name in ("'model.norm.w", "'lm_head.w"))
+        outputs = finish(llm, handles)
+        assert [bits(each.outputs[0]) for each in outputs] == [
+            bits(each.outputs[0]) for each in expected
+        ]
+        assert llm._engine.weights_version == 0 == outputs[0].weights_version
+        assert outputs[0].metrics is not None and outputs[0].metrics.num_preemptions == 0
+
+
+# Pauses
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+def test_no_step_runs_while_the_engine_is_paused(checkpoint: Path) -> None:
+    with make_llm(checkpoint, start=False) as llm:
+        [expected] = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+        handles = run_by_hand(llm, [PROMPTS[1]], GREEDY)
+        llm._driver.step()
+        for _ in range(2):
+            llm.pause()
+        assert llm.is_paused
+        handles += run_by_hand(llm, [PROMPTS[1]], GREEDY)
+        num_steps = llm._engine.num_steps
+        while llm._driver.step():
+            pass
+        assert llm._engine.num_steps == num_steps and len(llm._engine.groups) == 2
+        llm.resume()
+        with pytest.raises(RuntimeError, match="the engine is not paused"):
+            llm.resume()
+        for output in finish(llm, handles):
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_weights_are_replaced_while_the_engine_is_paused(checkpoint: Path) -> None:
+    """In every mode, without a step; only what would have to run first is refused."""
+    with make_llm(checkpoint, start=False) as llm:
+        llm.pause()
+        assert llm.update_parameters(random_tensors(LLAMA)) == 1
+        llm.sleep()
+        llm.wake_up()
+        assert llm.is_paused
+        handles = run_by_hand(llm, PROMPTS, GREEDY)
+        assert llm.update_parameters(random_tensors(LLAMA, seed=1), mode="keep") == 2
+        assert llm.update_parameters(random_tensors(LLAMA, seed=2), mode="recompute") == 3
+        refused: list[Callable[[], object]] = [
+            lambda: llm.update_parameters(random_tensors(LLAMA)),
+            llm.sleep,
+        ]
+        for call in refused:
+            with pytest.raises(RuntimeError, match="the engine is paused with 3 of them: resume"):
+                call()
+        assert llm._engine.num_steps == 0 and not handles[0][1]
+        assert llm.update_parameters(random_tensors(LLAMA), mode="abort") == 4
+        assert [updates[0][1].outputs[0].finish_reason for _, updates in handles] == ["abort"] * 3
+        assert llm.is_paused and llm._engine.num_steps == 0
+        llm.resume()
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        invariants(llm)
+
+
+def test_a_drain_ends_a_pause(checkpoint: Path) -> None:
+    with make_llm(checkpoint, start=False) as llm:
+        llm.pause()
+        handles = run_by_hand(llm, PROMPTS, GREEDY)
+        llm._driver.step()
+        assert llm._engine.groups and llm.drain() and not llm.is_paused
+        assert all(updates[0][1].outputs[0].finish_reason == "length" for _, updates in handles)
+        with pytest.raises(ShuttingDown):
+            llm.pause()
+
+
+def test_a_pause_and_its_end_come_from_different_threads(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm, ThreadPoolExecutor(2) as pool:
+        llm.pause()
+        requested = pool.submit(llm.generate, PROMPTS, GREEDY, use_tqdm=False)
+        vectors = pool.submit(llm.embed, [[1, 2, 3]], use_tqdm=False)
+        wait_until(lambda: len(llm._driver.turns.live) == 4, "the requests are there")
+        assert llm._driver.step_age is None and llm._driver.healthy
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        stream.close()
+        wait_until(lambda: len(llm._driver.turns.live) == 4, "the stream has ended")
+        assert llm.update_parameters(random_tensors(LLAMA, seed=1), mode="recompute") == 1
+        assert not requested.done() and not vectors.done()
+        llm.resume()
+        outputs = requested.result(60)
+        assert [output.outputs[0].weights_versions for output in outputs] == [[1] * 10] * 3
+        assert vectors.result(60).shape == (1, 64)
+        llm.pause()  # and the end of the program does not hang
