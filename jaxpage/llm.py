@@ -41,8 +41,8 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.step.update import Mode
 from jaxpage.settings.sources import resolve_config
+from jaxpage.step.update import Mode
 
 Params = SamplingParams | BeamSearchParams
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

@@ -1102,7 +1102,7 @@ class Lives(RuleBasedStateMachine):
         mode=st.sampled_from(get_args(Mode)),
         flags=st.tuples(*[st.booleans()] * 2),
     )
-    def begin(self, kind, number, flags):
+    def begin(self, kind, number, mode, flags):
         driver, (tells, queues) = self.driver, flags
         if kind == "pin":
             context = driver.pinning(order(self.built, [number] * 40))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,13 +12,17 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.driver import Handle
-from jaxpage.errors import CheckpointError, ShuttingDown
+from jaxpage.errors import CheckpointError, ConfigError, EventLogError, ShuttingDown
 from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.replay import Report, check_new, replay
+from jaxpage.replay.log_walk import Walk
 from jaxpage.step.update import Mode
 from tests.support.engines import ENGINES, LLAMA, invariants, make_llm
+from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
 
@@ -80,12 +87,13 @@ WAYS: dict[str, Any] = {
     "drawn": {"temperature": 1.3, "seed": 5, "top_p": 0.9},
     "samples": {"temperature": 1.1, "seed": 9, "n": 2},
 }
-SETTINGS: dict[str, Any] = {
-    "recompute": ENGINES["recompute"],
-    "swap": ENGINES["swap"],
-    "mixed": ENGINES["fair and mixed"],
+_ENGINES: dict[str, dict[str, Any]] = ENGINES  # type: ignore[assignment]
+SETTINGS = {
+    "recompute": _ENGINES["recompute"],
+    "swap": _ENGINES["swap"],
+    "mixed": _ENGINES["fair and mixed"],
     "n-gram": {"speculative_config": NGRAM},
-    "suffix": {**ENGINES["recompute"], "speculative_config": SUFFIX},
+    "suffix": {**_ENGINES["recompute"], "speculative_config": SUFFIX},
 }
 
 
@@ -202,7 +210,7 @@ def test_scores_of_a_prompt_come_from_one_set_of_weights(
 ) -> None:
     prompts = [[1, 2, 3, 4] * 20, [9, 8, 7]]
     params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
-    with make_llm(checkpoint, start=False, **ENGINES["recompute"]) as llm:
+    with make_llm(checkpoint, start=False, **SETTINGS["recompute"]) as llm:
         handles = run_by_hand(llm, prompts, params)
         for _ in range(3):
             llm._driver.step()
@@ -221,7 +229,7 @@ def test_a_prefix_that_is_computed_for_a_pin_starts_over(
     checkpoint: Path, fresh: Callable[..., CompletionOutput], mode: Mode
 ) -> None:
     prefix = [2, 4, 6, 8] * 20
-    with make_llm(checkpoint, start=False, **ENGINES["recompute"]) as llm:
+    with make_llm(checkpoint, start=False, **SETTINGS["recompute"]) as llm:
         with llm._driver.pinning(llm._prepare_prefix(prefix, None)) as answer:
             for _ in range(3):
                 llm._driver.step()
@@ -243,7 +251,7 @@ def test_a_prefix_that_is_computed_for_a_pin_starts_over(
 def test_beams_go_on_with_other_weights(checkpoint: Path, mode: Mode) -> None:
     """Weights of equal numbers change no hypothesis; other ones are on record for each token."""
     params = BeamSearchParams(3, max_tokens=12, ignore_eos=True)
-    with make_llm(checkpoint, start=False, **ENGINES["swap"]) as llm:
+    with make_llm(checkpoint, start=False, **SETTINGS["swap"]) as llm:
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         for seed in (0, 1):
             handles = run_by_hand(llm, PROMPTS, params)
@@ -373,3 +381,120 @@ def test_a_pause_and_its_end_come_from_different_threads(checkpoint: Path) -> No
         assert [output.outputs[0].weights_versions for output in outputs] == [[1] * 10] * 3
         assert vectors.result(60).shape == (1, 64)
         llm.pause()  # and the end of the program does not hang
+
+
+# The event log
+
+
+@pytest.fixture(scope="module")
+def asynchronous_run(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[RequestOutput]]:
+    """A log of requests that three updates meet, with the arrays of their weights, and what users saw."""
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    drawn = SamplingParams(temperature=1.2, seed=3, n=2, max_tokens=30, ignore_eos=True)
+    with make_llm(checkpoint, start=False, event_log=str(path), event_log_weights=True) as llm:
+        handles = run_by_hand(llm, PROMPTS[:2], drawn)
+        modes: tuple[Mode, ...] = ("keep", "recompute", "wait")
+        for seed, mode in zip((1, 2, 1), modes, strict=True):
+            for _ in range(8):
+                llm._driver.step()
+            handles += run_by_hand(llm, PROMPTS[2:], drawn)
+            llm._driver.step()
+            llm.update_parameters(random_tensors(LLAMA, seed=seed), mode=mode)
+        outputs = finish(llm, handles)
+        outputs += llm.generate(PROMPTS, drawn, use_tqdm=False)
+    return path, outputs
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_log_has_the_updates_of_its_run(
+    asynchronous_run: tuple[Path, list[RequestOutput]],
+) -> None:
+    path, outputs = asynchronous_run
+    updates = [record for record in records_of(path) if record["event"] == "update"]
+    assert [(update["version"], update["mode"]) for update in updates] == [
+        (1, "keep"),
+        (2, "recompute"),
+        (3, "wait"),
+    ]
+    first, second, third = [update["checksum"] for update in updates]
+    assert first == third != second
+    directory = Path(f"{path}.weights")
+    assert {each.name for each in directory.iterdir()} == {first, second}
+    for checksum, seed in ((first, 1), (second, 2)):
+        file = directory / checksum / "model.safetensors"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        for name, array in load_file(file).items():
+            np.testing.assert_array_equal(array, random_tensors(LLAMA, seed=seed)[name])
+    assert {*outputs[0].outputs[0].weights_versions} == {0, 1, 2}
+    assert {*outputs[-1].outputs[1].weights_versions} == {3}
+    with pytest.raises(ConfigError, match="exists, and a log never overwrites a file"):
+        check_new(path)
+
+
+def test_a_run_with_updates_is_replayed(
+    asynchronous_run: tuple[Path, list[RequestOutput]], tmp_path: Path
+) -> None:
+    path, outputs = asynchronous_run
+    with when_used():
+        report = replay(path, progress=False)
+    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    assert report == Report(report.num_steps, num_tokens, None, None)
+    walk = Walk()
+    drawn: dict[int, list[Any]] = {}
+    for record in records_of(path):
+        walk.follow(record)
+        drawn |= {sequence_id: sequence.token_ids for sequence_id, sequence in walk.ended.items()}
+    users = [sample.token_ids for output in outputs for sample in output.outputs]
+    assert sorted(drawn.values()) == sorted(users)
+    for until in (4, 12, 31):
+        with when_used():
+            assert replay(path, progress=False, until=until).num_steps == until
+
+
+def test_the_weights_of_a_replay_are_found_by_their_checksum(
+    asynchronous_run: tuple[Path, list[RequestOutput]], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    shutil.copy(asynchronous_run[0], path)
+    directories = [random_checkpoint(tmp_path / str(seed), LLAMA, seed=seed) for seed in (0, 1, 2)]
+    with pytest.raises(EventLogError, match=r"no arrays of them in .*run\.jsonl\.weights: name"):
+        replay(path, progress=False)
+    with when_used():
+        assert replay(path, progress=False, until=8).difference is None  # before the first
+        report = replay(path, progress=False, weights=directories)
+        assert report.difference is None and report.ending is None
+        with pytest.raises(EventLogError) as caught:
+            replay(path, progress=False, weights=[directories[0], directories[1], tmp_path])
+    updates = [record for record in records_of(path) if record["event"] == "update"]
+    message = str(caught.value)
+    assert f"no weights with the checksum {updates[1]['checksum']}" in message
+    assert f"{directories[1]} has {updates[0]['checksum']}" in message
+    assert f"{tmp_path} cannot be used" in message
+
+
+def test_a_changed_update_is_found(
+    asynchronous_run: tuple[Path, list[RequestOutput]], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    records = records_of(asynchronous_run[0])
+    place = next(n for n, record in enumerate(records) if record["event"] == "update")
+    shutil.copytree(f"{asynchronous_run[0]}.weights", f"{path}.weights")
+
+    def replayed(**fields: Any) -> str | None:
+        changed = [*records[:place], records[place] | fields, *records[place + 1 :]]
+        path.write_text("".join(json.dumps(record) + "\n" for record in changed))
+        with when_used():
+            return replay(path, progress=False).difference
+
+    assert "tokens" in str(replayed(mode="recompute")) or "plan" in str(replayed(mode="recompute"))
+    assert "version" in str(replayed(version=7))
+    for fields in ({"mode": "now"}, {"mode": "wait"}):
+        with pytest.raises(EventLogError, match="this update cannot be replayed"):
+            replayed(**fields)
+    with pytest.raises(EventLogError, match="an update to weights with the checksum 3"):
+        replayed(checksum=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -173,6 +174,11 @@ class Handle:
         return False
 
     @property
+    def is_unfinished(self) -> bool:
+        """Returns whether the request has something to wait for, so that it can be late."""
+        return self.reporter is None or not self.reporter.finished
+
+    @property
     def num_output_tokens(self) -> int:
         """Returns how many tokens all sequences of the request have drawn."""
         return 0 if self.reporter is None else self.reporter.num_output_tokens
@@ -202,6 +208,12 @@ class Handle:
 
 
 Update = tuple[Handle, RequestOutput | JaxpageError]
+
+
+def seconds_to_deadline(handles: Iterable[Handle]) -> float | None:
+    """Returns the seconds until a request is late, at least 0; None if none can be."""
+    first = min((handle.deadline for handle in handles if handle.is_unfinished), default=math.inf)
+    return None if math.isinf(first) else max(0.0, first - time.monotonic())
 
 
 def send(updates: Iterable[Update]) -> None:

@@ -13,7 +13,6 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -26,15 +25,15 @@ from jaxpage.driver.handle import (
     PendingAnswer,
     Update,
     copy_error,
+    seconds_to_deadline,
     send,
 )
+from jaxpage.driver.places import RequestPlaces
 from jaxpage.engine import Engine, WakingWeights
 from jaxpage.errors import (
-    CapacityError,
     DeadlineExceeded,
     EngineFailed,
     JaxpageError,
-    QueueFull,
     ShuttingDown,
     WeightsReplaced,
 )
@@ -76,8 +75,7 @@ class Turns:
         self.is_over = False  # nobody reads the inbox any more
         self.is_paused = False  # no step runs until `resume`
         self.running_thread: int | None = None  # the thread that takes a turn now
-        self._num_places = num_places
-        self._places = deque([None] * (num_places or 0))  # each request takes one out
+        self._places = RequestPlaces(num_places)
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
         self._updates: list[Update] = []
@@ -94,7 +92,7 @@ class Turns:
     @property
     def num_open(self) -> int:
         """Returns how many requests have a place; 0 if the number of places has no limit."""
-        return (self._num_places or 0) - len(self._places)
+        return self._places.num_taken
 
     def post(self, command: Command) -> None:
         """Puts a command into the inbox. It is refused if nobody reads the inbox any more."""
@@ -130,26 +128,7 @@ class Turns:
         """
         if (refusal := self.refusal or self.draining) is not None:
             raise copy_error(refusal)
-        if self._num_places is None:
-            return
-        placed = [handle for handle in handles if handle.needs_place]
-        number = len(placed)
-        if number > self._num_places:
-            raise CapacityError(
-                f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
-            )
-        num_taken = 0
-        try:
-            while num_taken < number:
-                self._places.pop()
-                num_taken += 1
-        except IndexError:
-            self._places.extend([None] * num_taken)
-            raise QueueFull(
-                f"{self.num_open} requests run or wait, and there are {self._num_places} places; try again later"
-            ) from None
-        for handle in placed:
-            handle.has_place = True
+        self._places.take(handles)
 
     def fail(self, death: BaseException) -> None:
         """Ends everything with EngineFailed, even while a step runs that may never end."""
@@ -198,7 +177,7 @@ class Turns:
             if not waits and self.inbox.empty():
                 return has_changed
             with contextlib.suppress(queue.Empty):
-                self._run_command(self.inbox.get(timeout=self._seconds_to_deadline()))
+                self._run_command(self.inbox.get(timeout=seconds_to_deadline(self.live.values())))
         self.began = time.monotonic()
         for _ in range(self.inbox.qsize()):
             self._run_command(self.inbox.get())
@@ -372,22 +351,9 @@ class Turns:
         if math.isinf(self._timeout_seconds):
             return
         now = time.monotonic()
-        for handle in self._unfinished():
-            if handle.deadline < now:
+        for handle in list(self.live.values()):
+            if handle.is_unfinished and handle.deadline < now:
                 self.end_one(handle, self.too_late())
-
-    def _unfinished(self) -> list[Handle]:
-        return [
-            handle
-            for handle in self.live.values()
-            if handle.reporter is None or not handle.reporter.finished
-        ]
-
-    def _seconds_to_deadline(self) -> float | None:
-        """Returns the seconds until a request is late, at least 0; None if none can be."""
-        deadlines = (handle.deadline for handle in self._unfinished())
-        first = min(deadlines, default=math.inf)
-        return None if math.isinf(first) else max(0.0, first - time.monotonic())
 
     def too_late(self) -> DeadlineExceeded:
         """Returns the error of a request whose time is over."""
@@ -408,9 +374,7 @@ class Turns:
         if handle.is_over:
             return
         handle.is_over = True
-        if handle.has_place:
-            handle.has_place = False
-            self._places.append(None)
+        self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
             self.engine.abort(handle.request_id)
         self._answer_added(handle)

@@ -12,15 +12,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from jaxpage.decoding import (
-    BeamStrategy,
-    Grammar,
-    GrammarCompiler,
-    MaskBudget,
-    SamplingStrategy,
-    advance,
-    masks_of,
-)
+from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
 from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
@@ -29,7 +21,8 @@ from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
-from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
+from jaxpage.engine.strategies import DefaultStrategies
+from jaxpage.engine.text import words_as_token_ids
 from jaxpage.engine.thinking import budget_of
 from jaxpage.engine.vector_fields import NO_SOURCES
 from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
@@ -48,7 +41,7 @@ from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.request import Sequence, SequenceGroup
 from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import Mode, WeightsUpdate
 
@@ -134,9 +127,9 @@ class Engine:
         self.adapters = adapters
         self.sources = sources
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
-        self._mask_budget = MaskBudget()
         self.speculator: Speculator = speculator or NoSpeculation()
-        self._new_strategy = new_strategy or self._strategy_of
+        self._default_strategies = DefaultStrategies(tokenizer)
+        self._new_strategy = new_strategy or self._default_strategies
         self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
@@ -360,7 +353,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult | None:
         """Returns the result of the step, or None if the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
-        self._mask_budget.begin_step()
+        self._default_strategies.mask_budget.begin_step()
         try:
             # It is inside the `try`, so that a replay can fail where the logged step did.
             self.events.planned(plan)
@@ -602,17 +595,3 @@ class Engine:
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
-
-    def _strategy_of(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
-        request = group.request
-        if request.beam:
-            return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
-        return SamplingStrategy(
-            request, lambda: self._new_detokenizer(request), grammar, self._mask_budget
-        )
-
-    def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
-        if self.tokenizer is None:
-            return NoText()
-        skip = request.params.skip_special_tokens
-        return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)

@@ -228,9 +228,7 @@ class Reporter:
             finished=self._group.finished and not self.is_behind,
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
-            weights_version=max(
-                sequence.weights[-1][1] for sequence in self._group.sequences
-            ),
+            weights_version=max(sequence.weights[-1][1] for sequence in self._group.sequences),
         )
 
     def _completion(

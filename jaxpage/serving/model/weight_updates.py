@@ -23,6 +23,7 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.model.directories import directory_inside
+from jaxpage.serving.model.pausing import pause_routes
 from jaxpage.serving.requests.generating import while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Workers
@@ -107,7 +108,7 @@ class Updating:
 def weights_routes(
     config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests
 ) -> list[Route]:
-    """Returns the route that updates the weights; none without `weights_directory`.
+    """Returns the routes that update the weights, and pause; none without `weights_directory`.
 
     Args:
         config: The settings of the server.
@@ -137,4 +138,4 @@ def weights_routes(
 
             await while_connected(receive, answer_update())
 
-    return [post_route("/v1/update_weights", answer)]
+    return [post_route("/v1/update_weights", answer), *pause_routes(lambda order: driver, set())]
