@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.assembly import Built, Hooks, Mode
+from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel
 from jaxpage.engine import Engine, PreparedRequest
@@ -52,6 +52,7 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.update import Mode
 
 
 class AsyncLLM(DrivenModel):
@@ -363,7 +364,8 @@ class AsyncLLM(DrivenModel):
         running requests raise WeightsReplaced.
 
         Raises:
-            RuntimeError: Another update is under way, or a prefix is pinned.
+            RuntimeError: Another update is under way, a prefix is pinned, or requests would have
+                to finish first while the engine is paused.
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of
                 `LLM.update_parameters`.
@@ -371,7 +373,16 @@ class AsyncLLM(DrivenModel):
         weights = await asyncio.to_thread(
             self._prepare_weights, parameters, check_finite=check_finite, mode=mode
         )
-        return await self._driver.replace_weights(weights, abort=mode == "abort")
+        checksum = await asyncio.to_thread(self._checksum_of, weights)
+        return await self._driver.replace_weights(weights, mode, checksum)
+
+    async def pause(self) -> None:
+        """Has no step run until `resume`; see `LLM.pause`."""
+        await asyncio.wrap_future(self._driver.pause())
+
+    async def resume(self) -> None:
+        """Ends `pause`; see `LLM.resume`."""
+        await asyncio.wrap_future(self._driver.resume())
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the device's memory until `wake_up`; see `LLM.sleep`."""
@@ -469,4 +480,7 @@ def _join_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> C
     logprobs = None if delta.logprobs is None else (before.logprobs or []) + delta.logprobs
     text = before.text + delta.text
     token_ids = list(before.token_ids) + list(delta.token_ids)
-    return replace(delta, text=text, token_ids=token_ids, logprobs=logprobs)
+    versions = before.weights_versions + delta.weights_versions
+    return replace(
+        delta, text=text, token_ids=token_ids, logprobs=logprobs, weights_versions=versions
+    )

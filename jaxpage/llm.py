@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.assembly import Built, Hooks, Mode
+from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update
 from jaxpage.engine import Engine, PreparedRequest
@@ -42,6 +42,7 @@ from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSetting
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.settings.sources import resolve_config
+from jaxpage.step.update import Mode
 
 Params = SamplingParams | BeamSearchParams
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -181,21 +182,47 @@ class LLM(DrivenModel):
             check_finite: Refuse numbers that are NaN or infinite.
             mode: With "wait", requests of other threads finish first, with the old weights. With
                 "abort", they end with what they have and the finish reason "abort"; scores and
-                vectors, of which a part is of no use, raise WeightsReplaced.
+                vectors, of which a part is of no use, raise WeightsReplaced. With "keep", they go
+                on with the keys and values that they have and the new weights. With "recompute",
+                they go on as requests would that begin with the prompt and the tokens so far
+                under the new weights, to the last bit.
 
         Returns:
             The version of the weights, which each later output has, too
-            (`RequestOutput.weights_version`).
+            (`RequestOutput.weights_version`, `CompletionOutput.weights_versions`).
 
         Raises:
             ValueError: The mode is unknown.
             CheckpointError: Names, shapes or types do not fit; the message lists all.
-            UnsupportedError: The weights are quantised, or events are logged.
-            RuntimeError: A prefix is pinned.
+            UnsupportedError: The weights are quantised.
+            RuntimeError: A prefix is pinned, or requests would have to finish first while the
+                engine is paused.
         """
         weights = self._prepare_weights(parameters, check_finite=check_finite, mode=mode)
-        with self._driver.replacing(weights, abort=mode == "abort", queues=True) as version:
+        checksum = self._checksum_of(weights)
+        with self._driver.replacing(weights, mode, checksum, queues=True) as version:
             return self._driver.wait(version)
+
+    def pause(self) -> None:
+        """Has no step run until `resume`; a second call does nothing.
+
+        Requests are accepted and kept, and wait, whichever thread has made them: a call such as
+        `generate` returns after another thread has called `resume`. Aborts end requests as ever.
+        Weights can be updated meanwhile, and a model without requests can sleep. `drain` and
+        `shutdown` end the pause.
+
+        Raises:
+            ShuttingDown: The engine is shutting down.
+        """
+        self._driver.wait(self._driver.pause())
+
+    def resume(self) -> None:
+        """Ends `pause`, however many times that was called.
+
+        Raises:
+            RuntimeError: The engine is not paused.
+        """
+        self._driver.wait(self._driver.resume())
 
     @accept_sampling_params
     def generate(

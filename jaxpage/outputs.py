@@ -122,6 +122,8 @@ class CompletionOutput:
         stop_reason: The stop string or stop token id that ended it, or the message of an error.
         score: The score of a hypothesis of beam search: cumulative_logprob / output length **
             length_penalty.
+        weights_versions: For each token of `token_ids` that was drawn, the version of the weights
+            that drew it. The prompt of `echoed` has none.
     """
 
     index: int
@@ -132,6 +134,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
+    weights_versions: list[int] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, for scripts of engines whose outputs are dicts."""
@@ -153,7 +156,9 @@ class RequestOutput:
         prompt_logprobs: An entry for each token of the prompt, in which the token itself comes
             first; None for the first token.
         metrics: The times and counts of the request.
-        weights_version: The number of calls of `LLM.update_parameters` before it.
+        weights_version: The version of the weights that it last ran with: the number of calls of
+            `LLM.update_parameters` before. What drew each token is in
+            `CompletionOutput.weights_versions`.
     """
 
     request_id: str

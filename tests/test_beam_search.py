@@ -524,7 +524,7 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
 
 def test_a_search_that_cannot_begin_leaves_nothing(llm, prompts, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, "_new_detokenizer", lambda request: 1 / 0)
+        patch.setattr(llm._engine._default_strategies, "_new_detokenizer", lambda request: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompts[0], PARAMS[0], use_tqdm=False)
     invariants(llm)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import get_args
 
 import jax
 import numpy as np
@@ -43,6 +44,7 @@ from jaxpage.errors import (
     WeightsReplaced,
 )
 from jaxpage.serving.requests.generating import updates_of
+from jaxpage.step.update import Mode
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint
@@ -865,7 +867,7 @@ def test_an_update_that_aborts_ends_vectors_too(built, tells):
     ):
         driver.step()
         driver.step()
-        with driver.replacing(same_weights(engine), abort=True, tells=tells) as version:
+        with driver.replacing(same_weights(engine), "abort", tells=tells) as version:
             driver.step()
         num_computed = len(witness.seen)
         assert version.done() and 0 < num_computed < 20 and not driver.turns.live
@@ -1097,16 +1099,17 @@ class Lives(RuleBasedStateMachine):
     @rule(
         kind=st.sampled_from(["pin", "vectors", "weights", "level 1", "level 2"]),
         number=st.integers(1, 3),
-        flags=st.tuples(*[st.booleans()] * 3),
+        mode=st.sampled_from(get_args(Mode)),
+        flags=st.tuples(*[st.booleans()] * 2),
     )
-    def begin(self, kind, number, flags):
-        driver, (abort, tells, queues) = self.driver, flags
+    def begin(self, kind, number, mode, flags):
+        driver, (tells, queues) = self.driver, flags
         if kind == "pin":
             context = driver.pinning(order(self.built, [number] * 40))
         elif kind == "vectors":
             context = driver.embedding(Witness(), [order(self.built)] * number, ["last"] * number)
         elif kind == "weights":
-            context = driver.replacing(self.on_device(), abort=abort, tells=tells, queues=queues)
+            context = driver.replacing(self.on_device(), mode, tells=tells, queues=queues)
         else:
             context = driver.falling_asleep(int(kind[-1]))
         with suppress(ShuttingDown, QueueFull):
@@ -1145,6 +1148,18 @@ class Lives(RuleBasedStateMachine):
             self.driver.wake(WakingWeights(self.on_device(), runner.num_sleeps))
         else:
             self.driver.wake(kept_by(self.engine))
+
+    @rule()
+    def pause(self):
+        self.driver.pause()
+
+    @rule()
+    def resume(self):
+        def resumed(answer):
+            if answer.exception() is not None and "not paused" not in str(answer.exception()):
+                self.problems.append(answer.exception())
+
+        self.driver.resume().add_done_callback(resumed)
 
     @rule()
     def lend(self):
@@ -1199,13 +1214,17 @@ class Lives(RuleBasedStateMachine):
         turns = self.driver.turns
         assert not self.problems and all(answer.done() for answer in self.due)
         assert not any(handle.is_over for handle in turns.live.values())
-        assert not turns._held or turns.change is not None or self.engine.is_asleep
+        waits = turns.change is not None or self.engine.is_asleep or turns.is_paused
+        assert not turns._held or waits
         assert not any(array.is_deleted() for array in self.lent)
         self.engine.scheduler.check()
 
     def teardown(self):
         turns, pool = self.driver.turns, self.engine.scheduler.block_manager
         self.armed.clear()
+        self.driver.turns.run_commands()
+        if turns.is_paused:
+            self.driver.resume()
         while self.driver.step() or self.engine.is_asleep:
             if self.engine.is_asleep and turns.inbox.empty():
                 self.wake()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,7 +16,10 @@ from jaxpage.driver.handle import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
 from jaxpage.engine.calls.scoring import continuation_logprobs
+from jaxpage.memory import CachedBlocks
 from jaxpage.outputs import CompletionOutput, Logprob
+from jaxpage.scheduling.running_set import RunningSet
+from jaxpage.step.update import Mode
 from tests.support import fuzz_cases
 from tests.support.engines import BLOCKS_OF_16
 from tests.support.fuzz_cases import Ask, Case, Event, random_case, random_shapes, shrunk
@@ -25,11 +28,13 @@ from tests.support.fuzzing import Fuzzer
 
 SETTINGS = {**BLOCKS_OF_16, "dtype": "float32", "max_model_len": 96, "num_blocks": 19}
 GREEDY = {"temperature": 0.0, "seed": 1, "ignore_eos": True}
-# A request of 33 tokens, two of whose blocks another finds; one that runs for long; a short one.
+# A request of 33 tokens, two of whose blocks another finds; one that runs for long; a short one; and
+# one that fills a third block.
 ASKS = (
     Ask(tuple(range(3, 36)), {**GREEDY, "max_tokens": 4, "logprobs": 2}),
     Ask((7, 8, 9), {**GREEDY, "max_tokens": 12}),
     Ask((5, 6), {"seed": -3, "max_tokens": 3, "n": 2, "logprobs": 1}),
+    Ask(tuple(range(3, 36)), {**GREEDY, "max_tokens": 24}),
 )
 UPDATE = Event(2, "update", (), (1, "numpy", "wait"))
 
@@ -109,6 +114,24 @@ def scores_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
 
 def finds_blocks_of_old_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "reset_prefix_cache", lambda engine: None)
+
+
+def recomputes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunningSet, "start_over", lambda groups, chosen: None)
+
+
+def shares_what_kept_requests_fill(patch: pytest.MonkeyPatch) -> None:
+    clear = CachedBlocks.clear
+
+    def forget(cached: CachedBlocks) -> None:
+        clear(cached)
+        cached._old.clear()
+
+    patch.setattr(CachedBlocks, "clear", forget)
+
+
+def steps_while_paused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Turns, "_can_step", property(lambda turns: turns._has_work))
 
 
 LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
@@ -192,6 +215,29 @@ LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
         ),
         "and alone",
     ),
+    "recomputed request": (
+        recomputes_nothing,
+        case(
+            Event(0, "generate", (1,)),
+            Event(3, "update", (), (1, "numpy", "recompute")),
+            Event(5, "update", (), (2, "numpy", "recompute")),
+        ),
+        "of version 1: ",
+    ),
+    "kept request": (
+        shares_what_kept_requests_fill,
+        case(
+            Event(0, "generate", (3,)),
+            Event(3, "update", (), (1, "numpy", "keep")),
+            Event(30, "generate", (0,)),
+        ),
+        "and alone",
+    ),
+    "pause": (
+        steps_while_paused,
+        case(Event(0, "generate", (0, 1, 2)), Event(2, "pause", (), (8,))),
+        "a step runs while the engine is paused",
+    ),
 }
 
 
@@ -256,13 +302,13 @@ def test_everything_that_has_a_life_is_drawn() -> None:
     assert {one.is_async for one in cases} == {False, True}
     assert {event.name for event in events} == {
         *("generate", "stream", "pin", "reset", "score", "embed"),
-        *("update", "hold", "sleep", "drain"),
+        *("update", "hold", "sleep", "pause", "drain"),
     }
     assert {event.details for event in events if event.name == "update"} == {
         (number, form, mode)
         for number in range(fuzz_cases.NUM_SETS)
         for form in ("numpy", "jax", "held")
-        for mode in ("wait", "abort")
+        for mode in get_args(Mode)
     }
     assert any(event.aborted_after is not None for event in events)
     interrupted = {event.name for event in events if event.interrupted_after is not None}

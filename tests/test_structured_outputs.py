@@ -585,7 +585,7 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
 
     monkeypatch.setattr(budgets, "SEQUENCE_SECONDS", 0.0)
     monkeypatch.setattr(Grammar, "admit", slowly)
-    monkeypatch.setattr(llm._engine._mask_budget, "_request_seconds", limit)
+    monkeypatch.setattr(llm._engine._default_strategies.mask_budget, "_request_seconds", limit)
     calls = []
     monkeypatch.setattr(
         Constraint, "advance", lambda *args, f=Constraint.advance: calls.append(1) or f(*args)

@@ -6,7 +6,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,9 @@ def test_requests_that_run_are_ended_where_that_is_asked_for(
     assert last.outputs[0].finish_reason == "abort" and last.weights_version == version
     assert token_ids == from_files[0][0][0][: len(token_ids)] and len(token_ids) < 12
     assert texts(llm) == from_files[1] and not list(stream)
-    with pytest.raises(ValueError, match="mode must be one of wait, abort, not 'now'"):
+    with pytest.raises(
+        ValueError, match="mode must be one of wait, abort, keep, recompute, not 'now'"
+    ):
         llm.update_parameters(random_tensors(LLAMA), mode="now")  # type: ignore[arg-type]
     invariants(llm)
 
@@ -341,6 +343,66 @@ def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]
     assert metrics(client)["jaxpage_compile_total"] == compiled
 
 
+def test_the_server_is_paused_while_its_weights_change(server: Any) -> None:
+    """The request goes on with the new ones, and says which weights drew which of its tokens."""
+    running, client, _ = server
+    version = running.engine.weights_version
+    for path in ("/pause", "/pause?mode=keep"):
+        answer = client.post(path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.post, "/v1/completions", json=requested())
+        wait_until(lambda: running.engine.has_unfinished, "the request is there")
+        waiting = client.post("/v1/update_weights", json={"path": "1"})
+        assert waiting.status_code == 409 and "paused with 1 of them" in waiting.text
+        update = client.post("/v1/update_weights", json={"path": "1", "mode": "recompute"})
+        assert update.json() == {"weights_version": version + 1}
+        assert client.get("/health").status_code == 200 and not first.done()
+        assert client.post("/resume").json() == {"status": "resumed"}
+        [choice] = first.result().json()["choices"]
+    assert choice["weights_versions"] == [[version + 1, 12]]
+    assert client.get("/is_paused").json() == {"is_paused": False}
+    again = client.post("/resume")
+    assert again.status_code == 409 and "the engine is not paused" in again.text
+    for path in ("/pause?mode=abort", "/pause?clear=1", "/resume?mode=keep"):
+        assert client.post(path).status_code == 400, path
+    foreign = client.post("/pause", headers={"Origin": "http://elsewhere"})
+    assert foreign.status_code == 403 and not running.loop.is_paused
+
+
+def test_a_stream_says_which_weights_drew_its_tokens(server: Any) -> None:
+    running, client, _ = server
+    version = running.engine.weights_version
+    versions: list[int] = []
+    has_paused = threading.Event()
+
+    def pause_in_the_middle(commands_wait: Callable[[], bool]) -> bool:
+        if running.engine.num_steps < num_steps + 8 or has_paused.is_set():
+            return True
+        running.loop.pause()
+        has_paused.set()
+        return False
+
+    num_steps = running.engine.num_steps
+    running.loop.before_step = pause_in_the_middle
+    body = requested(stream=True)
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert has_paused.wait(60)
+        update = {"path": "1", "mode": "keep"}
+        assert httpx.post(f"{running.address}/v1/update_weights", json=update).is_success
+        assert httpx.post(f"{running.address}/resume").is_success
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line[6:])["choices"]
+                for number, count in choice["weights_versions"]:
+                    versions += [number] * count
+                assert len(choice["token_ids"]) == sum(n for _, n in choice["weights_versions"])
+    running.loop.before_step = None
+    assert len(versions) == 12 and {*versions} == {version, version + 1}
+    assert versions == sorted(versions)
+
+
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_requests_that_run_are_waited_for_or_ended(
     server: Any, from_files: list[list[Any]], mode: str
@@ -480,11 +542,9 @@ def test_weights_that_their_owner_gave_away_are_an_error(tmp_path: Path) -> None
         assert llm.score([1, 2, 3], [4, 5]) == score
 
 
-def test_a_server_with_a_log_takes_no_other_weights(llm: LLM) -> None:
-    with pytest.raises(UnsupportedError, match="weights_directory is not supported with event_log"):
-        resolve_both(None, {"event_log": "x"}, {"weights_directory": "."}, environment={})
+def test_a_server_takes_other_weights_only_where_it_has_a_directory_of_them(llm: LLM) -> None:
+    resolve_both(None, {"event_log": "x"}, {"weights_directory": "."}, environment={})
     with serving(Built(llm._engine, None, {}, llm.spec, llm._model)) as running:
-        assert (
-            httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}).status_code
-            == 404
-        )
+        for path in ("/v1/update_weights", "/pause", "/resume"):
+            assert httpx.post(f"{running.address}{path}", json={}).status_code == 404
+        assert "--weights-directory" in httpx.post(f"{running.address}/pause").text

@@ -27,8 +27,8 @@ from jaxpage.assembly.hooks import (
     Hooks,  # listen to the phases of a start
 )
 from jaxpage.assembly.model_weights import (
-    Mode,  # says whether running requests are waited for
     check_replaceable,  # refuses to replace the weights of some models
+    checkpoint_parts,  # gives loaded weights as their checkpoint has them
     load_given_weights,  # loads weights that are arrays
     weights_for_waking,  # gives a model that sleeps its weights again
     weights_on_device,  # loads the weights of another checkpoint

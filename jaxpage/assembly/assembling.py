@@ -6,6 +6,7 @@ If speculation needs to know how long steps take, they are measured here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Built:
         sampling_defaults: The values of `SamplingParams` in the model's generation_config.json.
         spec: The decisions that the engine was made from.
         model: The model's files.
+        checksum_of: Returns the hash of other weights, as they are on the device, for the event
+            log; None where no log is written. It may take seconds, and any thread may call it.
     """
 
     engine: Engine
@@ -59,6 +62,7 @@ class Built:
     sampling_defaults: dict[str, Any]
     spec: EngineSpec
     model: ModelFiles
+    checksum_of: Callable[[Mapping[str, Any]], str | None] = lambda weights: None
 
     @property
     def memory(self) -> MemoryPlan:

@@ -33,6 +33,7 @@ class BuiltModel:
         self._embedder = built.new_embedder()
         self._embedding = built.embedding
         self._pictures = built.pictures
+        self._checksum_of = built.checksum_of
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class BuiltModel:
         Args:
             parameters: The parameters of the steps, as they are on the device.
         """
-        check_replaceable(self._model, None, "parameters")
+        check_replaceable(self._model, "parameters")
         return {
             name: array
             for plan, weights in checkpoint_parts(self._model, self.spec, self._packed, parameters)

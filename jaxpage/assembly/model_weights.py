@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from jaxpage.assembly.compiling import adapters_of, load_parameters, shards_of_weights
 from jaxpage.assembly.planning.engine_spec import EngineSpec
@@ -14,8 +14,7 @@ from jaxpage.engine import Runner, WakingWeights
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.sharding import join_weights
 from jaxpage.settings.argument_checks import check_choice
-
-Mode = Literal["wait", "abort"]  # what happens to running requests
+from jaxpage.step.update import Mode
 
 
 def checkpoint_parts(
@@ -43,24 +42,19 @@ def checkpoint_parts(
         yield files.vision.plan, unpacked["vision"]
 
 
-def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
+def check_replaceable(model: ModelFiles, name: str) -> None:
     """Checks that weights can be replaced.
 
     Args:
         model: The model's files.
-        event_log: The path of the event log, if there is one.
         name: The name of the method that replaces them, for the message.
 
     Raises:
-        UnsupportedError: The weights are quantised, or an event log is written.
+        UnsupportedError: The weights are quantised.
     """
     if model.quantization is not None:
         raise UnsupportedError(
             f"{name} is not supported for quantised weights ({model.quantization.described})"
-        )
-    if event_log is not None:
-        raise UnsupportedError(
-            f"{name} is not supported with event_log: a log has one set of weights"
         )
 
 
@@ -110,7 +104,6 @@ def load_given_weights(
     model: ModelFiles,
     spec: EngineSpec,
     packed: Packings,
-    event_log: str | None,
     parameters: Parameters,
     *,
     check_finite: bool,
@@ -122,7 +115,6 @@ def load_given_weights(
         model: The model's files.
         spec: The engine's specification.
         packed: Which of the weights go into panels.
-        event_log: The path of the event log, if there is one.
         parameters: The weights.
         check_finite: True refuses NaN and infinite numbers.
         mode: The treatment of running requests; it is only checked here.
@@ -133,6 +125,6 @@ def load_given_weights(
         CheckpointError: The weights do not fit the model, or are not finite.
     """
     check_choice("mode", mode, get_args(Mode))
-    check_replaceable(model, event_log, "update_parameters")
+    check_replaceable(model, "update_parameters")
     others = with_parameters(model, parameters)
     return weights_on_device(others, spec, packed, finite=check_finite)

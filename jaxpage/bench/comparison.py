@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpage.errors import UsageError
 from jaxpage.settings.argument_checks import show
+from jaxpage.settings.engine_config import NO_LOG
 
 _Count = Annotated[int, Field(ge=1, lt=10**12)]
 _Seconds = Annotated[float, Field(gt=0, lt=10**9)]
@@ -172,7 +173,7 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         for name in ("effective_dtype", "effective_kv_cache_dtype")  # older results have none
         if name in baseline and name in result and baseline[name] != result[name]
     ]
-    settings = {*baseline["config"], *result["config"]} - {"model", "event_log"}
+    settings = {*baseline["config"], *result["config"]} - {"model", *NO_LOG}
     notes += [
         f"other {name}: {baseline['config'].get(name)}, now {result['config'].get(name)}"
         for name in sorted(settings)

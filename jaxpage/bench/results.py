@@ -24,6 +24,7 @@ from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.device.hardware import processor
 from jaxpage.memory import MemoryReport
+from jaxpage.settings.engine_config import NO_LOG
 from jaxpage.tables import align
 
 COMPARABLE_SECONDS = 2.0  # equal runs of this length mostly differ by less than a tenth
@@ -191,9 +192,7 @@ def fingerprint(values: Mapping[str, Any]) -> str:
     The commit and the event log do not count, so that a reader sees at a glance what can be
     compared.
     """
-    compared = {
-        name: value for name, value in values.items() if name not in ("commit", "event_log")
-    }
+    compared = {name: value for name, value in values.items() if name not in ("commit", *NO_LOG)}
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -35,7 +35,7 @@ from jaxpage.errors import UsageError
 from jaxpage.models import Family, ModelSpec, model_weights
 from jaxpage.models.parameters import Rule, Weight, num_bytes
 from jaxpage.replay import open_engine
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 from jaxpage.tables import align
 
 STEPS = 24  # measured steps; as many are profiled
@@ -161,7 +161,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
     if arguments.context > most:
         raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
-    config = config.replace(enable_prefix_caching=False, event_log=None)
+    config = config.replace(enable_prefix_caching=False, **NO_LOG)
     built = open_engine(config, Hooks(progress=True))
     engine = built.engine
     weights = product_weights(model.family, spec, built.spec.layout.dtype, model.rule)

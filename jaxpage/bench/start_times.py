@@ -25,7 +25,7 @@ from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints.finding import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 from jaxpage.tables import align
 
 Phases = dict[str, float]  # seconds by phase, in the order of a start
@@ -95,7 +95,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
     model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
-    settings = json.dumps(config.replace(event_log=None, model=model).explicit_settings())
+    settings = json.dumps(config.replace(model=model, **NO_LOG).explicit_settings())
     done = subprocess.run(
         command, input=settings, env=variables, capture_output=True, text=True, check=False
     )

@@ -34,7 +34,7 @@ from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.checkpoints.tokenizers import tokenizer_of
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 from jaxpage.settings.yaml_file import parse_scalar
 
 BASELINES = ("transformers",)
@@ -64,7 +64,7 @@ def run_throughput(
     earlier = read_baseline(path) if path else None
     if earlier:
         check_same_work(path, earlier, _read_work(arguments, config))
-    unlogged = config.replace(event_log=None)
+    unlogged = config.replace(**NO_LOG)
     others = [(text, unlogged.replace(**changes_of(text))) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)

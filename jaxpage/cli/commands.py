@@ -314,7 +314,8 @@ def _replay_log(arguments: argparse.Namespace) -> Report | None:
 
     log = arguments.log
     path = arguments.snapshots
-    run = {"model": arguments.model, "force": arguments.force, "until": arguments.until}
+    names = ("model", "force", "until", "weights")
+    run = {name: getattr(arguments, name) for name in names}
     if path is None:
         return replay_log(log, **run)
     from jaxpage.replay.reading import tokenizer_of_log

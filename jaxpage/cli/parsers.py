@@ -284,6 +284,14 @@ def _add_replay(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "--until", type=int, metavar="STEP", help="stop after this step, and print what was there"
     )
+    parser.add_argument(
+        "--weights",
+        metavar="DIRECTORY",
+        action="append",
+        default=[],
+        help="directory with the weights of an update that are not kept next to the log; may be "
+        "given several times",
+    )
     looking = parser.add_mutually_exclusive_group()
     looking.add_argument(
         "--request", metavar="ID", help="run nothing; print the steps of this request"

@@ -19,7 +19,7 @@ from jaxpage.errors import UsageError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.replay import open_engine
 from jaxpage.scheduling import Preemption
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 from jaxpage.simulation import (
     LENGTHS,
     SEEDS,
@@ -138,7 +138,7 @@ def _open(
         spec = spec_of(arguments, config, explicit)
     else:
         config = config.replace(
-            **explicit, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
+            **explicit, enable_prefix_caching=False, preemption_mode="recompute", **NO_LOG
         )
         built = open_engine(config, Hooks(progress=not arguments.json))
         spec = built.spec

@@ -221,6 +221,12 @@ ENGINE_FLAGS = (
         str,
         "new file for all events that a replay needs, prompts included",
     ),
+    Flag(
+        "event_log_weights",
+        None,
+        "the weights of updates are kept next to the event log, each set once; without them a "
+        "replay needs their checkpoints; default: no",
+    ),
 )
 
 SERVER_FLAGS = (

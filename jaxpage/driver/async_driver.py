@@ -25,6 +25,7 @@ from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import EngineFailed, JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput, TokenPooling
+from jaxpage.step.update import Mode
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -309,20 +310,23 @@ class AsyncDriver(Driver):
             pin_id = await asyncio.wrap_future(answer)
         return AsyncPinnedPrefix(self, pin_id, len(prefix.token_ids))
 
-    async def replace_weights(self, weights: Any, *, abort: bool) -> int:
-        """Takes other weights once nothing runs, and returns their version.
+    async def replace_weights(
+        self, weights: Any, mode: Mode = "wait", checksum: str | None = None
+    ) -> int:
+        """Takes other weights, and returns their version.
 
         If the caller stops waiting, the old weights stay.
 
         Args:
             weights: The weights as they are on the device.
-            abort: True ends running and waiting requests with WeightsReplaced, and does not wait
-                for them.
+            mode: See `Driver.replacing`. With "abort", requests end with WeightsReplaced.
+            checksum: See `Driver.replacing`.
 
         Raises:
-            RuntimeError: Another replacement is under way, or a prefix is pinned.
+            RuntimeError: Another replacement is under way, a prefix is pinned, or the engine is
+                paused and requests would have to finish first.
         """
-        with self.replacing(weights, abort=abort, tells=True) as version:
+        with self.replacing(weights, mode, checksum, tells=True) as version:
             return await asyncio.wrap_future(version)
 
     async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:

@@ -32,6 +32,7 @@ from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest, WakingWeights
 from jaxpage.errors import ShuttingDown
 from jaxpage.outputs import RequestOutput, TokenPooling
+from jaxpage.step.update import Mode
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -272,20 +273,28 @@ class Driver:
         return not self.turns.is_over and self.engine.is_pinned(pin_id)
 
     def replacing(
-        self, weights: Any, *, abort: bool = False, tells: bool = False, queues: bool = False
+        self,
+        weights: Any,
+        mode: Mode = "wait",
+        checksum: str | None = None,
+        *,
+        tells: bool = False,
+        queues: bool = False,
     ) -> contextlib.AbstractContextManager[PendingAnswer[int]]:
-        """Takes other weights once nothing runs; see `changing`. The answer is their version.
+        """Takes other weights; see `changing`. The answer is their version.
 
         Args:
             weights: The weights as they are on the device.
-            abort: See `changing`.
+            mode: What happens to the requests that run or wait; see `LLM.update_parameters`.
+            checksum: See `Engine.replace_weights`.
             tells: See `changing`.
             queues: See `changing`.
         """
         return self.changing(
-            lambda engine: engine.replace_weights(weights),
+            lambda engine: engine.replace_weights(weights, mode, checksum),
             frees_weights=False,
-            abort=abort,
+            waits=mode not in ("keep", "recompute"),
+            abort=mode == "abort",
             tells=tells,
             queues=queues,
         )
@@ -303,11 +312,12 @@ class Driver:
         function: Callable[[Engine], _Result],
         *,
         frees_weights: bool,
+        waits: bool = True,
         abort: bool = False,
         tells: bool = False,
         queues: bool = False,
     ) -> Iterator[PendingAnswer[_Result]]:
-        """Changes the weights once nothing runs. Requests that come in meanwhile wait for that.
+        """Changes the weights, mostly once nothing runs. Requests that come in meanwhile wait.
 
         The end of the `with` block takes back a change that was not made.
 
@@ -315,13 +325,14 @@ class Driver:
             function: Makes the change.
             frees_weights: True if the change also waits for vectors that are computed; see
                 `Change`.
+            waits: False makes the change before the next step, while requests run.
             abort: True ends the running and waiting requests, and does not wait for them.
             tells: True ends them with WeightsReplaced, False with a last output. Vectors end with
                 WeightsReplaced in either case.
             queues: True waits if another change is under way; False then raises an error.
         """
         turns = self.turns
-        change = Change(function, frees_weights=frees_weights)
+        change = Change(function, frees_weights=frees_weights, waits=waits)
 
         def begin(engine: Engine) -> object:
             return turns.begin_change(change, abort=abort, tells=tells)
@@ -337,12 +348,27 @@ class Driver:
         turns = self.turns
         return self.call(lambda engine: turns.wake(weights))
 
+    def pause(self) -> PendingAnswer[None]:
+        """Has no step run until `resume`. Requests are accepted and kept."""
+        turns = self.turns
+        return self.call(lambda engine: turns.pause())
+
+    def resume(self) -> PendingAnswer[None]:
+        """Has steps run again; the answer is RuntimeError if they were not paused."""
+        turns = self.turns
+        return self.call(lambda engine: turns.resume())
+
+    @property
+    def is_paused(self) -> bool:
+        """Returns whether steps are paused."""
+        return self.turns.is_paused
+
     def weights(self) -> PendingAnswer[Any]:
         """Asks for the weights of the model and of its drafter; see `Engine.lend_weights`."""
         return self.call(Engine.lend_weights)
 
     def drain(self, what: str = "The engine") -> PendingAnswer[None]:
-        """Accepts no more requests, and answers when none is left.
+        """Accepts no more requests, and answers when none is left. A pause ends with it.
 
         Args:
             what: The thing that is shutting down, for the error of later requests.
@@ -555,7 +581,7 @@ class EmbeddingHandle(AnsweringHandle):
     def begin(self, engine: Engine) -> None:
         """Takes the weights of now for all vectors, and computes the first in the next turn."""
         self._weights = engine.parameters["target"]
-        self._turns.post(Command(self._compute))
+        self._turns.post(Command(self._compute, is_step=True))
 
     def _compute(self, engine: Engine) -> None:
         """Computes a batch between two steps, and posts the command for the next one."""
@@ -571,7 +597,7 @@ class EmbeddingHandle(AnsweringHandle):
             for place, vector in zip(places, vectors, strict=True):
                 self.vectors[place].set_result(vector)
             if self._remaining:
-                self._turns.post(Command(self._compute))
+                self._turns.post(Command(self._compute, is_step=True))
                 return
         except Exception as error:
             self.fail(error)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-from jaxpage.assembly import BuiltModel, Mode, load_given_weights, weights_for_waking
+from jaxpage.assembly import BuiltModel, load_given_weights, weights_for_waking
 from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
@@ -43,6 +43,7 @@ from jaxpage.images import PictureProcessor
 from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.update import Mode
 
 Params = SamplingParams | BeamSearchParams
 SLEEP_LEVELS = (1, 2)  # the weights are in the host's memory, or dropped
@@ -217,7 +218,7 @@ class DrivenModel(BuiltModel):
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
         """Returns other weights as they are on the device; see `load_given_weights`."""
         self._driver.check_awake()
-        about = self._model, self.spec, self._packed, self.config.event_log
+        about = self._model, self.spec, self._packed
         return load_given_weights(*about, parameters, check_finite=check_finite, mode=mode)
 
     def _sleeping(self, level: int) -> AbstractContextManager[PendingAnswer[None]]:
@@ -233,6 +234,11 @@ class DrivenModel(BuiltModel):
         if not self._engine.is_asleep:
             raise RuntimeError("the model does not sleep")
         return weights_for_waking(self._model, self.spec, self._engine.runner)
+
+    @property
+    def is_paused(self) -> bool:
+        """Returns whether steps are paused; see `LLM.pause`."""
+        return self._driver.is_paused
 
     @property
     def is_sleeping(self) -> bool:

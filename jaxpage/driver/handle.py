@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -43,11 +44,14 @@ class Command(NamedTuple):
         answer: Gets the result. If it is None, nobody waits, and an exception ends the driver.
         waits_for_weights: True if the command waits while other weights are on their way, or while
             the engine sleeps.
+        is_step: True if the command computes on the device, so that it waits while steps are
+            paused.
     """
 
     function: Callable[[Engine], Any]
     answer: PendingAnswer[Any] | None = None
     waits_for_weights: bool = False
+    is_step: bool = False
 
     def run(self, engine: Engine) -> None:
         """Calls the function, unless the answer was cancelled."""
@@ -69,19 +73,23 @@ class Command(NamedTuple):
 
 
 class Change(Generic[_Result]):
-    """Holds a change of the weights, such as other ones or sleep, which waits until nothing runs.
+    """Holds a change of the weights, such as other ones or sleep.
 
     Attributes:
         function: Makes the change.
         frees_weights: True if the weights are gone afterwards, so that the change also waits for
             requests that only read them.
+        waits: True if the change waits until nothing runs.
         answer: Gets what the function returns or raises.
         is_withdrawn: True if nobody waits for the change any more.
     """
 
-    def __init__(self, function: Callable[[Engine], _Result], *, frees_weights: bool) -> None:
+    def __init__(
+        self, function: Callable[[Engine], _Result], *, frees_weights: bool, waits: bool = True
+    ) -> None:
         self.function = function
         self.frees_weights = frees_weights
+        self.waits = waits
         self.answer: PendingAnswer[_Result] = PendingAnswer()
         self.is_withdrawn = False
 
@@ -166,6 +174,11 @@ class Handle:
         return False
 
     @property
+    def is_unfinished(self) -> bool:
+        """Returns whether the request has something to wait for, so that it can be late."""
+        return self.reporter is None or not self.reporter.finished
+
+    @property
     def num_output_tokens(self) -> int:
         """Returns how many tokens all sequences of the request have drawn."""
         return 0 if self.reporter is None else self.reporter.num_output_tokens
@@ -195,6 +208,12 @@ class Handle:
 
 
 Update = tuple[Handle, RequestOutput | JaxpageError]
+
+
+def seconds_to_deadline(handles: Iterable[Handle]) -> float | None:
+    """Returns the seconds until a request is late, at least 0; None if none can be."""
+    first = min((handle.deadline for handle in handles if handle.is_unfinished), default=math.inf)
+    return None if math.isinf(first) else max(0.0, first - time.monotonic())
 
 
 def send(updates: Iterable[Update]) -> None:

@@ -13,7 +13,6 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -26,15 +25,15 @@ from jaxpage.driver.handle import (
     PendingAnswer,
     Update,
     copy_error,
+    seconds_to_deadline,
     send,
 )
+from jaxpage.driver.places import RequestPlaces
 from jaxpage.engine import Engine, WakingWeights
 from jaxpage.errors import (
-    CapacityError,
     DeadlineExceeded,
     EngineFailed,
     JaxpageError,
-    QueueFull,
     ShuttingDown,
     WeightsReplaced,
 )
@@ -74,15 +73,15 @@ class Turns:
         self.draining: ShuttingDown | None = None  # why new requests are refused
         self.refusal: JaxpageError | None = None  # why everything is refused
         self.is_over = False  # nobody reads the inbox any more
+        self.is_paused = False  # no step runs until `resume`
         self.running_thread: int | None = None  # the thread that takes a turn now
-        self._num_places = num_places
-        self._places = deque([None] * (num_places or 0))  # each request takes one out
+        self._places = RequestPlaces(num_places)
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
         self._updates: list[Update] = []
         self._drained: list[PendingAnswer[None]] = []
         self._later: set[PendingAnswer[Any]] = set()  # the answers that will come later
-        self._held: list[Command] = []  # commands that wait for other weights
+        self._held: list[Command] = []  # commands that wait for other weights, or for `resume`
         self._accepts = True  # no drain has begun
         self._is_stopping = False
         self._keeps_engine = False
@@ -93,7 +92,7 @@ class Turns:
     @property
     def num_open(self) -> int:
         """Returns how many requests have a place; 0 if the number of places has no limit."""
-        return (self._num_places or 0) - len(self._places)
+        return self._places.num_taken
 
     def post(self, command: Command) -> None:
         """Puts a command into the inbox. It is refused if nobody reads the inbox any more."""
@@ -129,26 +128,7 @@ class Turns:
         """
         if (refusal := self.refusal or self.draining) is not None:
             raise copy_error(refusal)
-        if self._num_places is None:
-            return
-        placed = [handle for handle in handles if handle.needs_place]
-        number = len(placed)
-        if number > self._num_places:
-            raise CapacityError(
-                f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
-            )
-        num_taken = 0
-        try:
-            while num_taken < number:
-                self._places.pop()
-                num_taken += 1
-        except IndexError:
-            self._places.extend([None] * num_taken)
-            raise QueueFull(
-                f"{self.num_open} requests run or wait, and there are {self._num_places} places; try again later"
-            ) from None
-        for handle in placed:
-            handle.has_place = True
+        self._places.take(handles)
 
     def fail(self, death: BaseException) -> None:
         """Ends everything with EngineFailed, even while a step runs that may never end."""
@@ -192,16 +172,17 @@ class Turns:
     def _turn(self, waits: bool) -> bool:
         if has_changed := self._change_weights():
             self._send_updates()  # those of requests that were refused when the weights came
-        if not self._has_work:
+        if not self._can_step:
             self.began = None
             if not waits and self.inbox.empty():
                 return has_changed
-            self._run_command(self.inbox.get())
+            with contextlib.suppress(queue.Empty):
+                self._run_command(self.inbox.get(timeout=seconds_to_deadline(self.live.values())))
         self.began = time.monotonic()
         for _ in range(self.inbox.qsize()):
             self._run_command(self.inbox.get())
         self._end_what_is_late()
-        if self._has_work and not self._is_stopping and self._may_step():
+        if self._can_step and not self._is_stopping and self._may_step():
             self._step()
         self._send_updates()
         return True
@@ -219,6 +200,10 @@ class Turns:
         """Returns whether a request of this driver is unfinished."""
         return bool(self.live) and self.engine.has_unfinished
 
+    @property
+    def _can_step(self) -> bool:
+        return self._has_work and not self.is_paused
+
     def _may_step(self) -> bool:
         return self.before_step is None or self.before_step(lambda: not self.inbox.empty())
 
@@ -228,7 +213,8 @@ class Turns:
         return self.change is not None or self.engine.is_asleep
 
     def _run_command(self, command: Command) -> None:
-        if command.waits_for_weights and self._awaits_weights:
+        awaits_weights = command.waits_for_weights and self._awaits_weights
+        if awaits_weights or (command.is_step and self.is_paused):
             self._held.append(command)
         else:
             command.run(self.engine)
@@ -366,8 +352,7 @@ class Turns:
             return
         now = time.monotonic()
         for handle in list(self.live.values()):
-            has_finished = handle.reporter is not None and handle.reporter.finished
-            if handle.deadline < now and not has_finished:
+            if handle.is_unfinished and handle.deadline < now:
                 self.end_one(handle, self.too_late())
 
     def too_late(self) -> DeadlineExceeded:
@@ -389,9 +374,7 @@ class Turns:
         if handle.is_over:
             return
         handle.is_over = True
-        if handle.has_place:
-            handle.has_place = False
-            self._places.append(None)
+        self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
             self.engine.abort(handle.request_id)
         self._answer_added(handle)
@@ -414,8 +397,10 @@ class Turns:
         return len(handles)
 
     def begin_drain(self, answer: PendingAnswer[None]) -> object:
-        """Gives the answer when no request is left."""
+        """Gives the answer when no request is left. It ends a pause, which would keep them."""
         self._accepts = False
+        if self.is_paused:
+            self.resume()
         self._drained.append(answer)
         self._later.add(answer)
         self._answer_drains()
@@ -438,7 +423,7 @@ class Turns:
             answer.set_exception(error)
 
     def begin_change(self, change: Change[Any], *, abort: bool, tells: bool) -> object:
-        """Holds a change until nothing runs, and makes later requests wait for it.
+        """Makes a change, or holds it until nothing runs; later requests wait for it.
 
         Args:
             change: The change.
@@ -449,8 +434,6 @@ class Turns:
         self._change_weights()  # if the one before was withdrawn in this turn, it is gone now
         if self.change is not None:
             raise RuntimeError("Other weights, or sleep, are on their way already")
-        self.change = change
-        self._later.add(change.answer)
         if abort and not change.is_withdrawn:
             why = WeightsReplaced("The request was ended: the model gets other weights")
             for handle in list(self.live.values()):
@@ -458,11 +441,19 @@ class Turns:
                     self.end_one(handle, copy_error(why))
                 elif handle.reporter is not None:
                     self.end_one(handle, copy_error(why) if tells else None)
+        if self.is_paused and not (change.is_withdrawn or self._is_ready(change)):
+            raise RuntimeError(
+                f"this waits for requests to finish, and the engine is paused with "
+                f"{len(self.live)} of them: resume it or abort them first, or update the weights "
+                "with the mode keep or recompute"
+            )
+        self.change = change
+        self._later.add(change.answer)
         self._change_weights()
         return LATER
 
     def _change_weights(self) -> bool:
-        """Makes the change if nothing runs, and then runs the commands that waited for it.
+        """Makes the change if nothing is in its way, and then runs the commands that waited for it.
 
         Returns:
             True if a change waited and does not wait any more: it was made, refused or withdrawn.
@@ -484,12 +475,36 @@ class Turns:
 
     def _is_ready(self, change: Change[Any]) -> bool:
         """Returns whether no request stands in the way of a change."""
+        if not change.waits:
+            return True
         is_read = any(handle.reads_weights for handle in self.live.values())
         return not self._has_work and not (is_read and change.frees_weights)
 
     def wake(self, weights: WakingWeights) -> None:
         """Wakes the engine with its weights, and then runs the commands that waited for it."""
         self.engine.wake(weights)
+        self._run_held()
+
+    def pause(self) -> None:
+        """Has no step run until `resume`; a second call does nothing.
+
+        Raises:
+            ShuttingDown: A drain has begun.
+        """
+        if not self._accepts:
+            assert self.draining is not None
+            raise copy_error(self.draining)
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Has steps run again.
+
+        Raises:
+            RuntimeError: They were not paused.
+        """
+        if not self.is_paused:
+            raise RuntimeError("the engine is not paused, so it cannot be resumed")
+        self.is_paused = False
         self._run_held()
 
     def _run_held(self) -> None:

@@ -12,15 +12,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from jaxpage.decoding import (
-    BeamStrategy,
-    Grammar,
-    GrammarCompiler,
-    MaskBudget,
-    SamplingStrategy,
-    advance,
-    masks_of,
-)
+from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
 from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
@@ -29,7 +21,8 @@ from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
-from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
+from jaxpage.engine.strategies import DefaultStrategies
+from jaxpage.engine.text import words_as_token_ids
 from jaxpage.engine.thinking import budget_of
 from jaxpage.engine.vector_fields import NO_SOURCES
 from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
@@ -48,8 +41,9 @@ from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.request import Sequence, SequenceGroup
 from jaxpage.step.strategy import Strategy
+from jaxpage.step.update import Mode, WeightsUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +127,9 @@ class Engine:
         self.adapters = adapters
         self.sources = sources
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
-        self._mask_budget = MaskBudget()
         self.speculator: Speculator = speculator or NoSpeculation()
-        self._new_strategy = new_strategy or self._strategy_of
+        self._default_strategies = DefaultStrategies(tokenizer)
+        self._new_strategy = new_strategy or self._default_strategies
         self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
@@ -285,6 +279,7 @@ class Engine:
             num_prompt_tokens=len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
             embedded=request.embedded,
+            weights=[(0, self.weights_version)],
         )
         group = SequenceGroup(request, [sequence])
         if request.beam:
@@ -302,9 +297,7 @@ class Engine:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
-        return Reporter(
-            group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version
-        )
+        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
 
     def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.
@@ -360,7 +353,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult | None:
         """Returns the result of the step, or None if the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
-        self._mask_budget.begin_step()
+        self._default_strategies.mask_budget.begin_step()
         try:
             # It is inside the `try`, so that a replay can fail where the logged step did.
             self.events.planned(plan)
@@ -402,7 +395,9 @@ class Engine:
         self.scheduler.forget_cached()
         self.events.prefix_cache_reset()
 
-    def replace_weights(self, weights: Mapping[str, Any]) -> int:
+    def replace_weights(
+        self, weights: Mapping[str, Any], mode: Mode = "wait", checksum: str | None = None
+    ) -> int:
         """Gives the model other weights, and returns their version.
 
         No request finds blocks that were computed with the old weights.
@@ -410,18 +405,27 @@ class Engine:
         Args:
             weights: The model's, and its drafter's if they are replaced; see
                 `Runner.replace_parameters`.
+            mode: With "keep", running requests go on with the blocks that they have; with
+                "recompute", they compute all their tokens again. The other modes are for an engine
+                in which nothing runs.
+            checksum: The hash of the weights, for an event log.
 
         Raises:
-            RuntimeError: The engine sleeps, a request is running or waiting, or a prefix is pinned.
+            RuntimeError: The engine sleeps, a prefix is pinned, or a request is running or waiting
+                in a mode that does not allow it.
         """
         self._check_awake()
-        self._check_unused("weights cannot be replaced", "prefixes of the old ones")
-        self.reset_prefix_cache()
+        what = "weights cannot be replaced"
+        self._check_unpinned(what, "prefixes of the old ones")
+        if mode not in ("keep", "recompute"):
+            self._check_idle(what)
         self.runner.replace_parameters(weights)
         if self.sources is not None:
             self.sources.weights_replaced()
         self.weights_version += 1
-        self.events.weights_replaced()
+        self.scheduler.replace_weights(self.weights_version, recomputes=mode == "recompute")
+        self.events.weights_replaced(WeightsUpdate(self.weights_version, mode, checksum))
+        self.reset_prefix_cache()
         return self.weights_version
 
     def lend_weights(self) -> Any:
@@ -437,9 +441,11 @@ class Engine:
         if self.is_asleep:
             raise RuntimeError("the model sleeps: call wake_up first")
 
-    def _check_unused(self, what: str, prefixes: str) -> None:
+    def _check_idle(self, what: str) -> None:
         if self.has_unfinished:
             raise RuntimeError(f"{what} while requests are running or waiting")
+
+    def _check_unpinned(self, what: str, prefixes: str) -> None:
         if pins := len(self.scheduler.pins):
             raise RuntimeError(f"{what} while {prefixes} are pinned ({pins}); release them first")
 
@@ -461,7 +467,8 @@ class Engine:
         """
         if self.is_asleep:
             raise RuntimeError("the engine sleeps already")
-        self._check_unused("the engine cannot sleep", "prefixes")
+        self._check_idle("the engine cannot sleep")
+        self._check_unpinned("the engine cannot sleep", "prefixes")
         self.scheduler.lose_pages()
         self.runner.sleep(keeps_weights=level == 1)
 
@@ -489,7 +496,10 @@ class Engine:
         if were_dropped and self.sources is not None:
             self.sources.weights_replaced()
         if were_dropped and self.weights_version:
-            self.weights_version += 1  # those of the checkpoint, in place of later ones
+            # Those of the checkpoint, in place of later ones.
+            self.weights_version += 1
+            self.events.weights_replaced(WeightsUpdate(self.weights_version, "wait"))
+            self.reset_prefix_cache()
 
     def pin(self, request_id: str) -> int:
         """Ends a running request and pins its computed prompt until `unpin`; returns the pin's id.
@@ -585,17 +595,3 @@ class Engine:
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
-
-    def _strategy_of(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
-        request = group.request
-        if request.beam:
-            return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
-        return SamplingStrategy(
-            request, lambda: self._new_detokenizer(request), grammar, self._mask_budget
-        )
-
-    def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
-        if self.tokenizer is None:
-            return NoText()
-        skip = request.params.skip_special_tokens
-        return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)

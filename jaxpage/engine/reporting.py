@@ -30,20 +30,13 @@ class Reporter:
         is_brief: True if the last output lacks log probabilities, which `add_logprobs` adds.
     """
 
-    def __init__(
-        self,
-        group: SequenceGroup,
-        metrics: RequestMetrics,
-        tokenizer: Any | None,
-        weights_version: int = 0,
-    ):
+    def __init__(self, group: SequenceGroup, metrics: RequestMetrics, tokenizer: Any | None):
         self._group = group
         self.metrics = metrics
         self.max_entries: int | None = None
         self.is_behind = False
         self.is_brief = False
         self._tokenizer = tokenizer
-        self._weights_version = weights_version
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # all chunks share one list
         self._prompt_was_reported = False
         # The number of output tokens and characters already reported, by sequence id.
@@ -235,7 +228,7 @@ class Reporter:
             finished=self._group.finished and not self.is_behind,
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
-            weights_version=self._weights_version,
+            weights_version=max(sequence.weights[-1][1] for sequence in self._group.sequences),
         )
 
     def _completion(
@@ -273,6 +266,7 @@ class Reporter:
             else [self._logprobs(entry, num_logprobs) for entry in sequence.logprobs[tokens:stop]],
             finish_reason=sequence.finish_reason if is_last else None,
             stop_reason=sequence.stop_reason if is_last else None,
+            weights_versions=sequence.weights_versions(tokens, stop),
         )
 
     def _logprobs(self, token: TokenLogprobs, num_logprobs: int) -> dict[int, Logprob]:

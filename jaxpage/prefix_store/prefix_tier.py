@@ -16,6 +16,7 @@ from jaxpage.prefix_store.prefix_files import Contents, PrefixFiles, StoredBlock
 from jaxpage.step.events import Events
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
+from jaxpage.step.update import WeightsUpdate
 
 
 class BlockAccess(Protocol):
@@ -108,7 +109,7 @@ class PrefixTier(Events):
         for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
             yield StoredBlock(digest, before, self._index.content(token_ids, place))
 
-    def weights_replaced(self) -> None:
+    def weights_replaced(self, update: WeightsUpdate) -> None:
         """Stops reading and writing, because the files belong to the old weights."""
         self._is_current = False
 

@@ -14,6 +14,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import engine_header
+from jaxpage.replay.log_weights import log_weights
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
@@ -51,6 +52,7 @@ def open_engine(
         built.engine.events = EventLog(
             config.event_log, engine_header(config, built.engine, built.spec, built.model)
         )
+        return log_weights(built, config)
     return built
 
 

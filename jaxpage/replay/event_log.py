@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpage.errors import ConfigError, EventLogError
-from jaxpage.replay.log_vectors import directory_of_log, write_sources
+from jaxpage.replay.log_vectors import directory_of_log, weights_of_log, write_sources
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import show
 from jaxpage.step.request import SequenceGroup
@@ -119,7 +119,8 @@ def check_new(path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: The file exists, or its directory cannot be written to.
     """
-    if os.path.lexists(path) or directory_of_log(path).exists():
+    directories = (directory_of_log(path), weights_of_log(path))
+    if os.path.lexists(path) or any(directory.exists() for directory in directories):
         raise ConfigError(
             f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name "
             "another, or remove it"

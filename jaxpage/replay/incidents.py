@@ -21,6 +21,7 @@ from jaxpage.replay.event_log import write_log
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.step.plan import StepPlan
+from jaxpage.step.update import WeightsUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +92,16 @@ class IncidentRing(Recorder):
         super().failed(plan, error)
         self.failure(self.read_ring("a step failed"))
 
-    def weights_replaced(self) -> None:
-        """Drops all records, because a replay would compute them with other weights."""
+    def weights_replaced(self, update: WeightsUpdate) -> None:
+        """Leaves what is there to the snapshot, because a replay would need the old weights."""
+        for record in self._records:
+            self._before.follow(record)
+        self._restart(self._before)
+
+    def _restart(self, before: Walk) -> None:
         self._records.clear()
         self._num_steps = 0
-        self._before = Walk()
+        self._before = before
         self._is_whole = False
 
     def read_ring(self, reason: str) -> Incident:
@@ -118,7 +124,7 @@ class IncidentRing(Recorder):
             self._add(record if self._keeps_token_ids else scrub(record))
         except Exception:  # no request may fail because of its records
             logger.exception("the records of the last steps are lost, and kept anew from here on")
-            self.weights_replaced()
+            self._restart(Walk())
 
     def _add(self, record: Record) -> None:
         if "embedded" in record:

@@ -24,7 +24,7 @@ from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record
 from jaxpage.settings.argument_checks import show
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def read_logged_config(
     requested = {
         name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
     }
-    settings = {**requested, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
+    settings = {**requested, **resolved, "kv_cache_memory_bytes": None, **NO_LOG}
     if "limit_images" not in logged["config"]:  # a log from before pictures
         settings["limit_images"] = 0
     if not keeps_tokenizer:

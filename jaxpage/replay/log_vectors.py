@@ -22,6 +22,11 @@ def directory_of_log(path: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(path)}.vectors")
 
 
+def weights_of_log(path: str | os.PathLike[str]) -> Path:
+    """Returns the directory with the arrays of a log, which has the log's name and an ending."""
+    return Path(f"{os.fspath(path)}.weights")
+
+
 def write_sources(directory: Path, embedded: EmbeddedPrompt) -> None:
     """Writes the sources of a prompt that have no file yet; only the owner can read them.
 

@@ -22,6 +22,7 @@ from jaxpage.step.events import Events
 from jaxpage.step.plan import Row, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
+from jaxpage.step.update import WeightsUpdate
 
 Record = dict[str, Any]
 
@@ -124,6 +125,10 @@ class Recorder(Events):
     def pages_rebuilt(self) -> None:
         """Records that the pages were made anew."""
         self._record("rebuild")
+
+    def weights_replaced(self, update: WeightsUpdate) -> None:
+        """Records that the model has other weights; what they are is not in a record."""
+        self._record("update", **update._asdict())
 
     def prefix_cache_reset(self) -> None:
         """Records that the prefix cache was emptied."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tqdm import tqdm
@@ -31,6 +33,7 @@ from jaxpage.replay.log_header import (
     read_logged_config,
 )
 from jaxpage.replay.log_vectors import directory_of_log, read_embedded
+from jaxpage.replay.log_weights import Update, WeightsOfUpdates
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -82,6 +85,7 @@ def replay(
     progress: bool = True,
     until: int | None = None,
     viewer: Viewer | None = None,
+    weights: Sequence[str | os.PathLike[str]] = (),
 ) -> Report:
     """Builds the engine of a log and runs the log through it.
 
@@ -92,14 +96,17 @@ def replay(
         progress: True shows a bar on standard error.
         until: The last step to run; None for all.
         viewer: Looks on; None for nobody.
+        weights: Directories with the weights of updates that are not kept next to the log.
 
     Raises:
-        EventLogError: The log is damaged or incomplete, or the engine differs from that of the log.
+        EventLogError: The log is damaged or incomplete, the engine differs from that of the log, or
+            the weights of an update are not found.
         ModelNotFoundError: There is no such model.
         CheckpointError: The model's files cannot be used.
         CapacityError: The memory is too small.
     """
-    num_plans, is_constrained = _survey(path)
+    updates = WeightsOfUpdates(path, [Path(directory) for directory in weights])
+    num_plans, is_constrained = _survey(path, updates, until)
     with LogReader(path) as log:
         logged = read_header(log)
         if incident := logged.get("incident"):
@@ -114,14 +121,20 @@ def replay(
             with tqdm(
                 total=num_plans, desc="Replaying", unit="step", disable=None if progress else True
             ) as bar:
+                follower.weights_of = partial(updates.load, built)
                 return follower.run(built.engine, bar, until=until)
         finally:
             built.engine.close()
 
 
 class Replay:
-    """Runs the records of a log through a new engine, which is made with `parts`."""
+    """Runs the records of a log through a new engine, which is made with `parts`.
 
+    Attributes:
+        weights_of: Returns the arguments of `Engine.replace_weights` from the record of an update.
+    """
+
+    weights_of: Callable[[Record], Update]
     _engine: Engine
     _bar: tqdm[Any] | None
 
@@ -203,6 +216,8 @@ class Replay:
                 self._engine.rebuild_pages()
             case "reset":
                 self._engine.reset_prefix_cache()
+            case "update":
+                self._update(record)
             case "end":
                 self._engine.tell_end()
             case event:
@@ -238,6 +253,12 @@ class Replay:
             self._engine.pin(str(record.get("request_id")))
         except (LookupError, AssertionError, JaxpageError) as error:
             self._log.refuse(f"this pin cannot be replayed: {type(error).__name__}: {error}")
+
+    def _update(self, record: Record) -> None:
+        try:
+            self._engine.replace_weights(*self.weights_of(record))
+        except (RuntimeError, ValueError) as error:
+            self._log.refuse(f"this update cannot be replayed: {error}")
 
     def _compare(self, record: Record) -> None:
         """Compares a record of the engine with the logged one."""
@@ -501,11 +522,13 @@ def _num_tokens(result: Record) -> int:
     return len(result["tokens"])
 
 
-def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
+def _survey(
+    path: str | os.PathLike[str], updates: WeightsOfUpdates, until: int | None
+) -> tuple[int, bool]:
     """Returns the number of plans in a log, and whether any request has a mask.
 
     Grammars and markers of reasoning need the tokenizer. It reads the whole log, so that a damaged
-    line is found before anything is loaded.
+    line, and an update whose weights are nowhere, is found before anything is loaded.
     """
     num_plans = 0
     is_constrained = False
@@ -515,5 +538,8 @@ def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
             num_plans += log.next["event"] == "plan"
             params = log.next.get("params") or ()
             is_constrained |= any(name in params for name in _NEED_TEXT)
+            is_run = until is None or log.next.get("step", 0) <= until
+            if log.next["event"] == "update" and is_run:
+                updates.check(log.next)
             log.take()
     return num_plans, is_constrained

@@ -90,4 +90,5 @@ def _fork(parent: Sequence, edit: Fork) -> Sequence:
         text_ends=parent.text_ends.copy(),
         logprobs=parent.logprobs.copy(),
         cumulative_logprob=parent.cumulative_logprob,
+        weights=parent.weights.copy(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -253,7 +254,10 @@ class RunningSet:
         Args:
             step: The step that is planned. Outside of a step, where it is None, nothing is swapped.
         """
-        request_id, group = self._running.popitem()
+        return self._preempt(next(reversed(self._running)), step)
+
+    def _preempt(self, request_id: str, step: PlanBuilder | None) -> SequenceGroup:
+        group = self._running.pop(request_id)
         self._num_sequence_slots -= group.request.num_sequences
         if step is not None and self._swap_out(group, step):
             self.num_preemptions["swap"] += 1
@@ -267,12 +271,34 @@ class RunningSet:
             step.preempted.append(request_id)
         return group
 
-    def preempt_all(self) -> None:
-        """Has every group start over, the swapped ones included."""
-        while self._running:
-            self.preempt_last(None)
+    def start_over(self, chosen: Callable[[SequenceGroup], bool] = lambda group: True) -> None:
+        """Has the chosen groups compute all their tokens again, the swapped ones included."""
+        for request_id, group in reversed(list(self._running.items())):
+            if chosen(group):
+                self._preempt(request_id, None)
         for request_id in self._was_preempted:
-            self._give_blocks_back(self._groups[request_id])
+            if chosen(group := self._groups[request_id]) and request_id not in self._running:
+                self._give_blocks_back(group)
+
+    def replace_weights(self, version: int, *, recomputes: bool) -> None:
+        """Has the tokens of all groups from here on be drawn by other weights.
+
+        What must come from one set of weights starts over in any case: a prefix that is computed
+        for a pin, and a prompt whose tokens are scored.
+
+        Args:
+            version: The version of the new weights.
+            recomputes: True has all groups start over.
+        """
+        for group in self._groups.values():
+            for sequence in group.unfinished:
+                sequence.goes_on_with(version)
+        self.start_over(
+            lambda group: recomputes or group.request.is_prefix or group.num_unscored > 0
+        )
+        for group in self._groups.values():
+            if group.num_unscored:
+                group.prompt_logprobs.clear()
 
     def _swap_out(self, group: SequenceGroup, step: PlanBuilder) -> bool:
         """Moves the computed blocks of a group to host memory.

@@ -218,7 +218,11 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Has every group start over, after a step that was planned and did not happen."""
-        self._requests.preempt_all()
+        self._requests.start_over()
+
+    def replace_weights(self, version: int, *, recomputes: bool) -> None:
+        """Has all groups go on with other weights; see `RunningSet.replace_weights`."""
+        self._requests.replace_weights(version, recomputes=recomputes)
 
     @property
     def prefix_cache(self) -> CachedBlocks | None:

@@ -47,6 +47,7 @@ from jaxpage.serving.http.answers import (
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys, owner_of
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
+from jaxpage.serving.http.missing_paths import WHY_MISSING
 from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
@@ -89,8 +90,6 @@ OpenConversation = Callable[[dict[str, Any], ModelContext, OwnerResponses], Exch
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 # A step may take longer than this; then `/metrics` leaves out the facts of the engine.
 STATS_SECONDS = 5.0
-# The paths that a server of several models has, and others refuse with a reason.
-OF_SEVERAL = ("/sleep", "/wake_up", "/is_sleeping")
 METRICS_SECONDS = 0.05  # the least time between two answers of /metrics that are made
 
 
@@ -422,10 +421,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
-    if error.status_code == 404 and request.scope["path"] in OF_SEVERAL:
-        message = (
-            "A server of one model does not sleep: start one with `jaxpage serve --models FILE`, "
-            "of which each model sleeps and wakes by itself"
-        )
+    if error.status_code == 404:
+        message = WHY_MISSING.get(request.scope["path"], message)
     refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
     return error_answer(refusal, request.scope["path"])

@@ -478,12 +478,6 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
         errors.append(
             ConfigError(f"weights_directory: {server.weights_directory!r} is not a directory")
         )
-    if server.weights_directory is not None and engine.event_log is not None:
-        errors.append(
-            UnsupportedError(
-                "weights_directory is not supported with event_log: a log has one set of weights"
-            )
-        )
     return errors + (of_several_hosts(engine, server) if server.num_hosts > 1 else [])
 
 

@@ -56,6 +56,10 @@ def _kv_cache_dtype(value: Any) -> Any:
     return "fp8" if value == "fp8_e4m3" else value
 
 
+# The settings of an engine that logs no events.
+NO_LOG: dict[str, Any] = {"event_log": None, "event_log_weights": False}
+
+
 class EngineConfig(Settings):
     """Holds the settings of an engine.
 
@@ -257,6 +261,11 @@ class EngineConfig(Settings):
         "new file for all events that a replay needs, prompts included",
         type_text="AnyPath | None",
     )
+    event_log_weights: bool = setting(
+        False,
+        "the weights of updates are kept next to the event log, each set once; without them a "
+        "replay needs their checkpoints",
+    )
 
     @classmethod
     def unknown(cls, name: str) -> Problem:
@@ -380,6 +389,8 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
             "prefix_cache_directory",
             "is not supported with event_log: a replay would not find the same blocks",
         )
+    if config.event_log_weights and config.event_log is None:
+        yield "event_log_weights", "needs event_log"
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
     backend = config.attention_backend

@@ -77,6 +77,7 @@ class EngineSettings(TypedDict, total=False):
     ]
     cudagraph_collectives: bool
     event_log: AnyPath | None
+    event_log_weights: bool
     # The end of what is generated.
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
+from jaxpage.step.update import WeightsUpdate
 
 
 class Events:
@@ -40,8 +41,8 @@ class Events:
     def prefix_cache_reset(self) -> None:
         """Nothing is found any more of what was computed before."""
 
-    def weights_replaced(self) -> None:
-        """The model has other weights from here on; no request is there."""
+    def weights_replaced(self, update: WeightsUpdate) -> None:
+        """The model has other weights from here on; `prefix_cache_reset` follows."""
 
     def closed(self) -> None:
         """The engine is shut down; nothing follows."""
@@ -90,9 +91,9 @@ class Both(Events):
         self._first.prefix_cache_reset()
         self._second.prefix_cache_reset()
 
-    def weights_replaced(self) -> None:
-        self._first.weights_replaced()
-        self._second.weights_replaced()
+    def weights_replaced(self, update: WeightsUpdate) -> None:
+        self._first.weights_replaced(update)
+        self._second.weights_replaced(update)
 
     def closed(self) -> None:
         self._first.closed()

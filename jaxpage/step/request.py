@@ -155,6 +155,8 @@ class Sequence:
         cumulative_logprob: The sum of the log probabilities of the output tokens.
         finish_reason: The reason why it ended; None while it has not.
         stop_reason: The stop string or token that ended it, or what went wrong.
+        weights: The weights that drew its output: for each that did, the number of output tokens
+            before, and the version.
     """
 
     sequence_id: int
@@ -170,6 +172,21 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weights: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    def goes_on_with(self, version: int) -> None:
+        """Notes the version of the weights that draw its next tokens."""
+        if self.weights[-1][0] == self.num_output_tokens:
+            self.weights.pop()
+        self.weights.append((self.num_output_tokens, version))
+
+    def weights_versions(self, start: int, stop: int) -> list[int]:
+        """Returns the version of the weights that drew each of the output tokens of a span."""
+        versions: list[int] = []
+        stops = [first for first, _ in self.weights[1:]] + [stop]
+        for (first, version), after in zip(self.weights, stops, strict=True):
+            versions += [version] * (min(after, stop) - max(first, start))
+        return versions
 
     @property
     def num_known_tokens(self) -> int:

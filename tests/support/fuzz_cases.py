@@ -118,6 +118,22 @@ class Ask:
         )
 
     @property
+    def depends_on_tokens_alone(self) -> bool:
+        """Returns whether the next token does not depend on where the prompt ends."""
+        parameters = (
+            *("temperature", "seed", "top_p", "top_k", "min_p", "n", "repetition_penalty"),
+            *("logit_bias", "allowed_token_ids", "ignore_eos", "logprobs", "max_tokens"),
+            *("stop_token_ids", "priority", "user", "cache_salt", "prompt_logprobs"),
+        )
+        return not self.beams and not self.is_vectors and not self.params.keys() - {*parameters}
+
+    def after(self, token_ids: Sequence[int], max_tokens: int) -> Ask:
+        """Returns the request that begins with some of its tokens, and asks for so many others."""
+        params = {name: value for name, value in self.params.items() if name != "prompt_logprobs"}
+        params |= {"max_tokens": max_tokens}
+        return dataclasses.replace(self, prompt=(*self.prompt, *token_ids), params=params)
+
+    @property
     def is_streamable(self) -> bool:
         """Returns whether a stream takes the request."""
         return not self.beams and self.params.get("best_of") is None
@@ -394,7 +410,7 @@ def random_events(
         else:
             act = _random_act(chance, asks, at, engine, lives=lives)
             yield act
-            if act.name in ("update", "sleep") and chance.random() < 0.3:
+            if act.name in ("update", "sleep", "pause") and chance.random() < 0.3:
                 # as a program does that has given up, or asks twice
                 yield dataclasses.replace(act, interrupted_after=None)
     if lives and chance.random() < 0.25:
@@ -435,7 +451,7 @@ def _random_act(
     index = chance.randrange(len(asks))
     names = ["pin", "pin", "reset", "score", "embed"]
     if lives:
-        names += ("update", "update", "update", "sleep", "sleep", "hold")
+        names += ("update", "update", "update", "sleep", "sleep", "pause", "hold")
     match chance.choice(names):
         case "pin":
             return Event(at, "pin", (index,), (chance.randint(0, 12),), **after)
@@ -447,9 +463,11 @@ def _random_act(
             prompts = tuple(chance.randrange(len(asks)) for _ in range(number))
             return Event(at, "embed", prompts, (pooling,), **after)
         case "update":
-            mode = chance.choice(("wait", "wait", "abort"))
+            mode = chance.choice(("wait", "abort", "keep", "recompute", "recompute"))
             form = chance.choice(("numpy", "jax", "held"))
             return Event(at, "update", (), (chance.randrange(NUM_SETS), form, mode), **after)
+        case "pause":
+            return Event(at, "pause", (), (chance.choice((0, 1, 3, 8)),), **after)
         case "sleep":
             level = chance.choice((1, 2))
             return Event(at, "sleep", (), (level, chance.choice((0, 1, 3))), **after)

@@ -11,6 +11,7 @@ fails is shrunk and printed as a program.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -192,6 +193,10 @@ class Fuzzer:
         version = output.weights_version
         if not actor.first_version <= version <= actor.last_version:
             return f"weights_version is {version}, and it ran with {actor.first_version} to {actor.last_version}"
+        if _updates_met(actor, version):
+            return self._continued_differs(performance, actor, ask, output)
+        if any({*one.weights_versions} - {version} for one in output.outputs):
+            return f"tokens of other versions than {version}"
         expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
         aborted = [one for one in output.outputs if one.finish_reason == "abort"]
         if aborted and not performance.is_aborted(actor):
@@ -212,6 +217,36 @@ class Fuzzer:
                 return problem
         if problem := self._logprobs_differ(output.prompt_logprobs, expected.prompt_logprobs):
             return "" if aborted and not output.prompt_logprobs else f"its prompt: {problem}"
+        return ""
+
+    def _continued_differs(
+        self, performance: Performance, actor: Actor, ask: Ask, output: RequestOutput
+    ) -> str:
+        """Compares what a request gave whose weights were replaced while it ran.
+
+        Its tokens of the first weights are those that it gives alone. Those of later ones are those of a
+        request that begins with the tokens before, if all was computed anew each time.
+        """
+        plain, sets = self.plain(performance.case), actor.engine.weights
+        for sample in output.outputs:
+            versions = sample.weights_versions
+            if versions != sorted(versions) or len(versions) != len(sample.token_ids):
+                return f"weights_versions are {versions!r} for {len(sample.token_ids)} tokens"
+            for version in sorted({*versions}) if ask.is_streamable else ():
+                start, stop = versions.index(version), len(versions) - versions[::-1].index(version)
+                if "keep" in _updates_met(actor, version):
+                    break
+                if start and not (sample.index == 0 and ask.depends_on_tokens_alone):
+                    break
+                part = dataclasses.replace(
+                    sample,
+                    token_ids=sample.token_ids[start:stop],
+                    logprobs=sample.logprobs and sample.logprobs[start:stop],
+                )
+                whole = ask.after(sample.token_ids[:start], stop - start) if start else ask
+                wanted = plain.output(whole, sets[version]).outputs[sample.index]
+                if problem := self._beginning_differs(part, wanted):
+                    return f"tokens {start} to {stop} of version {version}: {problem}"
         return ""
 
     def _whole_differs(self, got: CompletionOutput, wanted: CompletionOutput) -> str:
@@ -261,6 +296,8 @@ class Fuzzer:
         if chunks[-1].finished:
             return self._differs(performance, actor, ask, _joined(chunks))
         version = chunks[-1].weights_version
+        if _updates_met(actor, version):
+            return self._continued_differs(performance, actor, ask, _joined(chunks))
         expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
         for got, wanted in zip(_joined(chunks).outputs, expected.outputs, strict=False):
             if not wanted.text.startswith(got.text):
@@ -357,6 +394,14 @@ def _left_over(performance: Performance) -> str:
     return ""
 
 
+def _updates_met(actor: Actor, version: int) -> list[str]:
+    """Returns the modes of the updates up to a version that a request went on after."""
+    modes = [
+        actor.engine.modes.get(each, "") for each in range(actor.first_version + 1, version + 1)
+    ]
+    return [mode for mode in modes if mode in ("keep", "recompute")]
+
+
 def _joined(chunks: Sequence[RequestOutput]) -> RequestOutput:
     """Returns the output that chunks are the parts of."""
     outputs = []
@@ -373,6 +418,7 @@ def _joined(chunks: Sequence[RequestOutput]) -> RequestOutput:
                 logprobs=logprobs,
                 finish_reason=reasons[-1].finish_reason if reasons else None,
                 stop_reason=reasons[-1].stop_reason if reasons else None,
+                weights_versions=[version for part in parts for version in part.weights_versions],
             )
         )
     prompts = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs]

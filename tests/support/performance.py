@@ -95,6 +95,7 @@ class PlayedEngine:
     Attributes:
         llm: The engine's `LLM` or `AsyncLLM`.
         weights: The set of weights by version.
+        modes: The modes of the updates by version.
         pins: Pins that a call holds.
         held: Weights that the caller holds.
         drained_at: The turn at which it was first drained; None before that.
@@ -104,6 +105,7 @@ class PlayedEngine:
     def __init__(self, llm: Any, stage: Stage | RealTime, own_weights: Weights) -> None:
         self.llm = llm
         self.weights = {0: 0}
+        self.modes: dict[int, str] = {}
         self.pins: list[Any] = []
         self.held: list[Weights] = []
         self.drained_at: int | None = None
@@ -123,6 +125,8 @@ class PlayedEngine:
         try:
             if self.is_drained:
                 raise WrongBehaviour("drain returned True, and a request runs")
+            if self.llm.is_paused:
+                raise WrongBehaviour("a step runs while the engine is paused")
             groups = self._step()
             self.llm._engine.scheduler.check()
         except Exception as error:
@@ -131,10 +135,12 @@ class PlayedEngine:
             raise
         return groups
 
-    def _noting_weights(self, name: str, weights: Any) -> Any:
+    def _noting_weights(self, name: str, weights: Any, mode: str = "wait", *more: Any) -> Any:
         """Gives the engine other weights, and notes which they are."""
-        result = self._real[name](weights)
+        arguments = (weights,) if name == "wake" else (weights, mode, *more)
+        result = self._real[name](*arguments)
         if self.version not in self.weights:
+            self.modes[self.version] = mode
             named = self.llm._by_checkpoint_name(self.llm._engine.runner.parameters)
             self.weights[self.version] = set_of(named, self._own_weights)
         return result
@@ -309,8 +315,11 @@ class Performance:
             actor.last_version = actor.engine.version
 
     def _wake_for_threads(self, threads: Sequence[threading.Thread]) -> None:
-        """Wakes an engine on which requests wait since a call was interrupted."""
+        """Wakes or resumes an engine on which requests wait since a call was interrupted."""
         for engine in self.engines:
+            if engine.llm.is_paused and any(thread.is_alive() for thread in threads):
+                with contextlib.suppress(RuntimeError):
+                    engine.llm.resume()
             if engine.llm.is_sleeping and any(thread.is_alive() for thread in threads):
                 with contextlib.suppress(RuntimeError):
                     engine.llm.wake_up()
@@ -350,15 +359,18 @@ class Performance:
         return all(actor.is_over for actor in self.actors)
 
     def _wake_all(self) -> None:
-        """Wakes engines that nobody else wakes, on which requests wait."""
+        """Wakes and resumes engines for which nobody else does it, on which requests wait."""
+        paused = [engine for engine in self.engines if engine.llm.is_paused]
         asleep = [engine for engine in self.engines if engine.llm.is_sleeping]
-        if not asleep:
+        if not asleep and not paused:
             names = [
                 f"{actor.event.name} of turn {actor.started}"
                 for actor in self.actors
                 if not actor.is_over
             ]
             raise WrongBehaviour(f"{', '.join(names)} waits, and nothing is left to do")
+        for engine in paused:
+            self.finish(engine.call("resume"), "resume")
         for engine in asleep:
             self.wake(engine)
 
@@ -444,6 +456,10 @@ class Performance:
                 await engine.call("sleep", level)
                 await self.stage.pause(num_turns)
                 await engine.call("wake_up")
+            case "pause":
+                await engine.call("pause")
+                await self.stage.pause(event.details[0])
+                await engine.call("resume")
             case "drain":
                 actor.result = await engine.call("drain", event.details[0])
 
@@ -501,8 +517,16 @@ class Performance:
             return self._met(actor, "update", "abort")
         if not isinstance(error, RuntimeError):
             return False
+        if "is paused with" in text:
+            return self._met(actor, "pause") or self._is_left(actor, "pause")
+        if "is not paused" in text:  # somebody else has resumed it
+            return actor.event.name == "pause"
         if "sleep" in text and "way already" not in text and "pinned" not in text:
-            return actor.event.name == "sleep" or self._met(actor, "sleep") or self._sleeps(actor)
+            return (
+                actor.event.name == "sleep"
+                or self._met(actor, "sleep")
+                or self._is_left(actor, "sleep")
+            )
         if "way already" in text:
             return any(
                 other.event.name in ("update", "sleep")
@@ -516,10 +540,10 @@ class Performance:
             return self._met(actor, "update", "abort")
         return False
 
-    def _sleeps(self, actor: Actor) -> bool:
-        """Returns whether the engine sleeps since an interrupted call."""
+    def _is_left(self, actor: Actor, name: str) -> bool:
+        """Returns whether the engine sleeps, or is paused, since an interrupted call."""
         return any(
-            other.event.name == "sleep"
+            other.event.name == name
             and other.was_interrupted
             and other.engine is actor.engine
             and other.started <= (actor.ended or self.stage.turn)
@@ -535,6 +559,6 @@ class Performance:
         return any(
             other.event.name == "drain"
             and actor.meets(other)
-            and (other.event.details[0] == 0.0 or self._sleeps(actor))
+            and (other.event.details[0] == 0.0 or self._is_left(actor, "sleep"))
             for other in self.actors
         )

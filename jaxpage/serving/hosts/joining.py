@@ -26,7 +26,7 @@ from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, gree
 from jaxpage.serving.hosts.processes import join_processes
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.argument_checks import show
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ JOIN_SECONDS = 300.0  # the time in which all hosts must have joined
 LEAVE_SECONDS = 10.0  # the time that a host waits for the others at the end
 _RETRY_SECONDS = 0.2
 # The paths of models may differ, because their files are hashed; rank 0 alone writes a log.
-_NOT_COMPARED = ("model", "tokenizer", "event_log")
+_NOT_COMPARED = ("model", "tokenizer", *NO_LOG)
 _SIZES = ("num_blocks", "swap_space_blocks")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +41,7 @@ def write_snapshots(
     model: str | None = None,
     force: bool = False,
     until: int | None = None,
+    weights: Sequence[str] = (),
 ) -> Report | None:
     """Writes the snapshots of a log to a new file, which only this user can read.
 
@@ -51,6 +52,7 @@ def write_snapshots(
         model: The path of the model, if it is not where the log says.
         force: True goes on with other weights, settings or shapes than those of the log.
         until: The last step; None for all.
+        weights: See `replay`.
 
     Returns:
         The report of the replay, or None for an incident that cannot be run again.
@@ -72,7 +74,8 @@ def write_snapshots(
             lines.write({"event": "snapshots", "format": FORMAT, "log": Path(log).name, **about})
             if not incident.get("why_not_replayable"):
                 viewer = _EngineView(lines)
-                return replay(log, model=model, force=force, until=until, viewer=viewer)
+                run: Any = {"model": model, "force": force, "until": until, "weights": weights}
+                return replay(log, viewer=viewer, **run)
             view = _RecordView(lines)
             for record in steps.records(until):
                 view.follow(record)

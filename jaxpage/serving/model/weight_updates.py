@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.assembly import Mode, check_replaceable, weights_on_device
+from jaxpage.assembly import check_replaceable, weights_on_device
 from jaxpage.checkpoints import with_weights_of
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
@@ -23,12 +23,14 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.model.directories import directory_inside
+from jaxpage.serving.model.pausing import pause_routes
 from jaxpage.serving.requests.generating import while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Workers
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show
+from jaxpage.step.update import Mode
 
 MODES = get_args(Mode)
 MAX_PROBLEMS_CHARACTERS = 100_000
@@ -71,8 +73,10 @@ class Updating:
             self._directory, text_field(body, "path"), setting="weights_directory", param="path"
         )
         try:
-            weights = await self._loading.run(lambda: self._load(path, check_finite=check_finite))
-            version = await self._driver.replace_weights(weights, abort=mode == "abort")
+            weights, checksum = await self._loading.run(
+                lambda: self._load(path, check_finite=check_finite)
+            )
+            version = await self._driver.replace_weights(weights, mode, checksum)
         except (CheckpointError, UnsupportedError) as error:
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
@@ -88,21 +92,23 @@ class Updating:
             raise ApiError(409, str(error), code="conflict") from error
         return {"weights_version": version}
 
-    def _load(self, path: Path, *, check_finite: bool) -> Any:
-        """Returns the weights on the device; raises what `weights_on_device` raises.
+    def _load(self, path: Path, *, check_finite: bool) -> tuple[Any, str | None]:
+        """Returns the weights on the device, and their hash for an event log.
 
-        With `check_finite` numbers that are NaN or infinite are an error, too.
+        With `check_finite` numbers that are NaN or infinite are an error, too. The errors are those
+        of `weights_on_device`.
         """
         built = self._driver.built
         others = with_weights_of(built.model, path)
         packed = built.engine.packed
-        return weights_on_device(others, built.spec, packed, finite=check_finite)
+        weights = weights_on_device(others, built.spec, packed, finite=check_finite)
+        return weights, built.checksum_of(weights)
 
 
 def weights_routes(
     config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests
 ) -> list[Route]:
-    """Returns the route that updates the weights; none without `weights_directory`.
+    """Returns the routes that update the weights, and pause; none without `weights_directory`.
 
     Args:
         config: The settings of the server.
@@ -115,7 +121,7 @@ def weights_routes(
     if config.weights_directory is None:
         return []
     built = driver.built
-    check_replaceable(built.model, None, "weights_directory")
+    check_replaceable(built.model, "weights_directory")
     updating = Updating(driver, Path(config.weights_directory))
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,4 +138,4 @@ def weights_routes(
 
             await while_connected(receive, answer_update())
 
-    return [post_route("/v1/update_weights", answer)]
+    return [post_route("/v1/update_weights", answer), *pause_routes(lambda order: driver, set())]

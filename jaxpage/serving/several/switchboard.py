@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
-from jaxpage.driver import SLEEP_LEVELS
+from jaxpage.driver import SLEEP_LEVELS, AsyncDriver
 from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS, version_route
 from jaxpage.serving.batches.jobs import open_batches
@@ -26,11 +26,11 @@ from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import json_answer
-from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.metrics.metrics import ServerMetrics, join_expositions
 from jaxpage.serving.metrics.tracing import record_of
 from jaxpage.serving.model.model_cards import card_of_settings
+from jaxpage.serving.model.pausing import pause_routes, read_order
 from jaxpage.serving.requests.generating import while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Readers
@@ -47,7 +47,7 @@ from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.shown_models import ShownModels, not_loaded
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
-from jaxpage.serving.wire.body import check_fields, parse_object
+from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import ApiError, quotes
@@ -115,6 +115,7 @@ class Switchboard:
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
+            *pause_routes(self._driver_of, {"model"}),
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._one),
             Route("/v1/capabilities", self._capable),
@@ -246,7 +247,9 @@ class Switchboard:
     # Routes for administrators.
 
     async def _sleep(self, request: Request) -> Response:
-        requested = await self._order(request, {"model", "level"})
+        requested = await read_order(request, {"model", "level"})
+        if request.query_params.get("level") in ("1", "2"):
+            requested["level"] = int(requested["level"])
         if (level := requested.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {show(level)}", param="level")
         name = self._find_model(self._name_in(requested))
@@ -257,7 +260,7 @@ class Switchboard:
         return json_answer({"model": name, "state": self._table.slots[name].state})
 
     async def _wake_up(self, request: Request) -> Response:
-        name = self._find_model(self._name_in(await self._order(request, {"model"})))
+        name = self._find_model(self._name_in(await read_order(request, {"model"})))
         async with contextlib.AsyncExitStack() as leases:
             await self._lease(name, leases)
         return json_answer({"model": name, "state": self._table.slots[name].state})
@@ -266,19 +269,13 @@ class Switchboard:
         name = self._find_model(self._name_in(request.query_params))
         return json_answer({"is_sleeping": self._table.slots[name].is_asleep})
 
-    async def _order(self, request: Request, known: set[str]) -> dict[str, Any]:
-        """Returns the fields of an order, of its body and of its query, as vLLM's clients send."""
-        check_origin(request.headers)
-        requested: dict[str, Any] = dict(request.query_params)
-        if requested.get("level") in ("1", "2"):
-            requested["level"] = int(requested["level"])
-        if raw := await request.body():
-            body = await asyncio.to_thread(parse_object, raw)
-            if twice := sorted(body.keys() & requested.keys()):
-                raise ApiError(400, f"{twice[0]} is in the body and in the query", param=twice[0])
-            requested |= body
-        check_fields(requested, known)
-        return requested
+    def _driver_of(self, order: Mapping[str, Any]) -> AsyncDriver:
+        """Returns the driver of the model that an order names, which is in memory."""
+        name = self._find_model(self._name_in(order))
+        model = self._table.slots[name].model
+        if model is None:
+            raise ApiError(409, f"The model {show(name)} is not loaded", code="conflict")
+        return model.driver
 
     # What the server has.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
@@ -42,7 +43,7 @@ class Answer:
         self._num_choices = request.n or 1  # for each prompt
         self._created = int(time.time())
         self._usage = Usage()
-        self._weights_version = 0  # all prompts of a request are computed by the same weights
+        self._weights_version = 0  # the latest that any prompt was computed with
         self._ended: set[int] = set()  # the choices of a stream that have ended
 
     def refusal(self, error: Exception) -> ApiError:
@@ -52,7 +53,7 @@ class Answer:
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._usage.add(job_index, delta)
-        self._weights_version = delta.weights_version
+        self._weights_version = max(self._weights_version, delta.weights_version)
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
@@ -83,7 +84,7 @@ class Answer:
         choices = []
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
-            self._weights_version = output.weights_version
+            self._weights_version = max(self._weights_version, output.weights_version)
             for position, completion in enumerate(output.outputs):
                 check_finished(completion, self._request, self._parameter_names)
                 choices.append(
@@ -113,7 +114,15 @@ class Answer:
     def _end(self, output: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
         """Returns the fields of a choice that say how it ended, and its token ids if asked for."""
         end: dict[str, Any] = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
-        return {**end, "token_ids": output.token_ids} if self._request.return_token_ids else end
+        if not self._request.return_token_ids:
+            return end
+        versions = version_runs(output.weights_versions[: len(output.token_ids)])
+        return {**end, "token_ids": output.token_ids, "weights_versions": versions}
+
+
+def version_runs(versions: Iterable[int]) -> list[list[int]]:
+    """Returns the versions of the weights that drew tokens as [version, number of tokens] pairs."""
+    return [[version, len(list(run))] for version, run in itertools.groupby(versions)]
 
 
 class Usage:

@@ -1,0 +1,40 @@
+"""Makes the decoding strategies of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy
+from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.step.request import Request, SequenceGroup
+from jaxpage.step.strategy import Strategy
+
+
+class DefaultStrategies:
+    """Makes the strategy of each request, by its parameters.
+
+    Attributes:
+        mask_budget: The time that grammars may take for the masks of a step.
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        """Takes the tokenizer; None makes no text."""
+        self._tokenizer = tokenizer
+        self.mask_budget = MaskBudget()
+
+    def __call__(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
+        """Returns the strategy of a request and its compiled grammar, if it has one."""
+        request = group.request
+        if request.beam:
+            return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
+        return SamplingStrategy(
+            request, lambda: self._new_detokenizer(request), grammar, self.mask_budget
+        )
+
+    def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
+        if self._tokenizer is None:
+            return NoText()
+        skip = request.params.skip_special_tokens
+        return StreamDetokenizer(
+            self._tokenizer, request.prompt_token_ids, skip_special_tokens=skip
+        )
