@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.llm import LLM
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.training import TrainableModel
 
 try:
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
@@ -97,7 +101,7 @@ class JaxpageRollout(BaseRollout):
             llm: The engine. It is the caller's to shut down.
             named: Returns the trainer's parameters as a dict of arrays that
                 `LLM.update_parameters` takes.
-            rollout_actor: Tunix's model, which `model` returns.
+            rollout_actor: Not used: the engine has its own model.
             tokenizer: Not used: the engine has its own.
             mesh: Not used: the engine has its own.
             rollout_config: Not used: `generate` is told the configuration of each call.
@@ -109,7 +113,6 @@ class JaxpageRollout(BaseRollout):
             raise ValueError("Tunix has prompts as text, and the engine has no tokenizer")
         self._llm = llm
         self._named = named
-        self._actor = rollout_actor
         self._tokenizer: Any = llm.tokenizer
 
     def generate(
@@ -180,7 +183,8 @@ class JaxpageRollout(BaseRollout):
         Raises:
             CheckpointError: Something is missing or does not fit, and the old parameters stay.
         """
-        self._llm.update_parameters(self._named(params))
+        with jax.transfer_guard("allow"):  # Tunix forbids transfers here, as between its own models
+            self._llm.update_parameters(self._named(params))
 
     def pad_id(self) -> int:
         """Returns the id of padding; that of the end of a sequence where there is no other."""
@@ -191,9 +195,8 @@ class JaxpageRollout(BaseRollout):
         """Returns the id of the end of a sequence."""
         return int(self._tokenizer.eos_token_id)
 
-    def model(self) -> Any:
-        """Returns Tunix's own model."""
-        return self._actor
+    def model(self) -> None:
+        """Returns None: Tunix would not send parameters to a model that it trains itself."""
 
     # The protocol `Sampler` of Tunix's main branch.
 
@@ -381,3 +384,54 @@ def _without_first(token_ids: Sequence[int], pad_id: int) -> list[int]:
     """Returns the tokens after the padding at the beginning."""
     start = next((index for index, id_ in enumerate(token_ids) if id_ != pad_id), len(token_ids))
     return list(token_ids[start:])
+
+
+class TrainedModule(nnx.Module):
+    """A `TrainableModel` as the module that Tunix trains.
+
+    `nnx.state(module)` has the parameters, and `named(state)` gives them to `LLM.update_parameters`.
+    """
+
+    def __init__(self, model: TrainableModel, parameters: Any):
+        """Makes the parameters those of a module.
+
+        Args:
+            model: The model.
+            parameters: The second result of `TrainableModel.load`.
+        """
+        self.model = model
+        self.parameters = nnx.data(jax.tree.map(nnx.Param, parameters))
+
+    def __call__(
+        self,
+        input_tokens: Int[Array, "R C"],
+        positions: Int[Array, "R C"],
+        cache: None = None,
+        attention_mask: Bool[Array, "R C C"] | None = None,
+    ) -> tuple[Float[Array, "R C V"], None]:
+        """Returns the logits of rows that are padded on both sides, and None for a cache.
+
+        Args:
+            input_tokens: The rows.
+            positions: The place of each token after the padding on the left, which has 0.
+            cache: None.
+            attention_mask: Which tokens see which; its diagonal tells padding.
+
+        Raises:
+            UnsupportedError: There is a cache, or no mask.
+        """
+        if cache is not None or attention_mask is None:
+            raise UnsupportedError("the trained module takes an attention mask and no cache")
+        is_token_RC = jnp.diagonal(attention_mask, axis1=1, axis2=2)
+        first_R1 = jnp.argmax(is_token_RC, axis=1)[:, None]
+        places_C = jnp.arange(input_tokens.shape[1])
+        length = len(places_C)
+        # Rows begin at position 0 in `TrainableModel`, so padding on the left goes to the right.
+        turned = jnp.take_along_axis(input_tokens, (places_C + first_R1) % length, axis=1)
+        logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], turned)
+        back = (places_C - first_R1) % length
+        return jnp.take_along_axis(logits_RCV, back[..., None], axis=1), None
+
+    def named(self, state: nnx.State) -> dict[str, jax.Array]:
+        """Returns the parameters of a state by the names of Hugging Face."""
+        return self.model.named(nnx.to_pure_dict(state)["parameters"])
