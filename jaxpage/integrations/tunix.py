@@ -389,7 +389,7 @@ def _without_first(token_ids: Sequence[int], pad_id: int) -> list[int]:
 class TrainedModule(nnx.Module):
     """A `TrainableModel` as the module that Tunix trains.
 
-    `nnx.state(module)` has the parameters, and `named(state)` gives them to `LLM.update_parameters`.
+    `nnx.state(module)` has the parameters; `named(state)` is what `LLM.update_parameters` takes.
     """
 
     def __init__(self, model: TrainableModel, parameters: Any):
