@@ -156,12 +156,46 @@ class Report:
         figure.savefig(self.path.with_suffix(".png"), dpi=120)
 
 
+def open_model(path: str, num_experts: int, **settings: Any) -> LLM:
+    """Returns the model; with experts, each is a copy of its MLP with small differences, and the router is random."""
+    llm = LLM(path, **settings)
+    if not num_experts:
+        return llm
+    rng = np.random.default_rng(0)
+    parameters: dict[str, Any] = {}
+    for name, array in llm.parameters().items():
+        layer, _, rest = name.partition(".mlp.")
+        if not rest:
+            parameters[name] = array
+            continue
+        part = {"gate_proj.weight": "w1", "up_proj.weight": "w3", "down_proj.weight": "w2"}[rest]
+        for index in range(num_experts):
+            noise = 1 + 0.1 * rng.standard_normal(array.shape)
+            expert = f"{layer}.block_sparse_moe.experts.{index}.{part}.weight"
+            parameters[expert] = (np.asarray(array, np.float32) * noise).astype(array.dtype)
+        router = 0.1 * rng.standard_normal((num_experts, llm.hf_config["hidden_size"]))
+        parameters[f"{layer}.block_sparse_moe.gate.weight"] = router.astype(array.dtype)
+    config = {
+        **llm.hf_config,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "num_nextn_predict_layers": 0,
+    }
+    with llm:
+        return LLM.from_parameters(config, parameters, llm.tokenizer, **settings)
+
+
 def main(words: Sequence[str] | None = None) -> list[Step]:
     """Trains, and returns the rows of steps.csv."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="a model directory; default: demo")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="make each MLP so many experts; needs a Llama"
+    )
     parser.add_argument("--steps", type=int, default=100, help="updates; default: 100")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt; default: 8")
     parser.add_argument("--letter", default="o", help="what is rewarded; default: o")
@@ -172,8 +206,14 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
     arguments.out.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)  # Tunix warns of what is no TPU
     num_rows = len(PROMPTS) * arguments.samples
-    settings: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": 64}
-    with LLM(arguments.model, max_num_seqs=num_rows, use_tqdm=False, **settings) as llm:
+    with open_model(
+        arguments.model,
+        arguments.experts,
+        dtype=arguments.dtype,
+        max_model_len=64,
+        max_num_seqs=num_rows,
+        use_tqdm=False,
+    ) as llm:
         model, parameters = TrainableModel.load(
             llm.hf_config, llm.parameters(), dtype=arguments.dtype
         )
