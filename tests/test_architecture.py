@@ -33,6 +33,7 @@ OPTIONAL = {  # import name -> the one file that may import it
     "msgpack": "jaxpage/serving/cache_events/kv_publisher.py",
     "zmq": "jaxpage/serving/cache_events/kv_publisher.py",
     "opentelemetry": "jaxpage/serving/metrics/otlp.py",
+    "tunix": "jaxpage/integrations/tunix.py",
     "flash_attn3_jax": "pallas_kernels/sets/fa3.py",
 }
 

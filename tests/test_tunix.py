@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 import pytest
 
 from jaxpage import LLM
+from jaxpage.errors import UnsupportedError
 from tests.support.engines import BLOCKS_OF_16
 
 base_rollout = pytest.importorskip(
     "tunix.rl.rollout.base_rollout", reason="google-tunix is not installed"
 )
 
-from examples.tunix_rollout import JaxpageRollout  # noqa: E402
+from jaxpage.integrations.tunix import JaxpageRollout  # noqa: E402
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """The signatures of tunix.experimental.rollout.sampler.Sampler on 2026-08-21."""
+
+    def initialize(self) -> None: ...
+    async def start(self, **kwargs: Any) -> Any: ...
+    async def stop(self, **kwargs: Any) -> Any: ...
+    async def pause(self, **kwargs: Any) -> Any: ...
+    async def resume(self, **kwargs: Any) -> Any: ...
+    async def get_mesh(self, **kwargs: Any) -> Any: ...
+    async def sample(self, sampling_requests: Any, **kwargs: Any) -> Any: ...
+    async def bind_weight_sync(self, **kwargs: Any) -> Any: ...
+    async def get_weight_sync_metadata(self, **kwargs: Any) -> Any: ...
+    async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any: ...
+    async def weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any: ...
+    async def post_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any: ...
+    async def get_transfer_status(self, req_id: Any, **kwargs: Any) -> Any: ...
+    async def migrate_kv_cache(
+        self, source_server_id: str, target_server_id: str, token_ids: list[int], **kwargs: Any
+    ) -> bool: ...
+    async def get_load_info(self, **kwargs: Any) -> Any: ...
+
 
 DEMO = Path(os.fspath(__file__)).parents[1] / "jaxpage" / "demo"
 PROMPTS = ["Once upon a time", "The old house", "Once upon a time"]
@@ -66,7 +94,7 @@ def test_log_probabilities_of_rollouts_are_found_again_to_the_last_bit(rollout: 
         np.testing.assert_array_equal(row[: len(tokens)], logprobs)
         assert not row[len(tokens) :].any()
     assert output.left_padded_prompt_tokens.shape == (3, 8)
-    assert rollout.model() == "actor"
+    assert rollout.model() is None, "Tunix would think that both share parameters"
 
 
 def test_other_weights_give_other_texts_and_what_is_wrong_leaves_the_old_ones(
@@ -93,3 +121,72 @@ def test_a_completion_ends_with_its_first_end_of_sequence_token(rollout: Any) ->
     eos = rollout.eos_id()
     logps = rollout.get_per_token_logps([[eos, eos, 5, 6]], [[7, eos, eos, eos]])
     assert logps[0, :2].all() and not logps[0, 2:].any()
+
+
+def request(prompt: Any, **changes: Any) -> SimpleNamespace:
+    """A request with the fields and defaults of Tunix's `SamplingRequest`."""
+    params = {
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "top_p": None,
+        "top_k": None,
+        "seed": None,
+        "return_logprobs": True,
+        "return_logits": False,
+        "beam_size": None,
+    }
+    return SimpleNamespace(
+        request_id=f"of {prompt}",
+        prompt=prompt,
+        sampling_params=SimpleNamespace(**params | changes),
+    )
+
+
+def test_the_rollout_is_a_sampler_of_the_main_branch(rollout: Any) -> None:
+    assert isinstance(rollout, Sampler)
+    for name in [name for name in vars(Sampler) if not name.startswith("_")]:
+        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (type(rollout), Sampler))
+        assert list(ours.parameters) == list(theirs.parameters), name
+
+
+def test_samples_are_those_of_the_engine_and_go_on_with_new_weights(rollout: Any, llm: LLM) -> None:
+    weights = llm.parameters()
+    ids = rollout._tokenizer(PROMPTS[0])["input_ids"]
+
+    async def live() -> None:
+        first, second = await rollout.sample([request(PROMPTS[0]), request(ids)])
+        assert first.request_id == f"of {PROMPTS[0]}" and first.finish_reason == "length"
+        assert first.text and first.prompt_token_ids.tolist() == ids
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        scores: Any = llm.score(ids, first.token_ids.tolist())
+        np.testing.assert_array_equal(first.logprobs, np.array(scores, np.float32))
+        alone = await rollout.sample(request(ids, return_logprobs=False))
+        assert alone.logprobs is None and alone.text == first.text
+        assert (await rollout.get_weight_sync_metadata()).keys() == weights.keys()
+
+        await rollout.pre_weight_sync()
+        waiting = asyncio.create_task(rollout.sample(request(ids)))
+        await rollout.weight_sync({name: -array for name, array in weights.items()})
+        assert not waiting.done()
+        await rollout.post_weight_sync()
+        other = await waiting
+        assert other.text != first.text
+        assert other.metadata["weights_version"] > first.metadata["weights_version"]
+        await rollout.weight_sync(SimpleNamespace(weights=weights))
+        assert (await rollout.sample(request(ids))).text == first.text
+        load = await rollout.get_load_info()
+        assert (load.num_requests_running, load.num_requests_waiting) == (0, 0)
+
+    asyncio.run(live())
+
+
+def test_what_a_sampler_cannot_do_is_refused(rollout: Any) -> None:
+    for action, kind in [
+        (rollout.sample(request("a", beam_size=2)), UnsupportedError),
+        (rollout.sample(request("a", return_logits=True)), UnsupportedError),
+        (rollout.sample(request("a"), trace_tags={}), TypeError),
+        (rollout.weight_sync(), ValueError),
+        (rollout.migrate_kv_cache("a", "b", [1]), UnsupportedError),
+    ]:
+        with pytest.raises(kind):
+            asyncio.run(action)

@@ -59,6 +59,7 @@ ROOMS |= {
     "simulation": (4, FRONT, _BELOW | {"bench"}),
     "bench": (4, FRONT, _BELOW),
     "serving": (4, FRONT, _BELOW),
+    "integrations": (4, FRONT, {"settings"}),
     "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
