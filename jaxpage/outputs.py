@@ -154,6 +154,8 @@ class RequestOutput:
             first; None for the first token.
         metrics: The times and counts of the request.
         weights_version: The number of calls of `LLM.update_parameters` before it.
+        receipt: The receipt of the finished request, if it asked for one and was not cut short
+            (docs/guides/receipts.md).
     """
 
     request_id: str
@@ -164,6 +166,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     weights_version: int = 0
+    receipt: dict[str, Any] | None = field(default=None, repr=False)
 
     def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
         """Returns one output with the prompt before it, as `echo` does in OpenAI's completions.
