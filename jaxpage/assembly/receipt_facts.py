@@ -64,7 +64,9 @@ def describe_engine(files: ModelFiles, spec: EngineSpec, tokenizer: Any | None) 
         instructions="" if kernels is None else cpu_instructions(kernels, spec.layout.dtype),
         processor=processor(),
         attention_backend=config.attention_backend,
-        attention=", ".join(sorted({name.partition(":")[0] for name in spec.attention.split("; ")})),
+        attention=", ".join(
+            sorted({name.partition(":")[0] for name in spec.attention.split("; ")})
+        ),
         dtype=spec.layout.dtype,
         kv_cache_dtype=spec.layout.kv_cache_dtype,
         quantization=config.quantization,

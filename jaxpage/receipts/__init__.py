@@ -28,5 +28,6 @@ from jaxpage.receipts.receipt import (
     write_receipt,  # writes a receipt to a new file
 )
 from jaxpage.receipts.verifying import (
+    NUM_OTHERS,  # is the number of the other requests in the batch of a verification
     verify,  # computes an answer again, alone and among others
 )

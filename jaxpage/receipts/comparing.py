@@ -119,7 +119,9 @@ def obstacles(receipt: Receipt, facts: EngineFacts, weights: WeightFacts) -> lis
 
 
 def _describe_weights(theirs: WeightFacts, ours: WeightFacts) -> str:
-    begin = f"the weights are not those of the receipt: their hash is {ours.hash}, there {theirs.hash}"
+    begin = (
+        f"the weights are not those of the receipt: their hash is {ours.hash}, there {theirs.hash}"
+    )
     if theirs.tensors is None or ours.tensors is None:
         return begin
     if hash_weights(theirs.tensors) != theirs.hash:

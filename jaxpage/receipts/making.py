@@ -62,9 +62,9 @@ def sampling_facts(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
         max_tokens: The most tokens that the request could get.
     """
     fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    return {
-        name: _as_json(value) for name, value in fields.items() if name not in _LEFT_OUT
-    } | {"max_tokens": max_tokens}
+    return {name: _as_json(value) for name, value in fields.items() if name not in _LEFT_OUT} | {
+        "max_tokens": max_tokens
+    }
 
 
 def _as_json(value: Any) -> Any:

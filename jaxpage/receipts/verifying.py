@@ -14,6 +14,7 @@ from jaxpage.receipts.receipt import EngineFacts, Receipt, WeightFacts, checksum
 from jaxpage.settings.argument_checks import count
 from jaxpage.settings.sampling_params import SamplingParams
 
+NUM_OTHERS = 3  # the requests in the batch besides that of the receipt
 # Generates for prompts, each a list of token ids, in one batch.
 Generate = Callable[[list[list[int]], list[SamplingParams]], list[RequestOutput]]
 
@@ -90,6 +91,7 @@ def _other_requests(receipt: Receipt, longest: int) -> list[tuple[list[int], Sam
     """Returns requests that share a batch with that of the receipt, made of its tokens."""
     token_ids = receipt.request.prompt_token_ids
     prompts = [token_ids[: len(token_ids) // 2 + 1], token_ids[::-1], token_ids[1:] + token_ids[:1]]
+    assert len(prompts) == NUM_OTHERS
     return [
         (prompt, SamplingParams(max_tokens=max(longest, 1), ignore_eos=True, seed=seed))
         for seed, prompt in enumerate(prompts)
