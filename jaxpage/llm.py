@@ -44,7 +44,7 @@ from jaxpage.engine.texts import (
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput, RerankResult, TokenPooling
-from jaxpage.receipts import Verdict, parse_receipt, verify
+from jaxpage.receipts import Verification, parse_receipt, verify
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -274,7 +274,7 @@ class LLM(DrivenModel):
     def _new_receipt(self, handle: Handle) -> dict[str, Any] | None:
         return self._receipts.make(handle, self.config.model)
 
-    def verify(self, receipt: Mapping[str, Any]) -> Verdict:
+    def verify(self, receipt: Mapping[str, Any]) -> Verification:
         """Computes the answer of a receipt again, alone and in a batch of other requests.
 
         Args:

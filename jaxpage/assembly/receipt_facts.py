@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage import __version__
 from jaxpage.assembly.compiling import shards_of_weights
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import ModelFiles, insert
@@ -29,6 +27,7 @@ from jaxpage.receipts import (
     hash_tokenizer,
     hash_weights,
 )
+from jaxpage.versions import package_version
 
 _LARGE_BYTES = 2**28  # hashing fewer bytes shows no bar
 
@@ -53,10 +52,10 @@ def describe_engine(files: ModelFiles, spec: EngineSpec, tokenizer: Any | None) 
     described = spec.described
     kernels = described.kernels
     return EngineFacts(
-        jaxpage=__version__,
+        jaxpage=package_version("jaxpage"),
         code=hash_traced_code(),
-        jax=jax.__version__,
-        jaxlib=importlib.metadata.version("jaxlib"),
+        jax=package_version("jax"),
+        jaxlib=package_version("jaxlib"),
         llguidance=None,
         flags=xla_flags(),
         device=described.device.name,

@@ -7,14 +7,8 @@ import json
 from typing import Any
 
 from jaxpage.cli.resolving import engine, resolve_settings
-from jaxpage.errors import (
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    ModelNotFoundError,
-    UnsupportedError,
-)
-from jaxpage.receipts import NUM_OTHERS, Receipt, Verdict, read_receipt
+from jaxpage.errors import JaxpageError, ReceiptError
+from jaxpage.receipts import NUM_OTHERS, Receipt, Verification, read_receipt
 from jaxpage.settings.argument_checks import count, show
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import BUILT_IN
@@ -23,14 +17,6 @@ EQUAL = 0
 DIFFERENT = 1
 UNKNOWN = 3
 _STATUS = {"equal": EQUAL, "different": DIFFERENT, "unknown": UNKNOWN}
-# Why a machine has no engine that could tell; other errors are those of the command line.
-_OBSTACLES = (
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    ModelNotFoundError,
-    UnsupportedError,
-)
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -52,8 +38,14 @@ def verify(arguments: argparse.Namespace) -> int:
     has_width = settings.origins["max_num_seqs"] != BUILT_IN
     try:
         verdict = _verify(receipt, settings.config, arguments, is_named, has_width)
-    except _OBSTACLES as error:
-        verdict = Verdict("unknown", (str(error),))
+    except ReceiptError:
+        raise
+    except KeyboardInterrupt:
+        verdict = Verification("unknown", ("interrupted",))
+    except JaxpageError as error:
+        verdict = Verification("unknown", (str(error),))
+    except Exception as error:  # no failure may read as "different"
+        verdict = Verification("unknown", (f"{type(error).__name__}: {error}",))
     print(json.dumps(verdict.body()) if arguments.json else _describe(verdict))
     return _STATUS[verdict.result]
 
@@ -64,13 +56,13 @@ def _verify(
     arguments: argparse.Namespace,
     is_named: bool,
     has_width: bool,
-) -> Verdict:
+) -> Verification:
     from jaxpage.checkpoints.finding import local_model
 
     changes = _settings_of(receipt)
     if not is_named:
         if local_model(receipt.model) is None:
-            return Verdict(
+            return Verification(
                 "unknown",
                 (
                     f"the receipt is of the model {show(receipt.model)}, which is not on this "
@@ -98,7 +90,7 @@ def _settings_of(receipt: Receipt) -> dict[str, Any]:
     }
 
 
-def _describe(verdict: Verdict) -> str:
+def _describe(verdict: Verification) -> str:
     if verdict.result == "equal":
         return (
             f"Equal: {count(verdict.num_tokens, 'token')} and all log probabilities have the bits "

@@ -7,7 +7,7 @@ engine and gives the outputs.
 
 from jaxpage.receipts.comparing import (
     Difference,  # is the first place in which an answer differs from its receipt
-    Verdict,  # says whether an answer was computed again, and why not
+    Verification,  # says whether an answer was computed again, and why not
 )
 from jaxpage.receipts.hashing import (
     hash_tensors,  # hashes the tensors of a model, each by its name

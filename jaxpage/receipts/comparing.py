@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from jaxpage.receipts.hashing import hash_weights
 from jaxpage.receipts.receipt import AnswerFacts, EngineFacts, Receipt, WeightFacts, logprob_of
 from jaxpage.settings.argument_checks import count, show
+from jaxpage.versions import package_version
 
 _NAMES = {
     "code": "source code of jaxpage with the hash",
@@ -70,7 +70,7 @@ def _describe_token(token_id: int | None, logprob: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """Says what came of a receipt.
 
     Attributes:
@@ -106,7 +106,7 @@ def obstacles(receipt: Receipt, facts: EngineFacts, weights: WeightFacts) -> lis
         if theirs[name] != value and name not in _MAY_DIFFER
     ]
     has_grammar = receipt.request.params.get("structured_outputs") is not None
-    grammars = importlib.metadata.version("llguidance") if has_grammar else None
+    grammars = package_version("llguidance") if has_grammar else None
     if theirs["llguidance"] != grammars:
         reasons.append(
             f"the receipt was made with llguidance {show(theirs['llguidance'])}, and this engine has {show(grammars)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxpage.receipts.receipt import (
 )
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.request import Request
+from jaxpage.versions import package_version
 
 # These parameters change neither tokens nor log probabilities, or have a field of their own.
 _LEFT_OUT = frozenset({"cache_salt", "logprobs", "priority", "prompt_logprobs", "seed", "user"})
@@ -90,7 +90,7 @@ def make_receipt(
     if any(output.finish_reason not in ("stop", "length") for output in output.outputs):
         return None
     has_grammar = request.params.structured_outputs is not None
-    grammars = importlib.metadata.version("llguidance") if has_grammar else None
+    grammars = package_version("llguidance") if has_grammar else None
     max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
     body = {
         "format": FORMAT,

@@ -31,13 +31,13 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
-class _Part(BaseModel):
+class _ReceiptPart(BaseModel):
     """A part of a receipt."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class EngineFacts(_Part):
+class EngineFacts(_ReceiptPart):
     """Says on what the bits of an engine's answers depend, besides its weights.
 
     Attributes:
@@ -84,7 +84,7 @@ class EngineFacts(_Part):
     eos_token_ids: TokenIds
 
 
-class WeightFacts(_Part):
+class WeightFacts(_ReceiptPart):
     """Has the hashes of a model's weights.
 
     Attributes:
@@ -97,7 +97,7 @@ class WeightFacts(_Part):
     tensors: Annotated[dict[Text, Hash], Field(max_length=2**17)] | None
 
 
-class RequestFacts(_Part):
+class RequestFacts(_ReceiptPart):
     """Has what was asked.
 
     Attributes:
@@ -111,7 +111,7 @@ class RequestFacts(_Part):
     params: dict[Text, Any]
 
 
-class AnswerFacts(_Part):
+class AnswerFacts(_ReceiptPart):
     """Has what was answered, for one of the outputs.
 
     Attributes:
@@ -130,7 +130,7 @@ class AnswerFacts(_Part):
     stop_reason: TokenId | str | None
 
 
-class Receipt(_Part):
+class Receipt(_ReceiptPart):
     """Is a receipt.
 
     Attributes:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from jaxpage.errors import ReceiptError
+from jaxpage.errors import CapacityError, ReceiptError, UnsupportedError
 from jaxpage.outputs import RequestOutput
-from jaxpage.receipts.comparing import Difference, Verdict, first_difference, obstacles
+from jaxpage.receipts.comparing import Difference, Verification, first_difference, obstacles
 from jaxpage.receipts.making import answer_facts
 from jaxpage.receipts.receipt import EngineFacts, Receipt, WeightFacts, checksum_of
 from jaxpage.settings.argument_checks import count
@@ -25,7 +25,7 @@ def verify(
     weights: WeightFacts,
     max_model_len: int,
     generate: Generate,
-) -> Verdict:
+) -> Verification:
     """Returns whether an engine gives the answer of a receipt, to the last bit.
 
     Args:
@@ -40,28 +40,36 @@ def verify(
     """
     request = receipt.request
     if reasons := obstacles(receipt, facts, weights):
-        return Verdict("unknown", tuple(reasons))
+        return Verification("unknown", tuple(reasons))
     longest = max(len(output.token_ids) for output in receipt.outputs)
     params = _params_of(receipt, longest)
     num_tokens = len(request.prompt_token_ids) + longest
     if num_tokens > max_model_len:
-        return Verdict("unknown", (_describe_room(num_tokens, max_model_len),))
+        return Verification("unknown", (_describe_room(num_tokens, max_model_len),))
     others = _other_requests(receipt, longest)
     for computed, batch in (("alone", []), ("among others", others)):
         requests = [(request.prompt_token_ids, params), *batch]
-        outputs = generate([prompt for prompt, _ in requests], [each for _, each in requests])
+        try:
+            outputs = generate([prompt for prompt, _ in requests], [each for _, each in requests])
+        except ValueError as error:
+            refusal = f"this engine refuses the request of the receipt: {error}"
+            return Verification("different", (refusal,))
+        except (CapacityError, UnsupportedError) as error:
+            return Verification("unknown", (str(error),))
         answers = [answer_facts(completion) for completion in outputs[0].outputs]
         if difference := first_difference(receipt, answers, computed):
             return _verdict_of(difference, receipt, facts)
     if receipt.checksum != checksum_of(receipt.body()):
-        return Verdict(
+        return Verification(
             "different",
             (
                 "the answer is equal, but the receipt was changed after it was made: its checksum "
                 "is not that of its fields",
             ),
         )
-    return Verdict("equal", num_tokens=sum(len(output.token_ids) for output in receipt.outputs))
+    return Verification(
+        "equal", num_tokens=sum(len(output.token_ids) for output in receipt.outputs)
+    )
 
 
 def _params_of(receipt: Receipt, longest: int) -> SamplingParams:
@@ -105,7 +113,7 @@ def _describe_room(num_tokens: int, max_model_len: int) -> str:
     )
 
 
-def _verdict_of(difference: Difference, receipt: Receipt, facts: EngineFacts) -> Verdict:
+def _verdict_of(difference: Difference, receipt: Receipt, facts: EngineFacts) -> Verification:
     """Returns the verdict for a difference, which is no proof on some machines."""
     reasons = [difference.describe()]
     if not facts.device.startswith("cpu"):
@@ -116,4 +124,4 @@ def _verdict_of(difference: Difference, receipt: Receipt, facts: EngineFacts) ->
             f"{facts.processor}: XLA may compile other sums for it, so this is no proof"
         )
     result: Literal["different", "unknown"] = "different" if len(reasons) == 1 else "unknown"
-    return Verdict(result, tuple(reasons), difference)
+    return Verification(result, tuple(reasons), difference)

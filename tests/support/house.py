@@ -200,6 +200,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage.checkpoints.finding",
     ): "wrong flags and an empty prompt are refused before jax is imported",
     (
+        "jaxpage/cli/verify.py",
+        "jaxpage.checkpoints.finding",
+    ): "what is no receipt is refused before jax is imported",
+    (
         "jaxpage/images/processor.py",
         "*",
     ): "Pillow and the image processors are imported for the first picture, and texts need neither",

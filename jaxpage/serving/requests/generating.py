@@ -181,8 +181,8 @@ class Generating:
                     if chat is not None:
                         await stream.send(_progress_of(chat, submitted[0], stream.frame))
                     if exchange.prompts[0].receipt and any(delta.finished for _, delta in deltas):
-                        ((_, last),) = deltas
-                        deltas = [(0, await self._add_receipt(exchange, submitted[0], last))]
+                        ((_, ending),) = deltas
+                        deltas = [(0, await self._add_receipt(exchange, submitted[0], ending))]
                     for index, delta in deltas:
                         record.add(index, delta)
                     for number, group in portions(deltas):
