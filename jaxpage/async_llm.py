@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
-from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel
+from jaxpage.driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle, DrivenModel, Receipts
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
@@ -83,6 +83,7 @@ class AsyncLLM(DrivenModel):
     def _use(self, config: EngineConfig, built: Built, max_queued_requests: int = 4096) -> None:
         super()._use(config, built)
         self._driver: AsyncDriver = AsyncDriver(built, max_queued_requests=max_queued_requests)
+        self._receipts = Receipts(self._driver, built)
         self._driver.start()
         # The requests by their ids; None while a request is prepared.
         self._running: dict[str, AwaitedHandle | None] = {}
@@ -116,6 +117,7 @@ class AsyncLLM(DrivenModel):
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        receipt: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the whole output so far, each time that there is more.
 
@@ -128,6 +130,7 @@ class AsyncLLM(DrivenModel):
             request_id: The id for `abort` and in the outputs; None takes a new number. Two requests
                 at once must not have the same.
             lora_request: See `LLM.generate`.
+            receipt: See `LLM.generate`; the last output has it.
 
         Raises:
             TypeError: An argument has another type.
@@ -140,7 +143,9 @@ class AsyncLLM(DrivenModel):
             ShuttingDown: The engine is shutting down.
         """
         outputs = self._outputs_so_far(
-            lambda: self._prepare_one("generate", prompt, params, lora_request), request_id
+            lambda: self._prepare_one("generate", prompt, params, lora_request, receipt=receipt),
+            request_id,
+            receipt=receipt,
         )
         async with aclosing(outputs):
             async for output in outputs:
@@ -154,6 +159,7 @@ class AsyncLLM(DrivenModel):
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        receipt: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Yields chunks, each with what is new since the one before.
 
@@ -165,23 +171,33 @@ class AsyncLLM(DrivenModel):
                 known only at the end. The other errors are those of `generate`.
         """
         deltas = self._deltas(
-            lambda: self._prepare_stream("stream", prompt, params, lora_request), request_id
+            lambda: self._prepare_stream("stream", prompt, params, lora_request, receipt=receipt),
+            request_id,
+            receipt=receipt,
         )
         async with aclosing(deltas):
             async for delta in deltas:
                 yield delta
 
     async def _outputs_so_far(
-        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+        self,
+        prepare: Callable[[], PreparedRequest],
+        request_id: str | None,
+        *,
+        receipt: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         so_far: RequestOutput | None = None
-        async with aclosing(self._deltas(prepare, request_id)) as deltas:
+        async with aclosing(self._deltas(prepare, request_id, receipt=receipt)) as deltas:
             async for delta in deltas:
                 so_far = delta if so_far is None else _join(so_far, delta)
                 yield so_far
 
     async def _deltas(
-        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+        self,
+        prepare: Callable[[], PreparedRequest],
+        request_id: str | None,
+        *,
+        receipt: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields deltas, or once the whole output of a request that cannot be streamed.
 
@@ -190,6 +206,7 @@ class AsyncLLM(DrivenModel):
         Args:
             prepare: Prepares the request, on another thread.
             request_id: The id; None takes a new number.
+            receipt: The last output has a receipt.
         """
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         if request_id in self._running:
@@ -205,6 +222,10 @@ class AsyncLLM(DrivenModel):
             while not finished:
                 delta = replace(await handle.next_delta(), request_id=request_id)
                 finished = delta.finished
+                if finished and receipt:
+                    name = self.config.model
+                    made = await asyncio.to_thread(self._receipts.make, handle, name)
+                    delta = replace(delta, receipt=made)
                 yield delta
         finally:
             del self._running[request_id]
@@ -220,6 +241,7 @@ class AsyncLLM(DrivenModel):
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        receipt: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -227,9 +249,9 @@ class AsyncLLM(DrivenModel):
 
         def prepare() -> PreparedRequest:
             prompt = self.chat_prompt(messages, tools, chat_template_kwargs)
-            return self._prepare_one("generate", prompt, params, lora_request)
+            return self._prepare_one("generate", prompt, params, lora_request, receipt=receipt)
 
-        outputs = self._outputs_so_far(prepare, request_id)
+        outputs = self._outputs_so_far(prepare, request_id, receipt=receipt)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output

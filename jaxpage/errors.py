@@ -44,6 +44,10 @@ class NotInLogError(EventLogError):
     """Says that an event log does not have the step or the request that is asked for."""
 
 
+class ReceiptError(JaxpageError):
+    """Says that something is no receipt, or one that this version cannot read."""
+
+
 class QueueFull(JaxpageError):
     """Refuses a request because as many wait as may wait; later there is room again."""
 

@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
-from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update
+from jaxpage.driver import (
+    DrivenModel,
+    Driver,
+    Handle,
+    PinnedPrefix,
+    Receipts,
+    RequestStream,
+    Update,
+)
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.engine.calls import (
     SCORING,
@@ -36,6 +44,7 @@ from jaxpage.engine.texts import (
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput, RerankResult, TokenPooling
+from jaxpage.receipts import Verification, parse_receipt, verify
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -89,13 +98,15 @@ class LLM(DrivenModel):
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        self._use(
-            config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)), start=start
-        )
+        hooks = Hooks(progress=use_tqdm, verbose=verbose)
+        self._use(config, open_engine(config, hooks), start=start, progress=use_tqdm)
 
-    def _use(self, config: EngineConfig, built: Built, *, start: bool = True) -> None:
+    def _use(
+        self, config: EngineConfig, built: Built, *, start: bool = True, progress: bool = False
+    ) -> None:
         super()._use(config, built)
         self._driver = Driver(built.engine)
+        self._receipts = Receipts(self._driver, built, progress=progress)
         if start:
             self._driver.start()
 
@@ -154,7 +165,8 @@ class LLM(DrivenModel):
         """
         made = cls.__new__(cls)
         hooks = Hooks(progress=use_tqdm, verbose=verbose)
-        made._use(*open_in_memory(config, parameters, tokenizer, settings, hooks))
+        opened = open_in_memory(config, parameters, tokenizer, settings, hooks)
+        made._use(*opened, progress=use_tqdm)
         return made
 
     def parameters(self) -> dict[str, jax.Array]:
@@ -232,6 +244,7 @@ class LLM(DrivenModel):
         use_tqdm: bool = True,
         *,
         lora_request: LoRARequests = None,
+        receipt: bool = False,
     ) -> list[RequestOutput]:
         """Generates for every prompt and returns the outputs in the order of the prompts.
 
@@ -246,6 +259,8 @@ class LLM(DrivenModel):
             use_tqdm: Show a progress bar on standard error.
             lora_request: The adapter for all prompts, or a list with that of each, where None is
                 the model without one; needs `enable_lora`.
+            receipt: Make a receipt of each answer, with which others can verify it
+                (docs/guides/receipts.md); the outputs have the log probability of each token then.
 
         Raises:
             TypeError: An argument has another type.
@@ -258,7 +273,7 @@ class LLM(DrivenModel):
             JaxpageError: The process that tries grammars was killed or does not answer, or the
                 engine has failed.
         """
-        requests = self._prepare(prompts, params, lora_request)
+        requests = self._prepare(prompts, params, lora_request, receipt=receipt)
         box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
         handles = [Handle(request, box.put) for request in requests]
         outputs: dict[Handle, RequestOutput] = {}
@@ -278,10 +293,44 @@ class LLM(DrivenModel):
                         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
                 self._driver.end(handles)
+        if receipt:
+            for handle, output in outputs.items():
+                output.receipt = self._new_receipt(handle)
         return [outputs[handle] for handle in handles]
 
+    def _new_receipt(self, handle: Handle) -> dict[str, Any] | None:
+        return self._receipts.make(handle, self.config.model)
+
+    def verify(self, receipt: Mapping[str, Any]) -> Verification:
+        """Computes the answer of a receipt again, alone and in a batch of other requests.
+
+        Args:
+            receipt: The receipt: `RequestOutput.receipt`, or the object in its file.
+
+        Returns:
+            "equal" if all bits are the same, "different" with the first token that differs, or
+            "unknown" with the reasons why this engine cannot tell.
+
+        Raises:
+            ReceiptError: It is no receipt, or has a version that is not known.
+            UnsupportedError: The answers of this engine have no receipts.
+        """
+        _, weights = self._receipts.hash_weights()
+        return verify(
+            parse_receipt(receipt),
+            self._receipts.facts,
+            weights,
+            self.memory.max_model_len,
+            lambda prompts, params: self.generate(prompts, params, use_tqdm=False),
+        )
+
     def stream(
-        self, prompt: Any, params: Params | None = None, *, lora_request: LoRARequest | None = None
+        self,
+        prompt: Any,
+        params: Params | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        receipt: bool = False,
     ) -> RequestStream:
         """Generates for one prompt and returns an iterator over chunks.
 
@@ -294,14 +343,14 @@ class LLM(DrivenModel):
             prompt: One prompt; see `generate`.
             params: The parameters; None takes those of the model's generation_config.json.
             lora_request: The adapter; needs `enable_lora`.
+            receipt: See `generate`; the last chunk has it.
 
         Raises:
             UnsupportedError: The parameters ask for `best_of` or beam search, whose results are
                 known only at the end. The other errors are those of `generate`.
         """
-        return RequestStream(
-            self._driver, self._prepare_stream("stream", prompt, params, lora_request)
-        )
+        request = self._prepare_stream("stream", prompt, params, lora_request, receipt=receipt)
+        return RequestStream(self._driver, request, self._new_receipt if receipt else None)
 
     def score(
         self,
@@ -470,6 +519,7 @@ class LLM(DrivenModel):
         use_tqdm: bool = True,
         *,
         lora_request: LoRARequests = None,
+        receipt: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -480,6 +530,7 @@ class LLM(DrivenModel):
             params: See `generate`.
             use_tqdm: Show a progress bar on standard error.
             lora_request: See `generate`.
+            receipt: See `generate`.
             tools: See `chat_prompt`.
             chat_template_kwargs: See `chat_prompt`.
         """
@@ -488,7 +539,7 @@ class LLM(DrivenModel):
             self.chat_prompt(conversation, tools, chat_template_kwargs)
             for conversation in conversations
         ]
-        return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, params, use_tqdm, lora_request=lora_request, receipt=receipt)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True

@@ -159,6 +159,8 @@ class RequestOutput:
         weights_version: The version of the weights that it last ran with: the number of calls of
             `LLM.update_parameters` before. What drew each token is in
             `CompletionOutput.weights_versions`.
+        receipt: The receipt of the finished request, if it asked for one and was not cut short
+            (docs/guides/receipts.md).
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     weights_version: int = 0
+    receipt: dict[str, Any] | None = field(default=None, repr=False)
 
     def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
         """Returns one output with the prompt before it, as `echo` does in OpenAI's completions.

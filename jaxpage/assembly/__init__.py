@@ -36,6 +36,10 @@ from jaxpage.assembly.model_weights import (
 from jaxpage.assembly.pictures import (
     open_pictures,  # reads what a model's files say of pictures
 )
+from jaxpage.assembly.receipt_facts import (
+    describe_engine,  # says what the bits of an engine depend on
+    hash_model,  # hashes the weights of a model
+)
 from jaxpage.assembly.sampling_defaults import (
     chat_defaults,  # gives the sampling parameters of a chat that a model's files do not set
 )

@@ -12,7 +12,14 @@ import traceback
 from collections.abc import Sequence
 
 from jaxpage.cli.parsers import make_parser
-from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, UnsupportedError, UsageError
+from jaxpage.errors import (
+    ConfigError,
+    JaxpageError,
+    NotInLogError,
+    ReceiptError,
+    UnsupportedError,
+    UsageError,
+)
 
 __all__ = ["main"]
 
@@ -40,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
-    except (ConfigError, NotInLogError, UnsupportedError, UsageError) as error:
+    except (
+        ConfigError,
+        NotInLogError,
+        ReceiptError,
+        UnsupportedError,
+        UsageError,
+    ) as error:
         return _fail(str(error), 2)
     except JaxpageError as error:
         return _fail(str(error), 1)

@@ -48,6 +48,11 @@ PLANNED_SETTINGS = (
     "kv_cache_dtype",
     "tensor_parallel_size",
 )
+# `jaxpage verify` takes these settings from the receipt.
+RECEIPT_SETTINGS = (
+    *("attention_backend", "dtype", "kv_cache_dtype", "quantization", "seed"),
+    "tensor_parallel_reduction",
+)
 # Settings of the server that change its answers, for `jaxpage run-batch`.
 BATCH_SETTINGS = (
     "served_model_name",

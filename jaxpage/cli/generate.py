@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ from jaxpage.cli.resolving import (
 from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import UsageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.receipts import write_receipt
 from jaxpage.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,12 +49,21 @@ def generate(arguments: argparse.Namespace) -> int:
             f"{prompt!r} is a model, and the prompt is missing: jaxpage generate {prompt} PROMPT "
             f"(or --model demo to continue the word {prompt!r})"
         )
+    path = arguments.receipt
+    if path is not None and os.path.lexists(path):
+        raise UsageError(f"--receipt {path}: the file exists already")
     with engine_for_one(arguments) as llm:
         params = _with_model_defaults(llm, sampling, tell)
         with refusals():
-            chunks = llm.stream(prompt, params)
+            chunks = llm.stream(prompt, params, receipt=path is not None)
         echoed = sys.stdout.isatty() if arguments.echo is None else arguments.echo
         last = print_stream(chunks, tell, before=prompt if echoed else "")
+    if last.receipt is not None:
+        try:
+            write_receipt(path, last.receipt)
+        except OSError as error:
+            raise UsageError(f"--receipt {path}: {error.strerror}") from None
+        tell(f"The receipt is in {path}; jaxpage verify {path} computes the answer again")
     return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
 
 

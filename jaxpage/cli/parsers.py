@@ -14,6 +14,7 @@ from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import (
     BATCH_SETTINGS,
     PLAN_SETTINGS,
+    RECEIPT_SETTINGS,
     add_engine_flags,
     add_sampling_flags,
     add_server_flags,
@@ -61,6 +62,7 @@ def make_parser() -> Parser:
     _add_config(commands)
     add_bench(commands)
     _add_replay(commands)
+    _add_verify(commands)
     doctor = add_command(
         commands, "doctor", "report versions, devices, memory and caches; needs no GPU"
     )
@@ -86,6 +88,11 @@ def _add_generate(commands: Commands[Parser]) -> None:
         "--echo",
         action=argparse.BooleanOptionalAction,
         help="print the prompt first; default: on a terminal",
+    )
+    add(
+        "--receipt",
+        metavar="FILE",
+        help="write a receipt to a new file, with which others can verify the answer",
     )
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
@@ -315,3 +322,20 @@ def _add_replay(commands: Commands[Parser]) -> None:
         help="run nothing; print what is there at the end, or at --until",
     )
     parser.set_defaults(run=lazily("commands", "replay"))
+
+
+def _add_verify(commands: Commands[Parser]) -> None:
+    parser = add_command(
+        commands,
+        "verify",
+        "compute the answer of a receipt again, and compare all bits; the exit status is 0 if they "
+        "are equal, 1 if not, 3 if this machine cannot tell, and 2 after wrong use",
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="receipt, written by generate --receipt or from an answer"
+    )
+    add_model(parser, "the model, if it is not on this machine under the name in the receipt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_verbosity(parser, "how memory is divided, and what was compiled")
+    add_engine_flags(parser, without=RECEIPT_SETTINGS)
+    parser.set_defaults(run=lazily("verify", "verify"))

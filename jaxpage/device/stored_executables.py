@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-import pallas_kernels
 from jaxpage.device.hardware.backends import cpu_kernels
 from jaxpage.device.hardware.host_processor import processor_lines
 from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.device.hardware.traced_code import hash_traced_code
 from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
 
@@ -37,15 +37,6 @@ MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time
 # A file has the digest of its name and of the rest, the workspace in bytes, and the executable.
 _DIGEST_BYTES = 32
 _SIZE_BYTES = 8
-# Steps are traced from the code in these folders.
-_TRACED = (
-    "jaxpage/device",
-    "jaxpage/layers",
-    "jaxpage/models",
-    "jaxpage/step",
-    "jaxpage/settings",
-    "pallas_kernels",
-)
 
 
 class Found(NamedTuple):
@@ -160,17 +151,11 @@ class StoredExecutables:
 @functools.cache
 def _surroundings() -> str:
     """Returns, as text, all that an executable depends on besides its call."""
-    code = hashlib.sha256()
-    for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
-        for path in sorted(root.rglob("*")):
-            name = f"{root.name}/{path.relative_to(root)}"
-            if path.suffix in (".py", ".cc", ".h") and name.startswith(_TRACED):
-                code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return repr(
         [
             jax.__version__,
             importlib.metadata.version("jaxlib"),
-            code.hexdigest(),
+            hash_traced_code(),
             processor_lines(),
             os.cpu_count(),
             cpu_kernels(),

@@ -23,3 +23,4 @@ from jaxpage.driver.handle import (
     Handle,  # follows a request that a driver has
     Update,  # is a handle with what is new of its request
 )
+from jaxpage.driver.receipts import Receipts  # makes the receipts of a driver's answers

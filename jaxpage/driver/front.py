@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Self
 
 from jaxpage.assembly import BuiltModel, load_given_weights, weights_for_waking
 from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
+from jaxpage.driver.receipts import Receipts, with_logprobs
 from jaxpage.engine import (
     NO_PICTURES,
     CheckedParams,
@@ -56,6 +58,7 @@ class DrivenModel(BuiltModel):
     """
 
     _driver: Driver
+    _receipts: Receipts
 
     @property
     def _engine(self) -> Engine:
@@ -67,6 +70,8 @@ class DrivenModel(BuiltModel):
         params: Any,
         lora_request: Any = None,
         truncation: Truncation | None = None,
+        *,
+        receipt: bool = False,
     ) -> list[PreparedRequest]:
         """Encodes and checks all prompts, so that a bad one is refused before anything runs."""
         self._driver.check_awake()
@@ -74,6 +79,8 @@ class DrivenModel(BuiltModel):
         each = one_each(
             self.default_sampling_params() if params is None else params, len(normalised)
         )
+        if receipt:
+            each = with_logprobs(each)
         adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
         checked: dict[int, CheckedParams] = {}  # keyed by `id()`: prompts may share parameters
@@ -103,25 +110,33 @@ class DrivenModel(BuiltModel):
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
+        if receipt:
+            self._receipts.check(requests)
         return requests
 
     def _prepare_stream(
-        self, name: str, prompt: Any, params: Any, lora_request: Any
+        self, name: str, prompt: Any, params: Any, lora_request: Any, *, receipt: bool = False
     ) -> PreparedRequest:
         """Prepares one prompt whose output comes in chunks.
 
         Raises:
             UnsupportedError: Nothing can be shown before the end; see `check_streamable`.
         """
-        request = self._prepare_one(name, prompt, params, lora_request)
+        request = self._prepare_one(name, prompt, params, lora_request, receipt=receipt)
         check_streamable(request.params)
         return request
 
     def _prepare_one(
-        self, name: str, prompt: Any, params: Any, lora_request: Any = None
+        self,
+        name: str,
+        prompt: Any,
+        params: Any,
+        lora_request: Any = None,
+        *,
+        receipt: bool = False,
     ) -> PreparedRequest:
         """Prepares one prompt, for the method that is called `name`."""
-        requests = self._prepare(prompt, params, lora_request)
+        requests = self._prepare(prompt, params, lora_request, receipt=receipt)
         if len(requests) != 1:
             raise ValueError(f"{name} takes one prompt, not {len(requests)}; call it for each")
         return requests[0]
@@ -325,9 +340,21 @@ class RequestStream(Iterator[RequestOutput]):
     Closing the stream, or losing the last reference to it, ends the request.
     """
 
-    def __init__(self, driver: Driver, request: PreparedRequest):
-        """Gives the request to the engine; raises the same errors as `Driver.add`."""
+    def __init__(
+        self,
+        driver: Driver,
+        request: PreparedRequest,
+        new_receipt: Callable[[Handle], dict[str, Any] | None] | None = None,
+    ):
+        """Gives the request to the engine; raises the same errors as `Driver.add`.
+
+        Args:
+            driver: The driver.
+            request: The request.
+            new_receipt: Makes the receipt of the last chunk; None if it has none.
+        """
         self._driver = driver
+        self._new_receipt = new_receipt
         self._box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
         self._updates: Iterator[Update] = iter(())
         self._handle: Handle | None = Handle(request, self._box.put, is_stream=True)
@@ -352,6 +379,8 @@ class RequestStream(Iterator[RequestOutput]):
             if isinstance(update[1], JaxpageError):
                 raise update[1]
             chunk = update[1]
+            if chunk.finished and self._new_receipt is not None:
+                chunk = replace(chunk, receipt=self._new_receipt(self._handle))
         finally:
             if chunk is None or chunk.finished:
                 self.close()

@@ -16,7 +16,7 @@ from typing import Any
 from jaxpage.decoding import hypothesis_score
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.settings.sampling_params import BeamSearchParams
-from jaxpage.step.request import Sequence, SequenceGroup
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
 class Reporter:
@@ -106,6 +106,10 @@ class Reporter:
         if is_delta:
             return replace(output, prompt_logprobs=self._prompt_logprobs())
         return self._whole(is_brief=False)
+
+    def ended(self) -> tuple[Request, RequestOutput]:
+        """Returns a request that has ended and its whole output; any thread may call it."""
+        return self._group.request, self._whole(is_brief=False)
 
     def _whole(self, *, is_brief: bool) -> RequestOutput:
         if beam := self._group.request.beam:

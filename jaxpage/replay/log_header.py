@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import platform
@@ -25,6 +24,7 @@ from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.engine_config import NO_LOG, EngineConfig
+from jaxpage.versions import package_version
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,8 @@ def _device(spec: EngineSpec) -> str:
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that decide the numbers."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    versions = {name: package_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **versions}
 
 
 def read_header(log: LogReader) -> Record:
@@ -253,10 +254,3 @@ def _leaf_digest(path: Any, leaf: Any) -> bytes:
     digest = hashlib.blake2b(f"{name} {array.dtype} {array.shape}\0".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # the code runs from a source tree
-        return "not installed"

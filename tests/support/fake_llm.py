@@ -42,7 +42,9 @@ class FakeLLM:
         text = " | ".join(message["content"] for message in messages)
         return {"prompt": text, "prompt_token_ids": text.split()}
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Any, params: SamplingParams, *, receipt: bool = False
+    ) -> Iterator[RequestOutput]:
         if prompt == "":
             raise ValueError("The prompt has no tokens; at least one is needed")
         FakeLLM.calls.append((prompt, params))

@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "decoding": (1, WEST, {"step", "settings"}),
     "chat_forms": (1, WEST, set()),
     "images": (1, WEST, {"step", "settings"}),
+    "receipts": (1, WEST, {"step", "settings"}),
     "speculation": (1, WEST, {"step", "settings"}),
     "layers": (1, EAST, set()),
     "models": (1, EAST, {"layers"}),
@@ -77,6 +78,7 @@ DOORS = {
     "memory",
     "models",
     "prefix_store",
+    "receipts",
     "replay",
     "scheduling",
     "serving",
@@ -199,6 +201,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/cli/generate.py",
         "jaxpage.checkpoints.finding",
     ): "wrong flags and an empty prompt are refused before jax is imported",
+    (
+        "jaxpage/cli/verify.py",
+        "jaxpage.checkpoints.finding",
+    ): "what is no receipt is refused before jax is imported",
     (
         "jaxpage/images/processor.py",
         "*",

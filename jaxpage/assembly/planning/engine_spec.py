@@ -194,13 +194,18 @@ class EngineSpec:
                 * bool(self.described.kernels and self.described.kernels.interpret),
             )
         if self.sharding.is_divided:
-            yield "reduction", self._reduction
+            yield "reduction", self.reduction.partition(" on ")[0]
         yield "step shapes", str(len(self.menu.buckets))
 
     @property
-    def _reduction(self) -> str:
+    def reduction(self) -> str:
+        """Returns the order of sums over the parts of a divided model; empty for a whole one."""
         shards = self.sharding
-        return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
+        if not shards.is_divided:
+            return ""
+        if shards.invariant:
+            return f"invariant, of {shards.num_shards} logical shards"
+        return f"fast on {shards.num_devices} devices"
 
     def record(self) -> dict[str, Any]:
         """Returns all decisions that plans depend on, for the event log."""

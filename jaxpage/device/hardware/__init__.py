@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         attention_sets,  # says which kernel sets compute attention
         choose_backend,  # chooses kernels by the settings and the device
         cpp_compiler,  # gives the command of the compiler that makes kernels for CPUs
+        cpu_instructions,  # says which instructions of a CPU multiply
         cpu_kernels,  # says which kernels for CPUs there are
     )
     from jaxpage.device.hardware.device_spec import (
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from jaxpage.device.hardware.mesh import (
         DeviceMesh,  # holds the devices of an engine, and puts arrays on them
         make_mesh,  # takes the first devices that JAX has
+    )
+    from jaxpage.device.hardware.traced_code import (
+        hash_traced_code,  # gives the hash of the code that steps are compiled from
+        xla_flags,  # says what the environment tells XLA
     )
 
 __getattr__, __dir__ = open_door(__name__)

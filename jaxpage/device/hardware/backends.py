@@ -17,11 +17,12 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.models.parameters import pack_modules
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
 from pallas_kernels.cpu.build import compiler
-from pallas_kernels.cpu.library import DOT, TILES
+from pallas_kernels.cpu.library import DOT, NONE, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 
+_NAMED = {DOT: "dot products", TILES: "tiles (AMX)"}  # instructions of a CPU
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
 
 
@@ -203,6 +204,18 @@ def cpu_kernels() -> str:
     library = load_cpu_library()
     if library.reason:
         return f"none: {library.reason}. Plain XLA takes their place, which is slow"
-    named = {DOT: "dot products", TILES: "tiles (AMX)"}
-    used = [f"{named[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
+    used = [f"{_NAMED[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
     return library.instruction_set + "".join(f", {each}" for each in used)
+
+
+def cpu_instructions(backend: Backend, dtype: str) -> str:
+    """Returns the instructions that decide the bits of products of this type; empty without any.
+
+    Sums of bfloat16 have other bits with each kind of instructions. Those of float32 have one
+    order, and those of int8 are exact.
+    """
+    if not backend.in_cpp:
+        return ""
+    library = load_cpu_library()
+    best = library.instructions.get(dtype, NONE) if dtype == "bfloat16" else NONE
+    return library.instruction_set + (f", {_NAMED[best]} of {dtype}" if best else "")

@@ -79,6 +79,7 @@ class MessageAnswer(InBlocks):
         body = dict(translation.body)
         if isinstance(request, MessagesRequest):
             body |= {"max_tokens": request.max_tokens, "stream": request.stream}
+            body["receipt"] = request.receipt
             body |= {name: getattr(request, theirs) for name, theirs in NAMES.items()}
         self._names = translation.names
         ignored = ignored_fields + translation.ignored
@@ -93,6 +94,7 @@ class MessageAnswer(InBlocks):
             "content": [self._write_block(block) for block in self._blocks],
             **self._stop(),
             "usage": self._write_usage(),
+            **self._receipt,
         }
 
     def _write_usage(self) -> dict[str, int]:
@@ -148,7 +150,7 @@ class MessageAnswer(InBlocks):
     def _end(self) -> list[dict[str, Any]]:
         return [
             {"type": "message_delta", "delta": self._stop(), "usage": self._write_usage()},
-            {"type": "message_stop"},
+            {"type": "message_stop", **self._receipt},
         ]
 
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:

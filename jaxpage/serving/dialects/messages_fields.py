@@ -332,6 +332,7 @@ class MessagesRequest(with_parameters("messages", CountTokensRequest)):  # type:
 
     max_tokens: Count
     stream: bool | None = None
+    receipt: bool | None = None
 
 
 DOCUMENT = DialectDocument(

@@ -234,7 +234,7 @@ def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": {"name": "format", "schema": request.format},
         }
-    return {**requested, "stream": request.stream is not False}
+    return {**requested, "stream": request.stream is not False, "receipt": request.receipt}
 
 
 def _check_options(options: OllamaOptions, context: ModelContext) -> None:

@@ -132,6 +132,7 @@ class OllamaAnswer(InBlocks):
             "prompt_eval_count": self._usage["prompt_tokens"],
             "eval_count": self._usage["completion_tokens"],
             **_durations(self._metrics, self.load_seconds),
+            **self._receipt,
         }
 
 

@@ -95,6 +95,7 @@ class OllamaRequest(RequestObject):
     ) = None
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
     options: OllamaOptions | None = None
+    receipt: bool | None = None
     stream: bool | None = None  # None streams
     think: Annotated[bool | Effort, one_of("true, false or a level, such as 'low'")] | None = None
 

@@ -179,6 +179,7 @@ class ResponseAnswer(InBlocks):
             "truncation": request.truncation or "disabled",
             "usage": self._usage_body() if self._has_ended else None,
             "user": request.user,
+            **self._receipt,
         }
 
     @property

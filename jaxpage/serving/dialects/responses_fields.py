@@ -217,6 +217,7 @@ class ResponsesRequest(with_parameters("responses", RequestObject)):  # type: ig
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning: ResponsesThinking | None = None
+    receipt: bool | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None
     store: bool | None = None  # true if it is left out, as at OpenAI
     stream: bool | None = None

@@ -118,6 +118,7 @@ def chat_of(request: ResponsesRequest) -> dict[str, Any]:
         "max_completion_tokens": request.max_output_tokens,
         "response_format": response_format,
         "stream": request.stream,
+        "receipt": request.receipt,
         "tools": tools or None,
         "tool_choice": None if choice == "auto" and not tools else choice,
         "parallel_tool_calls": request.parallel_tool_calls if tools else None,

@@ -166,6 +166,7 @@ class InBlocks(Translated):
         self._blocks: list[AnswerBlock] = []  # only the last one is open
         self._ending: dict[str, Any] = {}  # the choice that has the finish reason
         self._usage: dict[str, Any] = {}
+        self._receipt: dict[str, Any] = {}  # the field of the end, if a receipt is asked for
         self._has_begun = False
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
@@ -185,7 +186,8 @@ class InBlocks(Translated):
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream; see `Exchange`."""
-        self._inner.last_chunks()
+        for chunk in self._inner.last_chunks():
+            self._receipt = _receipt_of(chunk)
         events = self._next_block(AnswerBlock("content")) if self._lacks_content() else []
         return [*events, *self._close_block(self._blocks[-1]), *self._end()]
 
@@ -193,6 +195,7 @@ class InBlocks(Translated):
         """Returns the response where the request does not stream; see `Exchange`."""
         response = self._inner.whole(outputs)
         self._usage = response["usage"]
+        self._receipt = _receipt_of(response)
         (self._ending,) = response["choices"]
         # A message has all of its text in one field; chunks have the parts in order.
         for chunk in self._inner.chunks(0, outputs[0]):
@@ -248,3 +251,7 @@ class InBlocks(Translated):
     def _answer(self) -> dict[str, Any]:
         """Returns the whole response."""
         raise NotImplementedError
+
+
+def _receipt_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"receipt": body["receipt"]} if "receipt" in body else {}

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.driver import AsyncDriver, AwaitedHandle
+from jaxpage.driver import AsyncDriver, AwaitedHandle, Receipts
 from jaxpage.engine import PreparedRequest
-from jaxpage.errors import DeadlineExceeded, ShuttingDown
+from jaxpage.errors import DeadlineExceeded, ShuttingDown, UnsupportedError
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
@@ -31,7 +32,7 @@ from jaxpage.serving.metrics.tracing import record_of
 from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.wire.chat_completions import ChatAnswer
 from jaxpage.serving.wire.encoding import Frame
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # the most in one answer, which has some hundred MB then
@@ -47,6 +48,7 @@ class Generating:
         self._driver = driver
         self._preparing = preparing
         self._metrics = metrics
+        self._receipts = Receipts(driver, driver.built)
         self._loop_turns = LoopTurns()
 
     async def answer(
@@ -96,6 +98,8 @@ class Generating:
                 await self._stream(exchange, submitted, headers, scope)
             else:
                 outputs = await asyncio.gather(*(handle.whole() for handle in submitted))
+                if exchange.prompts and exchange.prompts[0].receipt:
+                    outputs = [await self._add_receipt(exchange, submitted[0], outputs[0])]
                 for index, output in enumerate(outputs):
                     record.add(index, output)
                 await self._send_whole(exchange, outputs, headers, scope, receive, send)
@@ -110,12 +114,28 @@ class Generating:
             return []
         try:
             requests = await self._preparing.requests(exchange.prompts)
+            if exchange.prompts[0].receipt:
+                await self._preparing.receipt(partial(self._receipts.check, requests))
             _check_prompt_logprobs(requests)
             return await self._driver.submit(
                 requests, stream=exchange.stream, name=exchange.id, arrived=arrived
             )
         except Exception as error:
             raise await make_refusal(error, exchange.refusal) from error
+
+    async def _add_receipt(
+        self, exchange: Exchange, handle: AwaitedHandle, output: RequestOutput
+    ) -> RequestOutput:
+        """Returns the last output of a request with its receipt, which names no tensors.
+
+        Raises:
+            ApiError: The weights were replaced while it was computed.
+        """
+        make = partial(self._receipts.make, handle, exchange.model, names_tensors=False)
+        try:
+            return replace(output, receipt=await self._preparing.receipt(make))
+        except UnsupportedError as error:
+            raise ApiError(503, str(error), headers=RETRY_AFTER) from error
 
     async def _send_whole(
         self,
@@ -160,6 +180,9 @@ class Generating:
                 async for deltas in updates:
                     if chat is not None:
                         await stream.send(_progress_of(chat, submitted[0], stream.frame))
+                    if exchange.prompts[0].receipt and any(delta.finished for _, delta in deltas):
+                        ((_, ending),) = deltas
+                        deltas = [(0, await self._add_receipt(exchange, submitted[0], ending))]
                     for index, delta in deltas:
                         record.add(index, delta)
                     for number, group in portions(deltas):

@@ -131,6 +131,8 @@ class Preparing:
         self._answers = Workers("answers", _LARGE_THREADS, max_waiting)
         # Grammars have a thread of their own, because each may take seconds.
         self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)
+        # Hashing the weights for the first receipt may take minutes.
+        self._receipts = Workers("receipts", 1, max_waiting)
         # Processes read pictures, and these threads wait for them.
         self._pictures = Workers("pictures", _PICTURE_THREADS, max_waiting)
 
@@ -158,6 +160,10 @@ class Preparing:
         See `Workers.run`.
         """
         return await self._aside.run(function)
+
+    async def receipt(self, function: Callable[[], _Result]) -> _Result:
+        """Runs a function that hashes weights or makes a receipt; see `Workers.run`."""
+        return await self._receipts.run(function)
 
     async def requests(self, prompt_requests: Sequence[PromptRequest]) -> list[PreparedRequest]:
         """Prepares the prompts of one exchange, which share their parameters.
@@ -206,6 +212,7 @@ class Preparing:
         self._aside.close()
         self._answers.close()
         self._grammars.close()
+        self._receipts.close()
         self._pictures.close()
 
     def _prepare(

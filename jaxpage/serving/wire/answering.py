@@ -45,6 +45,7 @@ class Answer:
         self._usage = Usage()
         self._weights_version = 0  # the latest that any prompt was computed with
         self._ended: set[int] = set()  # the choices of a stream that have ended
+        self._receipt: dict[str, Any] | None = None  # of a stream that has ended
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
@@ -54,6 +55,7 @@ class Answer:
         """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._usage.add(job_index, delta)
         self._weights_version = max(self._weights_version, delta.weights_version)
+        self._receipt = delta.receipt
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
@@ -75,9 +77,12 @@ class Answer:
     def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream; see `Exchange`."""
         options = self._request.stream_options
-        if options is None or not options.include_usage:
-            return []
-        return [{**self._envelope(self._chunk_object, []), "usage": self._usage.body()}]
+        last: dict[str, Any] = {}
+        if options is not None and options.include_usage:
+            last["usage"] = self._usage.body()
+        if self._request.receipt:
+            last["receipt"] = self._receipt
+        return [{**self._envelope(self._chunk_object, []), **last}] if last else []
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
@@ -90,7 +95,10 @@ class Answer:
                 choices.append(
                     self._choice(job_index * self._num_choices + completion.index, output, position)
                 )
-        return {**self._envelope(self._object, choices), "usage": self._usage.body()}
+        response = {**self._envelope(self._object, choices), "usage": self._usage.body()}
+        if self._request.receipt:
+            response["receipt"] = outputs[0].receipt
+        return response
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int

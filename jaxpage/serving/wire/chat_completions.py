@@ -60,6 +60,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         bool(request.add_special_tokens),
         context.adapter(request.model),
         pictures=rendered.pictures,
+        receipt=bool(request.receipt),
     )
     ignored += beyond_context(
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens

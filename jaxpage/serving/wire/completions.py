@@ -43,7 +43,14 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     lora = context.adapter(request.model)
     ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
     prompt_requests = [
-        PromptRequest(prompt, params, add_special_tokens, lora, vectors=array)
+        PromptRequest(
+            prompt,
+            params,
+            add_special_tokens,
+            lora,
+            vectors=array,
+            receipt=bool(request.receipt),
+        )
         for prompt, array in zip(prompts, vectors or [None] * len(prompts), strict=True)
     ]
     return CompletionAnswer(request, context, prompt_requests, ignored)
@@ -90,6 +97,8 @@ def _check_number(request: CompletionRequest, context: ModelContext, num_prompts
             f"{param} must be 1 to {limits.max_prompts} prompts, not {num_prompts}",
             param=param,
         )
+    if request.receipt and num_prompts > 1:
+        raise ApiError(400, f"receipt is for one prompt, not {num_prompts}", param="receipt")
     if num_sequences > limits.max_sequences:
         message = f"n={request.n or 1} for {num_prompts} prompts is more than {limits.max_sequences} sequences at once"
         raise ApiError(400, message, param="n")
@@ -97,6 +106,8 @@ def _check_number(request: CompletionRequest, context: ModelContext, num_prompts
 
 def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
     if request.max_tokens == 0:
+        if request.receipt:
+            raise ApiError(400, "receipt is not supported with max_tokens=0", param="receipt")
         if not request.echo:
             raise ApiError(
                 400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens"

@@ -27,6 +27,7 @@ OF_GENERATION = (
 OF_CHATS = (
     Field("reasoning", neutral=({},)),
     Field("reasoning_effort"),
+    Field("receipt", neutral=(False,)),
     Field("store", neutral=(False,)),
     Field("thinking", elsewhere=({"type": "disabled"},)),
     Field("verbosity"),

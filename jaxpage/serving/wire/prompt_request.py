@@ -22,6 +22,7 @@ class PromptRequest(NamedTuple):
         truncation: The way in which the prompt is cut; None if it is not.
         pictures: The pictures of the prompt, if it has any.
         vectors: The vectors that the prompt is, an array [T, D]; None if it is a text or token ids.
+        receipt: True if the answer has a receipt.
     """
 
     prompt: str | tuple[int, ...]
@@ -31,6 +32,7 @@ class PromptRequest(NamedTuple):
     truncation: Truncation | None = None
     pictures: RequestedPictures | None = None
     vectors: Any = None
+    receipt: bool = False
 
 
 def prompts_of(prompts: Any) -> list[Any]:

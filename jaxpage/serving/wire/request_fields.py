@@ -100,6 +100,7 @@ class GenerationRequest(RequestObject):
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    receipt: bool | None = None
     use_beam_search: bool | None = None
 
     if TYPE_CHECKING:

@@ -39,11 +39,12 @@ def sampling_params(
     Raises:
         ApiError: A value is refused.
     """
+    num_logprobs = request.num_logprobs
     try:
         values = {
             **context.sampling_defaults,
             **request.engine_values(),
-            "logprobs": request.num_logprobs,
+            "logprobs": 0 if request.receipt and num_logprobs is None else num_logprobs,
             "structured_outputs": read_structured_outputs(
                 request.response_format, request.structured_outputs
             ),

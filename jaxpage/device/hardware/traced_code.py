@@ -1,0 +1,48 @@
+"""Says from which code the steps are compiled, and what tells XLA how."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import pallas_kernels
+
+# Steps are traced from the code in these folders.
+_TRACED = (
+    "jaxpage/device",
+    "jaxpage/layers",
+    "jaxpage/models",
+    "jaxpage/step",
+    "jaxpage/settings",
+    "pallas_kernels",
+)
+_NUM_DEVICES = "--xla_force_host_platform_device_count="  # it changes no number
+
+
+@functools.cache
+def hash_traced_code() -> str:
+    """Returns the hash of the code that steps are traced from, in hexadecimal digits."""
+    code = hashlib.sha256()
+    for root in (Path(__file__).parents[2], Path(str(pallas_kernels.__file__)).parent):
+        for path in sorted(root.rglob("*")):
+            name = f"{root.name}/{path.relative_to(root)}"
+            if path.suffix in (".py", ".cc", ".h") and name.startswith(_TRACED):
+                code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return code.hexdigest()
+
+
+def xla_flags() -> str:
+    """Returns what the environment tells XLA that may change numbers; empty for nothing."""
+    flags = [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if not flag.startswith(_NUM_DEVICES)
+    ]
+    others = [
+        f"{name}={os.environ[name]}"
+        for name in ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
+        if os.environ.get(name)
+    ]
+    return " ".join(sorted(flags) + others)
