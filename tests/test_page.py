@@ -479,6 +479,12 @@ def test_what_nobody_sets_is_the_model_s(
     )
 
 
+def go_on(route: Any) -> None:
+    """Sends a request on that does not end with its answer."""
+    body = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": 128}
+    route.continue_(post_data=json.dumps(body))
+
+
 def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
     config = EngineConfig(model="demo-vision", **POOL, max_num_batched_tokens=64)
     built = build_engine(config)
@@ -488,15 +494,19 @@ def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
         open_live(page, address, "Chat")
         let_go(page, "#playground", "drop", ("yellow.png", "image/png", YELLOW.read_bytes()))
         expect(page.get_by_role("img", name="yellow.png")).to_be_visible()
+        page.route("**/v1/chat/completions", go_on)
         page.fill("#temperature", "0")
         page.fill("#prompt", "What is in the picture?")
         with pace_of(loop).hold(0.1):
             page.click("#send")
+            expect(page.locator(".requests .state").first).to_have_text("running")
             page.locator(".requests button").first.focus()
             expect(page.locator("#detail")).to_contain_text("with 1 picture")
             strip = page.locator(".table li.picture").first
             expect(strip).to_have_attribute("title", re.compile(r"picture 1, rows 0 to \d+$"))
-        expect(page.locator(".exchange .text")).to_have_text("a yellow circle")
+            expect(page.locator(".exchange .text")).to_contain_text("a yellow circle")
+            page.click("#stop")
+        page.goto("about:blank")  # which ends the stream of snapshots
     assert loop.stop(60)
 
 

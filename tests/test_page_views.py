@@ -693,8 +693,11 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
-    """With an answer that has long words, code and a table."""
+    """With an answer that has long words, code and a table, and a picture of the next message."""
     page.allowed.append("404")
+    facts = {"model": {"takes_pictures": True}, "limits": {"max_pictures": 2, "max_body_bytes": 9000}}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "eye"}]}))
+    page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     snapshot = f"data: {json.dumps(state())}\n\n"
     page.route(
         "**/debug/events*",
@@ -713,6 +716,9 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     page.fill("#prompt", long)
     page.click("#send")
     expect(page.locator(".markdown table")).to_have_count(3)
+    expect(page.locator("#picture-button")).to_be_visible()
+    let_go(page, "#prompt", "drop", RED)
+    expect(page.locator("#pictures canvas")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
