@@ -36,6 +36,7 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, let_go, open_log, opened
 from tests.support.engines import make_llm
+from tests.support.executables import when_used
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import wait_until
@@ -487,7 +488,8 @@ def go_on(route: Any) -> None:
 
 def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
     config = EngineConfig(model="demo-vision", **POOL, max_num_batched_tokens=64)
-    built = build_engine(config)
+    with when_used():
+        built = build_engine(config)
     loop = AsyncDriver(built)
     loop.start()
     with served_engine(loop, built, model="demo-vision") as address:
