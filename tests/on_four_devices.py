@@ -528,9 +528,8 @@ def test_pictures_give_the_same_bits(name, tmp_path):
         ([7, 8, 9], None),
     ]
     found = []
-    for layout in ("one", "two"):
-        settings = {**SETTINGS, **LAYOUTS[layout]}
-        with when_used(), LLM(directory, **settings) as llm:
+    for layout in LAYOUTS.values():
+        with when_used(), LLM(directory, **{**SETTINGS, **layout}) as llm:
             engine = llm._engine
             reporters = [
                 engine.add(f"{number}", engine.prepare(None, ids, params, embedded))
@@ -539,4 +538,4 @@ def test_pictures_give_the_same_bits(name, tmp_path):
             while engine.has_unfinished:
                 engine.step()
             found.append(tokens_of([reporter.whole() for reporter in reporters]))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

@@ -16,9 +16,11 @@ from jaxpage.driver.handle import LATER, Change
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine
 from jaxpage.engine.calls.scoring import continuation_logprobs
+from jaxpage.engine.picture_encoder import PictureEncoder
 from jaxpage.memory import CachedBlocks
 from jaxpage.outputs import CompletionOutput, Logprob
 from jaxpage.scheduling.running_set import RunningSet
+from jaxpage.step.embedded import EmbeddedSpan
 from jaxpage.step.update import Mode
 from tests.support import fuzz_cases
 from tests.support.engines import BLOCKS_OF_16
@@ -241,6 +243,43 @@ LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
 }
 
 
+def takes_any_picture_for_any_other(patch: pytest.MonkeyPatch) -> None:
+    def content_ids(span: EmbeddedSpan) -> list[int]:
+        return [2**32 + span.offset + row for row in range(span.length)]
+
+    patch.setattr(EmbeddedSpan, "content_ids", property(content_ids))
+
+
+def keeps_rows_of_old_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PictureEncoder, "clear", lambda encoder: None)
+
+
+def seeing(*events: Event) -> Case:
+    """Two requests that differ in a picture alone."""
+    asks = tuple(
+        Ask(tuple(range(3, 36)), {**GREEDY, "max_tokens": 4}, pictures=((5, seed, 2),))
+        for seed in (1, 2)
+    )
+    return Case(SETTINGS, asks, events, "smolvlm")
+
+
+SEEING: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {
+    "another picture": (
+        takes_any_picture_for_any_other,
+        seeing(Event(0, "generate", (0,)), Event(20, "generate", (1,))),
+    ),
+    "old rows": (
+        keeps_rows_of_old_weights,
+        seeing(
+            Event(0, "generate", (0,)),
+            dataclasses.replace(UPDATE, at=20),
+            Event(30, "generate", (0,)),
+        ),
+    ),
+}
+LIVES |= {name: (plant, life, "and alone") for name, (plant, life) in SEEING.items()}
+
+
 @pytest.mark.parametrize("name", LIVES)
 def test_lives_pass_and_planted_mistakes_are_found(
     name: str, fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch
@@ -321,6 +360,7 @@ def test_everything_that_has_a_life_is_drawn() -> None:
     assert any("tensor_parallel_size" in one and "speculative_config" in one for one in settings)
     assert any("swap_space_blocks" in one for one in settings)
     assert any(ask.is_vectors for one in cases for ask in one.asks)
+    assert {len(ask.pictures) for one in cases for ask in one.asks} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

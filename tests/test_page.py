@@ -34,8 +34,9 @@ from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
-from tests.support.browsing import CHROMIUM, launched, open_log, opened
+from tests.support.browsing import CHROMIUM, launched, let_go, open_log, opened
 from tests.support.engines import make_llm
+from tests.support.executables import when_used
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import wait_until
@@ -48,6 +49,7 @@ expect = playwright.expect
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
 
 KEY = "correct-horse"
+YELLOW = Path(__file__).parents[1] / "examples" / "pictures" / "yellow.png"
 INCIDENT_STEP, INCIDENT_STEPS = 150, 40
 
 
@@ -476,6 +478,38 @@ def test_what_nobody_sets_is_the_model_s(
     assert bodies[-1]["temperature"] == 1.5 and bodies[-1]["top_k"] == 0, (
         "what somebody sets is sent, zero too"
     )
+
+
+def go_on(route: Any) -> None:
+    """Sends a request on that does not end with its answer."""
+    body = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": 128}
+    route.continue_(post_data=json.dumps(body))
+
+
+def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
+    config = EngineConfig(model="demo-vision", **POOL, max_num_batched_tokens=64)
+    with when_used():
+        built = build_engine(config)
+    loop = AsyncDriver(built)
+    loop.start()
+    with served_engine(loop, built, model="demo-vision") as address:
+        open_live(page, address, "Chat")
+        let_go(page, "#playground", "drop", ("yellow.png", "image/png", YELLOW.read_bytes()))
+        expect(page.get_by_role("img", name="yellow.png")).to_be_visible()
+        page.route("**/v1/chat/completions", go_on)
+        page.fill("#temperature", "0")
+        page.fill("#prompt", "What is in the picture?")
+        with pace_of(loop).hold(0.1):
+            page.click("#send")
+            expect(page.locator(".requests .state").first).to_have_text("running")
+            page.locator(".requests button").first.focus()
+            expect(page.locator("#detail")).to_contain_text("with 1 picture")
+            strip = page.locator(".table li.picture").first
+            expect(strip).to_have_attribute("title", re.compile(r"picture 1, rows 0 to \d+$"))
+            expect(page.locator(".exchange .text")).to_contain_text("a yellow circle")
+            page.click("#stop")
+        page.goto("about:blank")  # which ends the stream of snapshots
+    assert loop.stop(60)
 
 
 def test_a_refusal_is_told(page: Any, server: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html.parser
 import json
 import re
@@ -13,7 +14,7 @@ from markdown_it import MarkdownIt
 from starlette.applications import Starlette
 
 from jaxpage.serving.inspector.routes import page_routes
-from tests.support.browsing import CHROMIUM, launched, opened
+from tests.support.browsing import CHROMIUM, launched, let_go, opened, png_of
 from tests.support.served import served
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -503,6 +504,136 @@ def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> 
     assert posted
 
 
+def open_seeing(page: Any, files: str, takes_pictures: bool = True) -> list[Any]:
+    """Opens a chat with a model that sees; the server says which, and answers "Red." to all."""
+    page.allowed += ["404", "405"]
+    model = {"has_chat_template": True, "takes_pictures": takes_pictures}
+    limits = {"max_pictures": 3, "max_body_bytes": 40_000, "max_num_seqs": 8}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "eye"}]}))
+    facts = {"model": model, "limits": limits}
+    page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        chunk = {"choices": [{"index": 0, "delta": {"content": "Red."}, "finish_reason": "stop"}]}
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    open_faked(page, files, state(513))
+    return bodies
+
+
+RED = ("red.png", "image/png", png_of("red"))
+BLUE = ("blue.png", "image/png", png_of("blue", (30, 200)))
+NOISE = bytes((7 * place * place) % 251 for place in range(32_000))
+
+
+def test_pictures_are_chosen_dropped_and_pasted_and_taken_away(page: Any, files: str) -> None:
+    bodies = open_seeing(page, files)
+    let_go(page, "#conversation", "drop", RED, BLUE)
+    let_go(page, "#prompt", "paste", BLUE)
+    expect(page.locator("#pictures canvas")).to_have_count(3)
+    remove = page.get_by_role("button", name="Remove blue.png")
+    remove.first.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#pictures canvas")).to_have_count(2)
+    expect(remove).to_be_focused()
+    remove.click()
+    expect(page.locator("#prompt")).to_be_focused()
+    name, kind, content = BLUE
+    page.set_input_files("#picture-file", {"name": name, "mimeType": kind, "buffer": content})
+    expect(page.get_by_role("img", name="blue.png")).to_be_visible()
+    expect(page.get_by_role("img", name="blue.png")).to_have_attribute("width", "14")
+    look = "(one) => [one.height, one.getContext('2d').getImageData(9, 9, 1, 1).data[2]]"
+    height, blue = page.get_by_role("img", name="blue.png").evaluate(look)
+    assert height == 96 and blue > 240
+    page.fill("#prompt", "Which colours?")
+    page.click("#send")
+    expect(page.locator(".exchange")).to_have_attribute("aria-busy", "false")
+    urls = [f"data:image/png;base64,{base64.b64encode(one[2]).decode()}" for one in (RED, BLUE)]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    said = [*parts, {"type": "text", "text": "Which colours?"}]
+    assert bodies[0]["messages"] == [{"role": "user", "content": said}]
+    expect(page.locator("#pictures")).to_be_hidden()
+    expect(page.locator(".said canvas")).to_have_count(2)
+    page.reload()
+    expect(page.locator(".said canvas")).to_have_count(2)
+    expect(page.locator("#picture-button")).to_be_visible()
+    let_go(page, "#form", "drop", RED)
+    expect(page.locator("#pictures canvas")).to_have_count(1)
+    page.click("#send")  # a picture without a word
+    expect(page.locator(".exchange").nth(1)).to_have_attribute("aria-busy", "false")
+    *before, _, last = bodies[1]["messages"]
+    assert before == [{"role": "user", "content": said}] and last["content"] == parts[:1]
+
+
+REFUSED = {
+    "a.svg cannot be read as a PNG, JPEG, WebP or GIF picture.": [
+        ("a.svg", "image/svg+xml", b"<svg/>")
+    ],
+    "b.png cannot be read as a PNG": [("b.png", "image/png", RED[2][:40])],
+    "The conversation would have 4 pictures; the most are 3.": [RED, RED, BLUE, RED],
+    "With this picture a request has 0.04 MiB; the server takes 0.04 MiB (--max-body-bytes).": [
+        ("c.png", "image/png", RED[2] + NOISE)
+    ],
+}
+
+
+def test_pictures_that_cannot_be_sent_are_told(page: Any, files: str) -> None:
+    open_seeing(page, files, takes_pictures=False)
+    expect(page.locator("#picture-button")).to_be_hidden()
+    let_go(page, "#prompt", "drop", RED)
+    expect(page.locator("#picture-problem")).to_have_text("This model takes no pictures.")
+    page.unroute_all()
+    bodies = open_seeing(page, files)
+    for sentence, dropped in REFUSED.items():
+        let_go(page, "#prompt", "drop", *dropped)
+        expect(page.locator("#picture-problem")).to_contain_text(sentence)
+        expect(page.locator("#pictures canvas")).to_have_count(len(dropped) - 1)
+        page.click("#clear")
+        expect(page.locator("#picture-problem")).to_be_hidden()
+    let_go(page, "#prompt", "drop", RED)
+    expect(page.locator("#pictures canvas")).to_have_count(1)
+    page.locator("[name=kind][value=completion]").check(force=True)
+    expect(page.locator("#picture-problem")).to_contain_text("choose Chat")
+    page.click("#send")
+    page.locator("[name=kind][value=chat]").check(force=True)
+    expect(page.locator("#picture-problem")).to_be_hidden()
+    page.click("#send")
+    expect(page.locator(".exchange")).to_have_count(1)
+    assert [len(body["messages"]) for body in bodies] == [1]
+
+
+def test_blocks_say_which_slots_a_picture_fills(page: Any, files: str) -> None:
+    snapshot = state(513, num_requests=5)
+    snapshot["requests"][0]["vectors"] = [[4, 30, 1, 0], [40, 8, 2, 0], [50, 3, 2, 8]]
+    first, second, third, *_ = snapshot["requests"][0]["sequences"][0]["blocks"]
+    open_faked(page, files, snapshot)
+    sentences = {
+        first: "Slots 4 to 15: picture 1, rows 0 to 11, of request #1.",
+        second: "Slots 0 to 15: picture 1, rows 12 to 27, of request #1.",
+        third: "Slots 0 to 1: picture 1, rows 28 to 29, of request #1. "
+        "Slots 8 to 15: picture 2, rows 0 to 7, of request #1.",
+    }
+    for block, sentence in sentences.items():
+        page.locator("#grid").focus()
+        page.keyboard.press("Home")
+        for _ in range(block):
+            page.keyboard.press("ArrowRight")
+        expect(page.locator("#detail")).to_contain_text(sentence)
+    titles = page.locator(".table li.picture").evaluate_all("(all) => all.map((one) => one.title)")
+    assert titles == [
+        "from position 0; picture 1, rows 0 to 11",
+        "from position 16; picture 1, rows 12 to 27",
+        "from position 32; picture 1, rows 28 to 29; picture 2, rows 0 to 7",
+        "from position 48; picture 2, rows 8 to 10",
+    ]
+    page.locator(".requests button").first.focus()
+    expect(page.locator("#detail")).to_contain_text("tokens of prompt with 2 pictures")
+
+
 SEEN = """
     const seen = (selector) => [...document.querySelectorAll(selector)]
         .filter((one) => one.checkVisibility({ visibilityProperty: true }) && !one.closest(".visually-hidden, .skip"));
@@ -562,8 +693,11 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
-    """With an answer that has long words, code and a table."""
+    """With an answer that has long words, code and a table, and a picture of the next message."""
     page.allowed.append("404")
+    facts = {"model": {"takes_pictures": True}, "limits": {"max_pictures": 2, "max_body_bytes": 9000}}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "eye"}]}))
+    page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     snapshot = f"data: {json.dumps(state())}\n\n"
     page.route(
         "**/debug/events*",
@@ -582,6 +716,9 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     page.fill("#prompt", long)
     page.click("#send")
     expect(page.locator(".markdown table")).to_have_count(3)
+    expect(page.locator("#picture-button")).to_be_visible()
+    let_go(page, "#prompt", "drop", RED)
+    expect(page.locator("#pictures canvas")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

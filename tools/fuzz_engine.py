@@ -35,6 +35,9 @@ def main() -> int:
         action="store_true",
         help="compile as for users, which takes five times as long, and compare log probabilities to the last bit",
     )
+    parser.add_argument(
+        "--models", nargs="+", default=(), metavar="NAME", help="models to try; default: all"
+    )
     arguments = parser.parse_args()
     need("pytest", "hypothesis", extra="test")
     seed = printed_seed(parser, arguments)
@@ -50,6 +53,7 @@ def main() -> int:
                 seed,
                 tolerance=tolerance,
                 tell=lambda text: print(text, flush=True),
+                models=arguments.models,
             )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [
@@ -49,4 +53,30 @@ def open_log(page: Any, address: str, log: str) -> None:
     page.goto(f"{address}/ui/")
     page.set_input_files(
         "#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()}
+    )
+
+
+def png_of(color: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+def let_go(page: Any, selector: str, kind: str, *files: tuple[str, str, bytes]) -> None:
+    """Drops or pastes files: name, media type and content of each."""
+    parts = [[name, media, base64.b64encode(content).decode()] for name, media, content in files]
+    page.evaluate(
+        """([selector, kind, parts]) => {
+            const data = new DataTransfer();
+            for (const [name, type, text] of parts) {
+                const bytes = Uint8Array.from(atob(text), (one) => one.charCodeAt(0));
+                data.items.add(new File([bytes], name, { type }));
+            }
+            const options = { bubbles: true, cancelable: true };
+            const event = kind === "paste"
+                ? new ClipboardEvent(kind, { ...options, clipboardData: data })
+                : new DragEvent(kind, { ...options, dataTransfer: data });
+            document.querySelector(selector).dispatchEvent(event);
+        }""",
+        [selector, kind, parts],
     )

@@ -65,6 +65,7 @@ SHARED = (
 )
 # Settings without which an engine would have other shapes, and take longer to compile.
 NEEDED = ("dtype", "block_size", "num_blocks", "max_num_seqs", *SHARED)
+MOST_WITH_PICTURES = 76  # tokens of a prompt; a picture fills 16 of them at most
 LENGTHS = (96, 96, 96, 96, 80, 128)  # tokens of the longest request; a small pool still holds one
 NUM_SETS = 3  # sets of weights: the model's own, and others
 _DIRECTORY = "a new directory"
@@ -80,6 +81,8 @@ class Ask:
         beams: Whether it is a beam search.
         adapter: The number of a LoRA adapter, from 1 on; 0 for none.
         is_vectors: Whether vectors take the place of the tokens, one for each kind of token.
+        pictures: The pictures among the tokens, each with the number of tokens before it, a seed
+            and a size.
     """
 
     prompt: tuple[int, ...]
@@ -87,14 +90,31 @@ class Ask:
     beams: bool = False
     adapter: int = 0
     is_vectors: bool = False
+    pictures: tuple[tuple[int, int, int], ...] = ()
 
     def given(self, config: dict[str, Any]) -> Any:
         """Returns the prompt for a model of this config.json."""
+        if self.pictures:
+            return self._with_pictures(config)
         if not self.is_vectors:
             return list(self.prompt)
         shape = config["vocab_size"], config["hidden_size"]
         table = np.random.default_rng(0).standard_normal(shape, np.float32)
         return {"prompt_embeds": 0.1 * table[list(self.prompt)]}
+
+    def _with_pictures(self, config: dict[str, Any]) -> dict[str, Any]:
+        from tests.support import seeing_models as seeing  # which needs torch
+
+        (architecture,) = config["architectures"]
+        name = next(n for n, model in seeing.SEEING.items() if model.architecture == architecture)
+        ready = [seeing.ready(name, seed, size) for _, seed, size in self.pictures]
+        ids: list[int] = []
+        begin = 0
+        for (place, _, _), picture in zip(self.pictures, ready, strict=True):
+            ids += [*self.prompt[begin:place], *[seeing.IMAGE] * picture.picture.num_rows]
+            begin = place
+        ids += self.prompt[begin:]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": ready}}
 
     def made(self) -> SamplingParams | BeamSearchParams:
         """Returns the parameters of the request."""
@@ -113,7 +133,10 @@ class Ask:
     def key(self) -> str:
         """Returns what decides the result of the request."""
         return json.dumps(
-            [self.prompt, self.alone().params, self.beams, self.adapter, self.is_vectors],
+            [
+                *(self.prompt, self.pictures, self.alone().params),
+                *(self.beams, self.adapter, self.is_vectors),
+            ],
             sort_keys=True,
         )
 
@@ -222,13 +245,21 @@ class Case:
             yield line
 
 
-def random_shapes(chance: random.Random) -> tuple[str, dict[str, Any]]:
+def random_shapes(
+    chance: random.Random, models: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
     """Returns a model and settings on which the shapes of steps depend.
 
     Most are of the packaged model. The others have few geometries, since each is compiled anew.
+
+    Args:
+        chance: Draws them.
+        models: The names of the models; empty for all.
     """
     others = [name for name in MODELS if name != "demo"]
     model = chance.choice(others) if chance.random() < 0.2 else "demo"
+    if models:
+        model = chance.choice(models)
     settings: dict[str, Any] = {"dtype": "float32", **MODELS[model].settings}
     if model != "demo":
         geometry = chance.choice((BLOCKS_OF_16, BLOCKS_OF_16, BLOCKS_OF_4))
@@ -282,6 +313,8 @@ def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Ca
         settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
     settings["enable_prefix_caching"] = chance.random() < 0.7
     settings["enable_mixed_steps"] = chance.choice((None, True, False))
+    if MODELS[model].sees:
+        settings["encoder_cache_bytes"] = chance.choice((2**20, 2**20, 5000, 1000))
     num_engines = 1
     if chance.random() < 0.15 and settings["enable_prefix_caching"]:
         settings["prefix_cache_directory"] = _DIRECTORY
@@ -300,6 +333,7 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
     size = settings["block_size"]
     num_tokens = MODELS[model].num_tokens
     stems = [[chance.randrange(2, num_tokens) for _ in range(64)] for _ in range(2)]
+    album = random_pictures(chance) if MODELS[model].sees else ()
     for _ in range(chance.randint(2, 6)):
         # The lengths at which a prefix hit leaves one token, or a block is just full, come up
         # often.
@@ -308,8 +342,11 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
         if chance.random() < 0.3:
             prompt = [*prompt[:-1], chance.randrange(2, num_tokens)]
         adapter = chance.choice((0, 1, 2)) if settings.get("enable_lora") else 0
+        pictures = random_changes(chance, album, len(prompt))
+        prompt = prompt[: MOST_WITH_PICTURES - 16 * len(pictures)] if pictures else prompt
         if chance.random() < 0.12 and not adapter:
-            yield Ask(tuple(prompt), random_beams(chance), beams=True)
+            params = random_beams(chance)
+            yield Ask(tuple(prompt), params, beams=True, pictures=pictures)
         else:
             params = random_sampling(chance, num_tokens, has_text=MODELS[model].has_text)
             if settings["scheduling_policy"] != "priority":
@@ -318,7 +355,29 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
             has_tokens = {"prompt_logprobs", "repetition_penalty"} & params.keys()
             is_vectors = bool(settings.get("enable_prompt_embeds")) and not has_tokens
             is_vectors = is_vectors and chance.random() < 0.6
-            yield Ask(tuple(prompt), params, adapter=adapter, is_vectors=is_vectors)
+            if "prompt_logprobs" in params:
+                pictures = ()
+            yield Ask(
+                tuple(prompt), params, adapter=adapter, is_vectors=is_vectors, pictures=pictures
+            )
+
+
+def random_pictures(chance: random.Random) -> tuple[tuple[int, int, int], ...]:
+    """Returns three pictures at places of a prompt."""
+    places = sorted(chance.choice((0, 1, 4, 15, 16, chance.randint(0, 30))) for _ in range(3))
+    return tuple((place, chance.randint(1, 3), chance.randint(1, 3)) for place in places)
+
+
+def random_changes(
+    chance: random.Random, album: tuple[tuple[int, int, int], ...], length: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns the first pictures of an album for a prompt of this length, now and then others."""
+    album = album[: chance.choice((0, 1, 1, 2, 3))]
+    seeds = [seed if chance.random() < 0.8 else chance.randint(1, 3) for _, seed, _ in album]
+    return tuple(
+        (min(place, length), seed, size)
+        for (place, _, size), seed in zip(album, seeds, strict=True)
+    )
 
 
 def random_beams(chance: random.Random) -> dict[str, Any]:
@@ -545,8 +604,13 @@ def _smaller_asks(ask: Ask) -> Iterator[Ask]:
         yield dataclasses.replace(ask, params=params)
     if ask.adapter:
         yield dataclasses.replace(ask, adapter=0)
+    for index in range(len(ask.pictures)):
+        pictures = (*ask.pictures[:index], *ask.pictures[index + 1 :])
+        yield dataclasses.replace(ask, pictures=pictures)
     if len(ask.prompt) > 1:
-        yield dataclasses.replace(ask, prompt=ask.prompt[: len(ask.prompt) // 2])
+        half = len(ask.prompt) // 2
+        pictures = tuple((min(place, half), *other) for place, *other in ask.pictures)
+        yield dataclasses.replace(ask, prompt=ask.prompt[:half], pictures=pictures)
 
 
 def with_used_asks(case: Case) -> Case:

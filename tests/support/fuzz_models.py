@@ -30,12 +30,14 @@ class Model(NamedTuple):
         settings: The settings that make it what it is.
         drafting: The ways of drafting that it is tried with.
         gguf: The kind of its matrices if it is a GGUF file.
+        sees: The name in `seeing_models` if it takes pictures; then `config` is of its texts.
     """
 
     config: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = {}
     drafting: tuple[Any, ...] = (None, _NGRAM, "auto")
     gguf: str | None = None
+    sees: str = ""
 
     @property
     def has_text(self) -> bool:
@@ -56,6 +58,10 @@ class Model(NamedTuple):
             path = path.with_suffix(".gguf")
             if not path.exists():
                 write_gguf(path, self.config, random_tensors(dict(self.config)), self.gguf)
+        elif self.sees and not path.exists():
+            from tests.support import seeing_models  # which needs torch
+
+            seeing_models.save(self.sees, path)
         elif not path.exists():
             random_checkpoint(path, dict(self.config))
         return str(path)
@@ -64,6 +70,7 @@ class Model(NamedTuple):
 _TREES = (None, _NGRAM, _SUFFIX_TREE)
 _WINDOW = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 _GEMMA = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16}
+_SEEING = {"vocab_size": 250}  # the ids of texts; those of placeholders and markers follow
 # The widths of a GGUF file's blocks.
 _WIDE = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "rms_norm_eps": 1e-5}
 
@@ -81,6 +88,9 @@ MODELS: dict[str, Model] = {
     "latent": Model(config_json("deepseek-v3-groups"), drafting=_TREES),
     "latent-dense": Model(config_json("youtu-yarn"), drafting=_TREES),
     "gguf": Model(_WIDE, gguf="Q8_0"),
+    "smolvlm": Model(_SEEING, drafting=_TREES, sees="smolvlm"),
+    "qwen3-vl": Model(_SEEING, drafting=_TREES, sees="qwen3-vl"),
+    "gemma3": Model(_SEEING, drafting=_TREES, sees="gemma3"),
     "gguf-kept": Model(_WIDE, {"quantization": "gguf"}, gguf="Q8_0"),
 }
 

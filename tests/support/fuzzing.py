@@ -126,13 +126,17 @@ class Fuzzer:
         else:
             llm = make_llm(path, start=case.in_threads, **settings)
         try:
-            self._share_embedder(case, llm)
+            self._complete(case, llm)
             yield PlayedEngine(llm, stage, own_weights(case, llm))
         finally:
             llm._driver.stop()
 
-    def _share_embedder(self, case: Case, llm: Any) -> None:
-        """Has an engine embed with what others of its kind have compiled."""
+    def _complete(self, case: Case, llm: Any) -> None:
+        """Gives an engine what embeds, compiled for others of its kind, and what takes pictures."""
+        if sees := MODELS[case.model].sees:
+            from tests.support import seeing_models  # which needs torch
+
+            llm._pictures = seeing_models.processor_of(sees)
         names = (*SHARED, "block_size", "tensor_parallel_size")
         key = json.dumps([case.model, {name: case.settings.get(name) for name in names}])
         llm._embedder._steps = self._steps_of_embedders.setdefault(key, {})
@@ -182,7 +186,7 @@ class Fuzzer:
         if name not in self._plain:
             path = MODELS[case.model].path(self.directory, case.model)
             llm = make_llm(path, **PLAIN, **shared)
-            self._share_embedder(Case({**shared, "block_size": 16}, (), (), case.model), llm)
+            self._complete(Case({**shared, "block_size": 16}, (), (), case.model), llm)
             self._plain[name] = PlainEngine(llm, self.adapters)
         return self._plain[name]
 
@@ -473,7 +477,14 @@ class CompileTime:
             self.seconds += duration_secs
 
 
-def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], None]) -> int:
+def fuzz(
+    minutes: float,
+    seed: int,
+    *,
+    tolerance: float,
+    tell: Callable[[str], None],
+    models: Sequence[str] = (),
+) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
 
     Args:
@@ -481,6 +492,7 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
         seed: The seed of the cases.
         tolerance: See `Fuzzer`.
         tell: Takes lines for the person who runs it.
+        models: The names of the models; empty for all.
     """
     start = time.monotonic()
     end = start + 60 * minutes
@@ -494,7 +506,7 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
             if time.monotonic() > end:
                 break
             if number % GROUPS_OF_SHAPES == 0:
-                compiled.append(random_shapes(chance))
+                compiled.append(random_shapes(chance, models))
             model, shapes = compiled[-1]
             if number % GROUPS_OF_SHAPES:
                 model, shapes = chance.choice(compiled[-NUM_SHAPES:])

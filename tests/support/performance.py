@@ -431,7 +431,7 @@ class Performance:
             case "stream":
                 await self._read(actor, asks[0], request_id)
             case "pin":
-                pin = await engine.call("pin_prefix", list(asks[0].prompt))
+                pin = await engine.call("pin_prefix", asks[0].given(engine.llm.hf_config))
                 engine.pins.append(pin)
                 await self.stage.pause(event.details[0])
                 await self.release(engine, pin)

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpage.images import PictureProcessor
+from jaxpage.images.processor import ReadyPicture
+from jaxpage.images.processor_settings import ProcessorSettings
 from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -152,6 +155,36 @@ def picture(name: str, seed: int, size: int = 1) -> Picture:
     model = SEEING[name]
     arrays = model.arrays(np.random.default_rng(seed), size)
     return Picture(arrays, model.num_rows(arrays))
+
+
+class Placeholders:
+    """The rule and the vocabulary of a model whose pictures are arrays already."""
+
+    marker = token = "<image>"
+    options: Mapping[str, Any] = {}
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, model: SeeingModel) -> None:
+        self.is_whole = model.is_whole
+        self._model = model
+
+    def text_of(self, arrays: Arrays) -> str:
+        return self.token * self._model.num_rows(arrays)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self.token: IMAGE}
+
+
+@functools.cache
+def processor_of(name: str) -> PictureProcessor:
+    """What `LLM` has of a model with files of its image processor."""
+    placeholders = Placeholders(SEEING[name])
+    return PictureProcessor(ProcessorSettings("", {}, {}), placeholders, placeholders)
+
+
+@functools.cache
+def ready(name: str, seed: int, size: int) -> ReadyPicture:
+    return processor_of(name).finish(picture(name, seed, size).arrays)
 
 
 def key_of(each: Picture) -> bytes:

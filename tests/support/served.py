@@ -53,14 +53,19 @@ def served(app: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served_engine(
-    loop: AsyncDriver, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
+    loop: AsyncDriver,
+    built: Built,
+    *,
+    model: str = "demo",
+    api_keys: Sequence[str] = (),
+    show_prompts: bool = False,
 ) -> Iterator[str]:
     """A server with the page over an engine that is running already."""
-    config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model="demo")
+    config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model=model)
     context = model_context(built, engine, config)
     facts = capabilities(built, engine, config, context.limits)
     app = build_app(
-        loop, context, config, ServerMetrics("demo"), capabilities=facts, api_keys=api_keys
+        loop, context, config, ServerMetrics(model), capabilities=facts, api_keys=api_keys
     )
     with served(app) as address:
         yield address

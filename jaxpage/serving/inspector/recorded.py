@@ -26,7 +26,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.private_files import open_private
 from jaxpage.replay import Record, Report, check_new, encode_record, replay
 from jaxpage.replay.reading import RecordedSteps, SequenceWalk, num_prompt_tokens
-from jaxpage.serving.inspector.state import Inspector, Snapshot, history_row
+from jaxpage.serving.inspector.state import Inspector, Snapshot, describe_vectors, history_row
 from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline, kind_of_row
 
 FORMAT = 1
@@ -286,6 +286,7 @@ class _RecordView:
                 for sequence_id, sequence in sequences.items()
             ],
             "timeline": [list(segment) for segment in course.timeline.segments],
+            **({"vectors": _vectors(arrival)} if "embedded" in arrival else {}),
         }
 
     def _pool(self) -> Snapshot:
@@ -319,6 +320,13 @@ class _RecordView:
 
 def _num_known(arrival: Record, sequence: SequenceWalk) -> int:
     return num_prompt_tokens(arrival) + len(sequence.token_ids)
+
+
+def _vectors(arrival: Record) -> list[list[int]]:
+    # A record does not say what the vectors are, but those of a client are the whole prompt.
+    num_tokens = num_prompt_tokens(arrival)
+    pictures = {key for _, length, key, *_ in arrival["embedded"] if length < num_tokens}
+    return describe_vectors(arrival["embedded"], pictures)
 
 
 def _describe_sequence(sequence_id: int, sequence: SequenceWalk, course: _Course) -> Snapshot:

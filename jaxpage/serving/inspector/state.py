@@ -7,13 +7,14 @@ same way. docs/guides/inspector.md describes the form.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from jaxpage.engine import Engine
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
+from jaxpage.step.embedded import EmbeddedPrompt, Picture
 from jaxpage.step.request import Sequence, SequenceGroup
 
 Snapshot = dict[str, Any]
@@ -104,6 +105,7 @@ class Inspector:
             "num_preemptions": group.num_preemptions,
             "sequences": [_sequence(sequence, manager) for sequence in group.sequences],
             "timeline": [self._since_epoch(segment) for segment in timeline.segments],
+            **({"vectors": _vectors(request.embedded)} if request.embedded else {}),
             **shown,
         }
 
@@ -121,6 +123,31 @@ def history_row(step: Snapshot) -> list[Any]:
     """Returns what the history says of a step: its number, tokens, tokens of the shape, seconds."""
     num_tokens = sum(num_tokens for _, _, _, num_tokens, _ in step["rows"])
     return [step["step"], num_tokens, step["bucket"][0], step["seconds"]]
+
+
+def describe_vectors(spans: Iterable[Iterable[Any]], pictures: Container[Any]) -> list[list[int]]:
+    """Returns which positions of a prompt vectors fill.
+
+    The entries are [first position, tokens, picture, first row]; pictures count from 1, and 0 is
+    for vectors of a client.
+
+    Args:
+        spans: The fields of each `EmbeddedSpan`.
+        pictures: The keys of the spans that pictures fill.
+    """
+    vectors = []
+    num_pictures = 0
+    for start, length, key, row, _ in spans:
+        is_picture = key in pictures
+        num_pictures += is_picture and row == 0
+        vectors.append([start, length, num_pictures if is_picture else 0, row])
+    return vectors
+
+
+def _vectors(embedded: EmbeddedPrompt) -> list[list[int]]:
+    sources = embedded.sources.items()
+    pictures = {key for key, source in sources if isinstance(source, Picture)}
+    return describe_vectors(embedded.spans, pictures)
 
 
 def _waiting_state(group: SequenceGroup, scheduler: Scheduler) -> str:

@@ -20,6 +20,7 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.save();
   context.clip();
   if (block.kind === "used") drawOwners(context, block, x, y, size);
+  if (size >= 8) drawVectors(context, block, x, y, size);
   if (block.kind === "cached" || block.kind === "null")
     drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
   if (block.kept && size >= 8) drawFold(context, x, y, size);
@@ -55,6 +56,18 @@ function drawOwners(context, block, x, y, size) {
     fill(block.known / slots, 0.35);
     fill(block.filled / slots, 1);
   });
+}
+
+/** Draws a band over the slots that pictures fill. */
+function drawVectors(context, { vectors, slots }, x, y, size) {
+  const height = Math.max(3, Math.round(size * 0.24));
+  for (const { from, to } of vectors) {
+    const [left, width] = [x + (size * from) / slots, (size * (to - from)) / slots];
+    context.fillStyle = themed("cell-used");
+    context.fillRect(left, y, width, height + 1);
+    context.fillStyle = themed("picture");
+    context.fillRect(left, y, width, height);
+  }
 }
 
 function drawHatch(context, x, y, size, color) {

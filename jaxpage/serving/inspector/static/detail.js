@@ -2,7 +2,7 @@
 
 import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
-import { nameOf } from "./snapshot.js";
+import { nameOf, vectorsIn, vectorsText } from "./snapshot.js";
 
 const MOST_ENTRIES = 64; // of a block table
 const MOST_IDS = 64; // of a prompt
@@ -50,7 +50,13 @@ function describeBlock(block, size) {
         : " Sequences of one request share it; it is copied before one of them writes to it.";
   const kept = block.kept && block.kind === "used" ? " It is full and in the prefix cache." : "";
   const name = block.isHost ? "Host block" : "Block";
-  return [el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`)];
+  const vectors = block.vectors
+    .map((span) => `Slots ${span.from} to ${span.to - 1}: ${ownVectors(span)}. `)
+    .join("");
+  return [
+    el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`),
+    vectors ? el("p", {}, vectors.trim()) : null,
+  ].filter(Boolean);
 }
 
 function describeRequest(request) {
@@ -63,6 +69,8 @@ function describeRequest(request) {
     text ? el("p", { class: "muted prompt" }, `Prompt: ${text}`) : null,
   ].filter(Boolean);
 }
+
+const ownVectors = (span) => `${vectorsText(span)}, of request #${span.request.number}`;
 
 function positions({ place, sequence, pin }, size) {
   const first = place * size;
@@ -79,6 +87,8 @@ function storyOf(request) {
   const found = request.cached_tokens
     ? `, ${request.cached_tokens} of them from the prefix cache`
     : "";
+  const numPictures = Math.max(0, ...(request.vectors ?? []).map(([, , picture]) => picture));
+  const pictures = numPictures ? ` with ${count(numPictures, "picture")}` : "";
   const kind = request.beam_width
     ? `; beam search, width ${request.beam_width}`
     : request.num_sequences > 1
@@ -89,7 +99,7 @@ function storyOf(request) {
     : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
   return (
-    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ` +
+    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${found}, at most ` +
     `${request.max_total_tokens} in total${kind}${gave}${ended}.`
   );
 }
@@ -102,10 +112,14 @@ export function tableStrip(reference, here, snapshot) {
   const place = here ? reference.place : -1;
   const first = Math.max(0, Math.min(place - MOST_ENTRIES / 2, table.length - MOST_ENTRIES));
   const entries = table.slice(first, first + MOST_ENTRIES).map((id, index) => {
-    const position = (first + index) * snapshot.pool.block_size;
+    const size = snapshot.pool.block_size;
+    const position = (first + index) * size;
+    const vectors = vectorsIn(reference.request ?? {}, position, position + size);
+    const title = [`from position ${position}`, ...vectors.map(vectorsText)].join("; ");
+    const isHere = first + index === place ? "here " : "";
     return el(
       "li",
-      { class: first + index === place ? "here" : "", title: `from position ${position}` },
+      { class: `${isHere}${vectors.length ? "picture" : ""}`, title },
       id ? String(id) : "–",
     );
   });

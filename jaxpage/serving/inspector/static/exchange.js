@@ -3,6 +3,7 @@
 
 import { $, count, el } from "./dom.js";
 import { markdown } from "./markdown.js";
+import { thumbnail } from "./pictures.js";
 import { spansOf, tokensOf, walkTokens } from "./tokens.js";
 
 const NEAR = 80; // px from the end: who reads there follows the text as it grows
@@ -12,8 +13,8 @@ export class Exchange {
   /**
    * Shows the prompt, and an empty column for each answer.
    *
-   * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role
-   *   "prompt".
+   * prompt: [{role, content, pictures}, ...], shown as they were sent; a completion has one, of the
+   *   role "prompt".
    * names: of the answers, if there are several.
    * showsTokens: texts appear as coloured tokens, as far as there are probabilities. Otherwise a
    *   chat's are Markdown.
@@ -36,8 +37,14 @@ export class Exchange {
     this.first = null; // when the first token came
     this.columns = names.map(newColumn);
     this.note = el("p", { class: "note mono", role: "status" }, "waiting…");
-    const said = prompt.map(({ role, content }) =>
-      el("div", { class: `said ${role}` }, el("span", { class: "role" }, title || role), content),
+    const said = prompt.map(({ role, content, pictures = [] }) =>
+      el(
+        "div",
+        { class: `said ${role}` },
+        el("span", { class: "role" }, title || role),
+        pictures.length > 0 && el("div", { class: "thumbnails" }, ...pictures.map(thumbnail)),
+        content,
+      ),
     );
     const columns = el("div", { class: "columns" }, ...this.columns.map(({ box }) => box));
     this.element = el(

@@ -2,12 +2,12 @@
 // The API key never is.
 
 const NAME = "jaxpage.conversation";
-const MOST_CHARACTERS = 1_000_000;
+const MOST_CHARACTERS = 4_800_000; // what browsers allow, and more than a request has by default
 
 /** Saves a conversation. The oldest exchanges go where there is no room for all. */
 export function keep({ exchanges, ...rest }) {
   try {
-    if (!exchanges.length) return sessionStorage.removeItem(NAME);
+    sessionStorage.removeItem(NAME); // an older one is no use, should this one find no room
     for (let first = 0; first < exchanges.length; first++) {
       const text = JSON.stringify({ ...rest, exchanges: exchanges.slice(first) });
       if (text.length <= MOST_CHARACTERS) return sessionStorage.setItem(NAME, text);

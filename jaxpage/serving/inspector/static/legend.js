@@ -11,11 +11,13 @@ const USED = {
   slots: 16,
   filled: 16,
   known: 16,
+  vectors: [],
   references: [{ request: { number: 1 } }],
 };
 const BLOCKS = [
   [USED, "in use; one colour per request"],
   [{ ...USED, filled: 6, known: 10 }, "computed tokens, known tokens, empty slots"],
+  [{ ...USED, vectors: [{ from: 4, to: 16 }] }, "upper band: slots that a picture fills"],
   [{ ...USED, refCount: 2 }, "reference count 2: shared by sequences of one request"],
   [
     {

@@ -175,7 +175,7 @@ function choose(id) {
 }
 
 function showFacts(facts) {
-  playground.describe(facts.model);
+  playground.describe(facts);
   if (facts.limits) tour.describe(facts);
 }
 

@@ -5,6 +5,7 @@ import { $, el } from "./dom.js";
 import { ApiError, messages, request, whole } from "./api.js";
 import { Exchange } from "./exchange.js";
 import { keep, kept } from "./kept.js";
+import { Pictures, contentOf } from "./pictures.js";
 
 const NUM_ALTERNATIVES = 5;
 // An empty field means this where neither the model nor the user says otherwise.
@@ -25,6 +26,7 @@ export class Playground {
     this.stated = {};
     this.ofChat = {}; // what a chat takes where that says nothing
     this.history = []; // of a chat: {role, content}
+    this.pictures = new Pictures({ isChat: () => this.isChat, history: () => this.history });
     this.exchanges = [];
     this.running = null; // an AbortController
     this.isChosen = false; // which kind of request, by hand
@@ -128,6 +130,7 @@ export class Playground {
     $("n-label").textContent = isBeam ? "Beam width" : "Samples (n)";
     $("probabilities").checked = this.showsTokens[this.kind];
     this.showDefaults();
+    this.pictures.check();
   }
 
   /**
@@ -140,12 +143,14 @@ export class Playground {
       if (exchange.isChat === this.isChat) exchange.show({ tokens });
   }
 
-  /** Takes what the server's /v1/capabilities says of its model. */
-  describe({
-    sampling_defaults: stated = {},
-    chat_defaults: ofChat = {},
-    has_chat_template: canChat = false,
-  }) {
+  /** Takes what the server's /v1/capabilities says. */
+  describe(facts) {
+    const {
+      sampling_defaults: stated = {},
+      chat_defaults: ofChat = {},
+      has_chat_template: canChat = false,
+    } = facts.model;
+    this.pictures.describe(facts);
     this.stated = stated;
     this.ofChat = ofChat;
     if (!this.isChosen) {
@@ -175,34 +180,42 @@ export class Playground {
     this.running?.abort();
     this.history = [];
     this.exchanges = [];
+    this.pictures.set([]);
     $("conversation").replaceChildren();
     this.showStart();
   }
 
   async send() {
     const text = $("prompt").value;
-    if (this.running || !text) return;
-    this.busy(new AbortController());
     const { isChat, history } = this;
+    const { items } = this.pictures;
+    if (this.running || !(text || items.length) || !this.pictures.check()) return;
+    this.busy(new AbortController());
     const system = $("system").value;
-    const body = this.body(text);
+    const content = contentOf(text, items);
+    const body = this.body(content);
     if (isChat) $("prompt").value = "";
+    this.pictures.set([]);
+    const pictures = items.map(({ name, small }) => ({ name, small }));
     try {
       const exchange = await this.run(isChat ? "/v1/chat/completions" : "/v1/completions", body, {
         prompt: isChat
           ? [
               ...(system && !history.length ? [{ role: "system", content: system }] : []),
-              { role: "user", content: text },
+              { role: "user", content: text, pictures },
             ]
           : [{ role: "prompt", content: text }],
         signal: this.running.signal,
       });
       if (isChat && exchange.firstText)
         history.push(
-          { role: "user", content: text },
+          { role: "user", content },
           { role: "assistant", content: exchange.firstText },
         );
-      else if (isChat && !$("prompt").value) $("prompt").value = text; // nothing came of it
+      else if (isChat && !$("prompt").value && !this.pictures.items.length) {
+        $("prompt").value = text; // nothing came of it
+        this.pictures.set(items);
+      }
     } finally {
       this.busy(null); // whatever happens, another can be sent
     }
@@ -258,7 +271,8 @@ export class Playground {
     if (hadFocus) $(controller ? "stop" : "send").focus(); // one takes the place of the other
   }
 
-  body(text) {
+  /** Returns the request with this text, or the content of a chat's message, and the fields. */
+  body(content) {
     const own = this.isChat ? this.ofChat : {};
     const number = (id) =>
       $(id).disabled ? undefined : $(id).value === "" ? own[id] : Number($(id).value);
@@ -279,11 +293,11 @@ export class Playground {
     };
     const withProbabilities = $("probabilities").checked && !isBeam;
     if (!this.isChat)
-      return { ...body, prompt: text, logprobs: withProbabilities ? NUM_ALTERNATIVES : undefined };
+      return { ...body, prompt: content, logprobs: withProbabilities ? NUM_ALTERNATIVES : undefined };
     const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
     return {
       ...body,
-      messages: [...system, ...this.history, { role: "user", content: text }],
+      messages: [...system, ...this.history, { role: "user", content }],
       ...(withProbabilities ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {}),
     };
   }

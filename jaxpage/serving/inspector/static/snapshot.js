@@ -2,7 +2,7 @@
 // it is filled. A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or a
 // line of a file of recorded ones.
 
-const NONE = Object.freeze([]); // the references of a block that is not in use
+const NONE = Object.freeze([]); // the references and the vectors of a block that has none
 
 /**
  * Returns a snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on.
@@ -56,6 +56,7 @@ export function blocksOf(snapshot) {
     slots: block_size,
     filled: 0, // slots whose keys and values are computed
     known: 0, // slots whose token is known
+    vectors: NONE, // slots that a picture fills: {request, from, to, picture, row}
   }));
   for (const id of kept) {
     blocks[id - first].kept = true;
@@ -71,10 +72,12 @@ export function blocksOf(snapshot) {
     block.known = Math.max(block.known, clamp(known - before, block_size));
   };
   for (const request of snapshot.requests)
-    for (const sequence of request.sequences)
+    for (const sequence of request.sequences) {
       sequence.blocks.forEach((id, place) =>
         refer(id, { request, sequence, place }, sequence.computed, sequence.known),
       );
+      placeVectors(request, block_size, (place) => blocks[(sequence.blocks[place] || NaN) - first]);
+    }
   for (const pin of pins)
     pin.blocks.forEach((id, place) => {
       refer(id, { pin, place }, pin.tokens, pin.tokens);
@@ -84,6 +87,41 @@ export function blocksOf(snapshot) {
 }
 
 const clamp = (value, most) => Math.min(Math.max(value, 0), most);
+
+/**
+ * Returns what vectors of a request have at positions `start` to `stop` - 1 of its prompt: {from,
+ * to, picture, row}, with positions from `start` on. picture: from 1 on; 0 for vectors of a client.
+ */
+export function vectorsIn({ vectors = NONE }, start, stop) {
+  return vectors
+    .filter(([position, length]) => position < stop && start < position + length)
+    .map(([position, length, picture, row]) => {
+      const from = Math.max(position, start);
+      const to = Math.min(position + length, stop);
+      return { from: from - start, to: to - start, picture, row: row + from - position };
+    });
+}
+
+/** Says what vectors are: "picture 1, rows 0 to 15". */
+export const vectorsText = ({ from, to, picture, row }) =>
+  `${picture ? `picture ${picture}` : "vectors of the client"}, rows ${row} to ${row + to - from - 1}`;
+
+/** Notes at the blocks of a sequence which slots vectors fill. blockOf(place): may be undefined. */
+function placeVectors(request, size, blockOf) {
+  const places = new Set(
+    (request.vectors ?? NONE).flatMap(([position, length]) => {
+      const first = Math.floor(position / size);
+      const last = Math.floor((position + length - 1) / size);
+      return Array.from({ length: last - first + 1 }, (_, index) => first + index);
+    }),
+  );
+  for (const place of places) {
+    const block = blockOf(place);
+    if (!block || block.vectors.some((known) => known.request === request)) continue;
+    const spans = vectorsIn(request, place * size, (place + 1) * size);
+    block.vectors = [...block.vectors, ...spans.map((span) => ({ request, ...span }))];
+  }
+}
 
 /**
  * Returns how many blocks are used, cached and free. `saved`: references beyond the first, each of
@@ -112,17 +150,21 @@ export function hostBlocksOf(snapshot) {
     slots: snapshot.pool.block_size,
     filled: 0,
     known: 0,
+    vectors: NONE,
   }));
+  const size = snapshot.pool.block_size;
   for (const request of snapshot.requests)
-    for (const sequence of request.sequences)
+    for (const sequence of request.sequences) {
       sequence.host_blocks.forEach((id, place) => {
         if (!id) return;
         const block = blocks[id - 1];
         block.kind = "used";
         block.refCount += 1;
         block.references.push({ request, sequence, place });
-        block.filled = block.known = snapshot.pool.block_size;
+        block.filled = block.known = size;
       });
+      placeVectors(request, size, (place) => blocks[(sequence.host_blocks[place] || NaN) - 1]);
+    }
   return blocks;
 }
 
