@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -31,13 +32,14 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu import rows
+from pallas_kernels.cpu import both_ways, rows
 
 ROW_KERNELS = RowKernels(
     rows.takes,
     rows.gate,
     rows.rms_norm,
     rows.add_and_norm,
+    rows.layer_norm,
     rows.rotate,
     rows.split_and_rotate,
 )
@@ -97,6 +99,15 @@ def make_attend(
     return attend
 
 
+def attend_both_ways(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, segment_T: jax.Array, **options: Any
+) -> jax.Array | None:
+    """Returns the result of the kernel; None for heads that it does not take."""
+    if not both_ways.takes(q_TNH.dtype, q_TNH.shape[2]):
+        return None
+    return both_ways.attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, **options)
+
+
 def make_layer_kernels(backend: Backend) -> LayerKernels:
     """Returns the kernels of layers.
 
@@ -125,4 +136,5 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         read_packed_rows,
         by_group if has_groups else None,
         ROW_KERNELS if backend.in_cpp else None,
+        attend_both_ways if backend.in_cpp else None,
     )

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.device.attention import make_layer_kernels
+from jaxpage.device.attention import attend_both_ways, make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.steps import StepOptions
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
@@ -151,12 +151,17 @@ def without_padding(kernels: LayerKernels, num_tokens: jax.Array) -> LayerKernel
     """
 
     def multiply(
-        x_TI: jax.Array, weight: Packed | PackedCodes, result: DTypeLike, count_E: jax.Array | None
+        x_TI: jax.Array,
+        weight: Packed | PackedCodes,
+        result: DTypeLike,
+        count_E: jax.Array | None,
+        bias_O: jax.Array | None = None,
+        activation: str | None = None,
     ) -> jax.Array:
         if count_E is None and isinstance(weight, Packed):
             weight = weight._replace(panels=weight.panels[None])
             count_E = num_tokens[None]
-        return kernels.multiply_packed(x_TI, weight, result, count_E)
+        return kernels.multiply_packed(x_TI, weight, result, count_E, bias_O, activation)
 
     return kernels._replace(multiply_packed=multiply)
 
@@ -188,11 +193,16 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
     query_start = jnp.append(jnp.minimum(start_R, end), end)
     row_T = jnp.searchsorted(start_R, jnp.arange(num_tokens), side="right") - 1
     place_T = jnp.arange(num_tokens) - start_R[row_T]
+    segment_T = jnp.where(place_T < inputs.length_R[row_T], row_T, -1)
 
     def attend(
         q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions
     ) -> jax.Array:
         reach = options.sliding_window
+        scale = options.scale
+        mixed = attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, scale=scale, reach=reach)
+        if mixed is not None:
+            return mixed
         last_T = inputs.length_R[row_T] - 1 if reach is None else place_T + reach
         window = None if reach is None else reach + 1
         arguments = Arguments(
@@ -202,9 +212,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Atten
             block_table_BM=block_table_RM,
             context_len_B=inputs.length_R,
             query_start=query_start,
-            options=AttentionOptions(
-                scale=options.scale, sliding_window=window, last_seen_T=last_T
-            ),
+            options=AttentionOptions(scale=scale, sliding_window=window, last_seen_T=last_T),
         )
         return attend_to_pages(arguments, backend="cpu")
 
@@ -227,7 +235,7 @@ def attend_in_xla(inputs: EncoderInputs, bias_DN: jax.Array | None = None) -> At
         inputs: The inputs of the call.
         bias_DN: The bias of scores for each distance; see `bias_by_distance`.
     """
-    return without_pages(functools.partial(attend_both_ways, inputs, bias_DN))
+    return without_pages(functools.partial(attend_by_tiles, inputs, bias_DN))
 
 
 def without_pages(attend: Callable[..., jax.Array]) -> Attend:
@@ -252,7 +260,7 @@ def without_pages(attend: Callable[..., jax.Array]) -> Attend:
     return attend_in_layer
 
 
-def attend_both_ways(
+def attend_by_tiles(
     inputs: EncoderInputs,
     bias_DN: Float[Array, "D N"] | None,
     q_TNH: Float[Array, "T N H"],

@@ -25,7 +25,12 @@ Packings = Mapping[Path, Packing]
 
 
 def multiply_packed(
-    x_TI: jax.Array, weight: Packed | PackedCodes, result: DTypeLike, count_E: jax.Array | None
+    x_TI: jax.Array,
+    weight: Packed | PackedCodes,
+    result: DTypeLike,
+    count_E: jax.Array | None,
+    bias_O: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """Multiplies as `LayerKernels.multiply_packed`."""
     made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
@@ -40,6 +45,8 @@ def multiply_packed(
             result=made,
             scale_O=weight.scale_O,
             count_E=count_E,
+            bias_O=bias_O,
+            activation=activation,
         )
     return y_TO.astype(result)
 

@@ -42,15 +42,25 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
 }
-# The formulas that kernels have for gates, with their names there.
-_IN_KERNELS = {_gelu_tanh: "gelu_tanh", jax.nn.silu: "silu"}
+# The formulas that kernels have, with their names there.
+_IN_KERNELS = {_gelu_tanh: "gelu_tanh", jax.nn.silu: "silu", _gelu_exact: "gelu"}
+
+
+def name_in_kernels(activation: str) -> str | None:
+    """Returns the name that a function has in kernels (`rows.ACTIVATIONS`); None for no kernel."""
+    return _IN_KERNELS.get(ACTIVATIONS[activation])
+
+
+def activate(x: jax.Array, activation: str | None) -> jax.Array:
+    """Returns the function's value; x itself for None."""
+    return x if activation is None else ACTIVATIONS[activation](x)
 
 
 def gate(both_TF: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:
     """Returns `activation(gate) * up`, where each row has the gates and then the ups."""
     function = ACTIVATIONS[activation]
     kernels = row_kernels(both_TF.dtype)
-    if kernels is not None and function in _IN_KERNELS:
-        return kernels.gate(both_TF, _IN_KERNELS[function])
+    if kernels is not None and (name := name_in_kernels(activation)) is not None:
+        return kernels.gate(both_TF, name)
     gate_TF, up_TF = jnp.split(both_TF, 2, axis=-1)
     return function(gate_TF) * up_TF

@@ -10,9 +10,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.activations import activate, name_in_kernels
 from jaxpage.layers.lora import LoRA
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import product
+from jaxpage.layers.product import finished_product, product
 from jaxpage.layers.weight_kinds import StoredWeight
 
 
@@ -128,12 +129,31 @@ class Linear(nnx.Module):
         """Returns the weight as it is stored."""
         return self.kernel[...]
 
-    def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """Returns the product, with the bias and the tokens' adapters."""
+    def __call__(
+        self, x_TI: Float[Array, "T I"], activation: str | None = None
+    ) -> Float[Array, "T O"]:
+        """Returns the product, with the bias and the tokens' adapters.
+
+        Args:
+            x_TI: The inputs.
+            activation: The name of the function that follows; None for none.
+        """
+        y_TO = self._in_one_call(x_TI, activation)
+        if y_TO is not None:
+            return y_TO
         y_TO = product(x_TI, self.weight, result=self.result)
         if self.bias is not None:
             y_TO = y_TO + self.bias[...][None, :]
-        return y_TO if self.lora is None else self.lora(x_TI, y_TO)
+        return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)
+
+    def _in_one_call(self, x_TI: jax.Array, activation: str | None) -> jax.Array | None:
+        """Returns the result where a kernel computes it at once; None where none does."""
+        name = None if activation is None else name_in_kernels(activation)
+        is_known = activation is None or name is not None
+        if self.lora is not None or not is_known or (self.bias is None and activation is None):
+            return None
+        bias_O = None if self.bias is None else self.bias[...]
+        return finished_product(x_TI, self.weight, bias_O, name, result=self.result)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""

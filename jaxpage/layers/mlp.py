@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS, gate
+from jaxpage.layers.activations import gate
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import parameter, tensor
 
@@ -59,8 +59,9 @@ class MLP(nnx.Module):
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
         activation = self.activation
-        function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-        return self.down(function(self.up(x_TD)))
+        if isinstance(activation, str):
+            return self.down(self.up(x_TD, activation))
+        return self.down(activation(self.up(x_TD)))
 
 
 class GatedMLP(nnx.Module):

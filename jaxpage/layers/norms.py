@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.layers.trace_scope import row_kernels
+from jaxpage.layers.trace_scope import RowKernels, row_kernels
 
 
 def mean(x: jax.Array) -> jax.Array:
@@ -101,10 +101,24 @@ def add_and_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Returns the sum of both, and the norm of the sum; without a norm the sum twice."""
     kernels = row_kernels(x_TD.dtype)
+    if kernels is not None and isinstance(norm, LayerNorm):
+        sum_TD, normed_TD = norm.in_one_call(kernels, x_TD, added_TD, keeps_sum=True)
+        assert sum_TD is not None, "it was asked for"
+        return sum_TD, normed_TD
     if kernels is None or not isinstance(norm, RMSNorm) or norm.groups > 1 or norm.scale is None:
         sum_TD = x_TD + added_TD
         return sum_TD, sum_TD if norm is None else norm(sum_TD)
     return kernels.add_and_norm(x_TD, added_TD, norm.scale[...], norm.epsilon, norm.offset)
+
+
+def norm_of_sum(
+    norm: RMSNorm | LayerNorm, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    """Returns the norm of the sum of both, of a layer that has no other use for the sum."""
+    kernels = row_kernels(x_TD.dtype)
+    if kernels is not None and isinstance(norm, LayerNorm):
+        return norm.in_one_call(kernels, x_TD, added_TD)[1]
+    return norm(x_TD + added_TD)
 
 
 def _standardise(wide: jax.Array, epsilon: float) -> jax.Array:
@@ -139,6 +153,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
+        kernels = row_kernels(x.dtype)
+        if kernels is not None:
+            return self.in_one_call(kernels, x.reshape(-1, x.shape[-1]))[1].reshape(x.shape)
         # Two axes, as in `RMSNorm`.
         normed = _standardise(x.astype(jnp.float32).reshape(-1, x.shape[-1]), self.epsilon)
         if self.scale is not None:
@@ -146,6 +163,20 @@ class LayerNorm(nnx.Module):
         if self.bias is not None:
             normed = normed + _row(self.bias)
         return normed.astype(x.dtype).reshape(x.shape)
+
+    def in_one_call(
+        self,
+        kernels: RowKernels,
+        x_TD: Float[Array, "T D"],
+        added_TD: Float[Array, "T D"] | None = None,
+        *,
+        keeps_sum: bool = False,
+    ) -> tuple[Float[Array, "T D"] | None, Float[Array, "T D"]]:
+        """Returns the sum and its norm by a kernel; see `pallas_kernels.cpu.rows.layer_norm`."""
+        scale, bias = (None if each is None else each[...] for each in (self.scale, self.bias))
+        return kernels.layer_norm(
+            x_TD, scale, bias, self.epsilon, self.offset, added_TD, keeps_sum=keeps_sum
+        )
 
 
 class HeadNorm(nnx.Module):

@@ -44,6 +44,32 @@ def product(
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
+@jax.named_scope("product")
+def finished_product(
+    x_TI: Float[Array, "T I"],
+    weight: StoredWeight,
+    bias_O: Float[Array, "O"] | None,
+    activation: str | None,
+    *,
+    result: DTypeLike | None = None,
+) -> Float[Array, "T O"] | None:
+    """Returns `activation(x @ weight.T + bias)` in one call; None where no kernel does that.
+
+    The result is float32: in fewer bits, the call would round once and the layers do each time.
+
+    Args:
+        x_TI: The inputs.
+        weight: The weight.
+        bias_O: The bias; None for none.
+        activation: The name of the function in kernels; None for none.
+        result: See `product`.
+    """
+    dtype = result or x_TI.dtype
+    if not isinstance(weight, Packed) or dtype != jnp.float32:
+        return None
+    return _kernels().multiply_packed(x_TI, weight, dtype, None, bias_O, activation)
+
+
 def _kernels() -> LayerKernels:
     kernels = trace_scope().kernels
     assert kernels is not None, "bound where a model with such weights is traced"

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.activations import activate
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
@@ -249,7 +250,9 @@ class LinearOfParts(Linear):
             ]
         )
 
-    def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """Returns the joined results of the parts, with the tokens' adapters."""
+    def __call__(
+        self, x_TI: Float[Array, "T I"], activation: str | None = None
+    ) -> Float[Array, "T O"]:
+        """Returns the joined results of the parts, with the tokens' adapters; see `Linear`."""
         y_TO = jnp.concatenate([part(x_TI) for part in self.parts], axis=1)
-        return y_TO if self.lora is None else self.lora(x_TI, y_TO)
+        return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)

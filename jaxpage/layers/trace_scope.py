@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,31 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
+
+
+class MultiplyPacked(Protocol):
+    """Multiplies by weights in panels."""
+
+    def __call__(
+        self,
+        x_TI: jax.Array,
+        weight: Packed | PackedCodes,
+        result: DTypeLike,
+        count_E: jax.Array | None,
+        bias_O: jax.Array | None = None,
+        activation: str | None = None,
+    ) -> jax.Array:
+        """Returns `activation(x @ weight.T + bias)`.
+
+        Args:
+            x_TI: The rows.
+            weight: The weight.
+            result: The type of the result.
+            count_E: The number of rows of each group, where rows are sorted by group and each group
+                has its own weight; None for one weight.
+            bias_O: The bias of a `Packed` weight; None for none.
+            activation: The function that follows such a weight, one of `rows.ACTIVATIONS`.
+        """
 
 
 class RowKernels(NamedTuple):
@@ -31,6 +56,7 @@ class RowKernels(NamedTuple):
         gate: Returns an activation of gates times ups; its name is one of `rows.ACTIVATIONS`.
         rms_norm: Returns rows with an RMS norm, of x, the scale, epsilon and the offset of scales.
         add_and_norm: Returns the sum of x and another array, and `rms_norm` of the sum.
+        layer_norm: Returns rows with a layer norm, and the sum of x and another array before it.
         rotate: Returns x with its pairs turned, of x, cosines and sines.
         split_and_rotate: Returns queries, keys and values of rows that have them, the first two
             turned, of the rows, cosines, sines, the number of keys and the width of a head.
@@ -42,6 +68,7 @@ class RowKernels(NamedTuple):
     add_and_norm: Callable[
         [jax.Array, jax.Array, jax.Array, float, float], tuple[jax.Array, jax.Array]
     ]
+    layer_norm: Callable[..., tuple[jax.Array | None, jax.Array]]
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     split_and_rotate: Callable[
         [jax.Array, jax.Array, jax.Array, int, int], tuple[jax.Array, jax.Array, jax.Array]
@@ -54,25 +81,26 @@ class LayerKernels(NamedTuple):
     Attributes:
         multiply: Returns `x @ weight.T` in the type that is given.
         numbers: Returns the weight in float32 [O, I].
-        multiply_packed: Returns `x @ weight.T` in the type that is given. With a number of rows of
-            each group, it multiplies rows that are sorted by group by the weights of their groups.
+        multiply_packed: Multiplies by weights in panels.
         packed_rows: Returns rows of a weight in panels.
         by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
             is given, or None for a product that it does not take. It is None where there is no such
             kernel.
         rows: The kernels for what is between products; None where XLA computes it.
+        attend_both_ways: Returns `pallas_kernels.cpu.both_ways.attend_both_ways` of queries, keys,
+            values and segments, or None for heads that it does not take. It is None where there is
+            no such kernel.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    multiply_packed: Callable[
-        [jax.Array, Packed | PackedCodes, DTypeLike, jax.Array | None], jax.Array
-    ]
+    multiply_packed: MultiplyPacked
     packed_rows: Callable[[Packed | PackedCodes, jax.Array], jax.Array]
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )
     rows: RowKernels | None = None
+    attend_both_ways: Callable[..., jax.Array | None] | None = None
 
 
 class TokenAdapters(NamedTuple):

@@ -31,11 +31,13 @@ _FORM = "with a digest"  # part of a file's name, so that files of another form 
 FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
+    "jaxpage_attend_both_ways",
     "jaxpage_multiply_packed",
     "jaxpage_multiply_coded",
     "jaxpage_gate",
     "jaxpage_rms_norm",
     "jaxpage_add_and_norm",
+    "jaxpage_layer_norm",
     "jaxpage_rotate",
     "jaxpage_split_and_rotate",
 )

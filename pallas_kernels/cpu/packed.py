@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cpu import library
+from pallas_kernels.cpu.rows import ACTIVATIONS
 from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 
 OUTPUTS_OF_PANEL = 16
@@ -126,9 +127,13 @@ def multiply_packed(
     result: DTypeLike,
     scale_O: Float[Array, "... O"] | None = None,
     count_E: Int[Array, "E"] | None = None,
+    bias_O: Float[Array, "O"] | None = None,
+    activation: str | None = None,
     instructions: int | None = None,
 ) -> Float[Array, "T O"]:
     """Multiplies rows by a weight in panels; sums of floats are made in float32.
+
+    The result is `activation(x @ w.T + bias)`, which is rounded once.
 
     Args:
         x_TI: The rows, in the weight's type; in float32 for a weight of int8.
@@ -138,6 +143,8 @@ def multiply_packed(
         result: The type of the result, float32 or bfloat16.
         count_E: The number of rows of each group, where rows are sorted by group. Rows after those
             of the last group get zeros. None if there is one weight for all rows.
+        bias_O: The bias, for one group; None for none.
+        activation: The function that follows, one of `rows.ACTIVATIONS`.
         instructions: See `Library.instructions`; None for the best that the processor has.
     """
     loaded = library.load()
@@ -149,8 +156,10 @@ def multiply_packed(
         x_TI,
         panels[None] if count_E is None else panels,
         jnp.zeros(0, jnp.float32) if scale_O is None else scale_O,
+        jnp.zeros(0, jnp.float32) if bias_O is None else bias_O.astype(jnp.float32),
         jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
         instructions=instructions,
+        activation=np.int64(ACTIVATIONS.index(activation)),
     )
     return y_TO
 

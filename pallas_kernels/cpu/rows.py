@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.cpu import library
 
-# The activations of `gate`, by their formula.
-ACTIVATIONS = ("silu", "gelu_tanh")
+# The activations, by their formula; None for none.
+ACTIVATIONS = (None, "silu", "gelu_tanh", "gelu")
 
 
 def takes(dtype: DTypeLike) -> bool:
@@ -55,6 +55,45 @@ def add_and_norm(
     numbers = {"epsilon": np.float32(epsilon), "offset": np.float32(offset)}
     sum_TD, y_TD = call(x_TD, added_TD, scale_D, **numbers)
     return sum_TD, y_TD
+
+
+def layer_norm(
+    x_TD: Float[Array, "T D"],
+    scale_D: Float[Array, "D"] | None,
+    bias_D: Float[Array, "D"] | None,
+    epsilon: float,
+    offset: float,
+    added_TD: Float[Array, "T D"] | None = None,
+    *,
+    keeps_sum: bool = False,
+) -> tuple[Float[Array, "T D"] | None, Float[Array, "T D"]]:
+    """Returns the sum of x and what is added, and its norm.
+
+    The norm is `(scale + offset) * (x - mean) / sqrt(variance + epsilon) + bias`.
+
+    Args:
+        x_TD: The rows.
+        scale_D: The scale; None for a factor of one.
+        bias_D: The bias, in the type of the scale; None for none.
+        epsilon: The number that is added to the variance.
+        offset: The number that is added to the scale.
+        added_TD: What is added to the rows first; the sum is rounded to their type. None for
+            nothing.
+        keeps_sum: True to return the sum; otherwise it is None.
+    """
+    nothing = jnp.zeros(0, jnp.float32 if scale_D is None else scale_D.dtype)
+    shape = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
+    of_sum = shape if keeps_sum else jax.ShapeDtypeStruct((0,), x_TD.dtype)
+    call = jax.ffi.ffi_call("jaxpage_layer_norm", (of_sum, shape), vmap_method="sequential")
+    sum_TD, y_TD = call(
+        x_TD,
+        jnp.zeros(0, x_TD.dtype) if added_TD is None else added_TD,
+        nothing if scale_D is None else scale_D,
+        nothing if bias_D is None else bias_D,
+        epsilon=np.float32(epsilon),
+        offset=np.float32(offset),
+    )
+    return sum_TD if keeps_sum else None, y_TD
 
 
 def rotate(

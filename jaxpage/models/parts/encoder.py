@@ -22,6 +22,7 @@ from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
+from jaxpage.layers.norms import add_and_norm, norm_of_sum
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.config_fields import RefusedField
@@ -192,9 +193,8 @@ class PostNormBlock(nnx.Module):
     def __call__(self, x_TD: Float[Array, "T D"], context: ForwardContext) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
         attended_TD, _ = self.attention(x_TD, (), context)
-        y_TD = self.attention_norm(x_TD + attended_TD)
-        normed_TD: jax.Array = self.mlp_norm(y_TD + self.mlp(y_TD))
-        return normed_TD
+        y_TD = norm_of_sum(self.attention_norm, x_TD, attended_TD)
+        return norm_of_sum(self.mlp_norm, y_TD, self.mlp(y_TD))
 
 
 class PreNormBlock(nnx.Module):
@@ -211,8 +211,8 @@ class PreNormBlock(nnx.Module):
         """Returns the output of the layer."""
         normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         attended_TD, _ = self.attention(normed_TD, (), context)
-        y_TD = x_TD + attended_TD
-        fed_TD: jax.Array = self.mlp(self.mlp_norm(y_TD))
+        y_TD, normed_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
+        fed_TD: jax.Array = self.mlp(normed_TD)
         return y_TD + fed_TD
 
 

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
@@ -350,8 +351,9 @@ class PictureBlock(nnx.Module):
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Angles | None = None
     ) -> Float[Array, "P D"]:
         """Returns the states after the layer."""
-        y_PD = x_PD + self.attention(self.attention_norm(x_PD), segment_P, angles)
-        fed_PD: jax.Array = self.mlp(self.mlp_norm(y_PD))
+        attended_PD = self.attention(self.attention_norm(x_PD), segment_P, angles)
+        y_PD, normed_PD = add_and_norm(self.mlp_norm, x_PD, attended_PD)
+        fed_PD: jax.Array = self.mlp(normed_PD)
         return y_PD + fed_PD
 
 

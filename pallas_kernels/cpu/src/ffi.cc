@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "both_ways.h"
 #include "packed.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
@@ -26,6 +27,7 @@
 namespace jaxpage {
 
 namespace JAXPAGE_ISA {
+extern const BothWaysKernels kBothWays;
 extern const Kernels kKernels;
 extern const PackedKernels kPacked;
 extern const RowKernels kRows;
@@ -172,7 +174,8 @@ bool type_of(ffi::DataType given, bool is_page, Type* type) {
   }
 }
 
-constexpr int64_t kHeadsInCache = 6144;  // numbers of queries, sums and scores
+constexpr int64_t kNumbersOfUnit = 8192;  // fewer are not worth another thread
+constexpr int64_t kHeadsInCache = 6144;   // numbers of queries, sums and scores
 constexpr int64_t kQueriesOfChunk = 32;
 constexpr int64_t kSumsInCache = 400'000;  // bytes of queries and sums
 
@@ -355,6 +358,53 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
              tree_mask, last_seen, sinks, slopes, *out);
 }
 
+ffi::Error attend_both_ways(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                            ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
+                            ffi::Result<ffi::Buffer<ffi::F32>> out, float scale, int64_t reach) {
+  BothWays a{};
+  const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+  if (qd.size() != 3 || kd.size() != 3 || vd.size() != 3 || kd[1] == 0 || qd[1] % kd[1] ||
+      qd[0] != kd[0] || qd[2] != kd[2] || kd[1] != vd[1] || vd[0] != kd[0] || vd[2] != kd[2] ||
+      qd[2] % 16 || segments.element_count() != static_cast<size_t>(qd[0]) ||
+      out->element_count() != q.element_count())
+    return ffi::Error::InvalidArgument("the shapes of queries, keys and values do not fit");
+  a.q = q.typed_data();
+  a.k = k.typed_data();
+  a.v = v.typed_data();
+  a.out = out->typed_data();
+  a.num_heads = qd[1];
+  a.num_kv_heads = kd[1];
+  a.head_dim = qd[2];
+  a.scale = scale;
+  a.reach = reach;
+  struct Unit {
+    int64_t begin, end, first, last, head;
+  };
+  std::vector<Unit> units;
+  const int32_t* segment = segments.typed_data();
+  int64_t most_numbers = 1;
+  for (int64_t begin = 0, end; begin < qd[0]; begin = end) {
+    for (end = begin + 1; end < qd[0] && segment[end] == segment[begin];) ++end;
+    if (segment[begin] < 0) {
+      const int64_t width = a.num_heads * a.head_dim;
+      std::memset(a.out + begin * width, 0, (end - begin) * width * sizeof(float));
+      continue;
+    }
+    most_numbers = std::max(most_numbers, (end - begin) * a.head_dim);
+    for (int64_t first = begin; first < end; first += kQueriesOfUnit)
+      for (int64_t head = 0; head < a.num_heads; ++head)
+        units.push_back({begin, end, first, std::min(first + kQueriesOfUnit, end), head});
+  }
+  const int64_t count = units.size();
+  const int64_t at_once = std::clamp<int64_t>(
+      std::min(kNumbersOfUnit / most_numbers, count / (4 * pool.num_threads())), 1, 16);
+  in_parallel(pool, count, at_once, [&](int64_t index) {
+    const Unit& unit = units[index];
+    JAXPAGE_ISA::kBothWays.attend(a, unit.begin, unit.end, unit.first, unit.last, unit.head);
+  });
+  return ffi::Error::Success();
+}
+
 // Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie
 // one group after the other; rows of none become zero. Without counts all rows are of one group.
 void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts,
@@ -412,8 +462,9 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32
 }
 
 ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> counts,
-                               ffi::Result<ffi::AnyBuffer> out, int64_t instructions) {
+                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> bias,
+                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
+                               int64_t instructions, int64_t activation) {
   Packed p{};
   const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
   const auto type = panels.element_type();
@@ -428,6 +479,8 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
       pd[3] != kOutputsOfPanel || pd[4] != numbers || (xd[1] + numbers - 1) / numbers != pd[2] ||
       (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
       scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
+      (bias.element_count() &&
+       (bias.element_count() != static_cast<size_t>(od[1]) || pd[0] != 1)) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   p.instructions = static_cast<int>(instructions);
@@ -435,6 +488,8 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
   p.panels = panels.untyped_data();
   p.out = out->untyped_data();
   p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
+  p.bias = bias.element_count() ? bias.typed_data() : nullptr;
+  p.activation = static_cast<Activation>(activation);
   p.num_rows = xd[0];
   p.num_in = xd[1];
   p.num_out = od[1];
@@ -496,8 +551,6 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-constexpr int64_t kNumbersOfUnit = 8192;  // fewer are not worth another thread
-
 ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t),
                     int64_t num_rows, ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
   if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 ||
@@ -551,6 +604,34 @@ ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a
   p.added = added.untyped_data();
   p.sum = sum->untyped_data();
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
+}
+
+// What is not there has no elements: `added`, and the sum with it; the scale; the bias.
+ffi::Error layer_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added,
+                      ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> sum,
+                      ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+  Rows p{};
+  const auto xd = x.dimensions();
+  const size_t count = x.element_count(), width = xd.size() == 2 ? xd[1] : 0;
+  const auto fits = [](const ffi::AnyBuffer& array, size_t size, const ffi::AnyBuffer& like) {
+    return array.element_count() == 0 ||
+           (array.element_count() == size && array.element_type() == like.element_type());
+  };
+  if (xd.size() != 2 || out->element_count() != count || !fits(added, count, x) ||
+      !fits(*sum, added.element_count(), x) || !fits(scale, width, scale) ||
+      !fits(bias, width, scale) || !type_of(scale.element_type(), false, &p.scale_type))
+    return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+  const auto data = [](ffi::AnyBuffer& array) {
+    return array.element_count() ? array.untyped_data() : nullptr;
+  };
+  p.width = width;
+  p.added = data(added);
+  p.sum = data(*sum);
+  p.scale = data(scale);
+  p.bias = data(bias);
+  p.epsilon = epsilon;
+  p.offset = offset;
+  return each_row(pool, p, JAXPAGE_ISA::kRows.layer_norm, xd[0], x, out);
 }
 
 ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x,
@@ -649,15 +730,28 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("value_width"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend_both_ways, attend_both_ways,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("reach"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("instructions"));
+                                  .Attr<int64_t>("instructions")
+                                  .Attr<int64_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                               ffi::Ffi::Bind()
@@ -693,6 +787,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rms_norm, rms_norm,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_add_and_norm, add_and_norm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_layer_norm, layer_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

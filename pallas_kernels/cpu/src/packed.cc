@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "activations.h"
 #include "vec.h"
 
 #if defined(__aarch64__)
@@ -325,8 +326,10 @@ JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, c
   }
 }
 
-// Stores the sums of a row and a panel in the type of the result.
-void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) {
+// Stores the sums of a row and a panel, with what follows them, in the type of the result.
+template <Activation kActivation>
+inline void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total,
+                  const Vec* bias) {
   const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output),
                 at = row * p.num_out + output;
   const int64_t bytes = p.out_is_float ? 4 : 2;
@@ -337,6 +340,8 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
     value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) *
             splat(p.row_scale[row]) * scale;
   }
+  if (bias) value += *bias;
+  value = activated(kActivation, value);
   // The last panel may have fewer outputs: its vector is stored here first, and a part of it
   // copied.
   alignas(64) char own[64];
@@ -360,12 +365,27 @@ JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t n
   }
 }
 
-template <int kPanels>
+template <int kPanels, Activation kActivation>
 void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const uint32_t* total) {
+  Vec bias[kPanels] = {};
+  for (int i = 0; i < kPanels && p.bias; ++i) {
+    const int64_t output = (panel + i) * kOutputsOfPanel;
+    std::memcpy(&bias[i], p.bias + output,
+                std::min<int64_t>(kOutputsOfPanel, p.num_out - output) * 4);
+  }
   for (int64_t t = 0; t < end_row - row; ++t)
     for (int i = 0; i < kPanels; ++i)
-      store(p, row + t, (panel + i) * kOutputsOfPanel,
-            total + t * kMostColumns + i * kOutputsOfPanel);
+      store<kActivation>(p, row + t, (panel + i) * kOutputsOfPanel,
+                         total + t * kMostColumns + i * kOutputsOfPanel,
+                         p.bias ? &bias[i] : nullptr);
+}
+
+template <int kPanels>
+void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const uint32_t* total) {
+  const auto run = [&](auto activation) {
+    store<kPanels, activation>(p, row, end_row, panel, total);
+  };
+  for_activation(p.activation, run);
 }
 
 // Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words

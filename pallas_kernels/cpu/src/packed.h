@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "attention.h"
+#include "rows.h"
 
 namespace jaxpage {
 
@@ -39,6 +39,10 @@ struct Packed {
   void* out;           // [T, O]
   bool out_is_float;   // else of bfloat16
   int64_t num_rows, num_in, num_out, num_words;
+
+  // What follows the sums, before they are rounded:
+  const float* bias;  // [O], or null
+  Activation activation;
 
   // With kI8, whose inputs are rounded to eight bits:
   const void* scale;  // [O] of float; of codes see below

@@ -1,8 +1,9 @@
 #include "rows.h"
 
 #include <cmath>
+#include <vector>
 
-#include "vec.h"
+#include "activations.h"
 
 namespace jaxpage {
 namespace JAXPAGE_ISA {
@@ -33,13 +34,6 @@ inline void store(void* out, int64_t at, int64_t end, Vec value) {
   Number rest[kLanes];
   Store<Stored>::at(rest, value);
   std::memcpy(to, rest, (end - at) * sizeof(Number));
-}
-
-inline Vec activated(Activation activation, Vec x) {
-  // `exp` takes numbers up to 88.
-  if (activation == Activation::kSilu) return x / (splat(1.0f) + exp(-max(x, splat(-87.0f))));
-  const Vec inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
-  return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
 }
 
 template <typename Stored>
@@ -80,6 +74,51 @@ void rms_norm(const Rows& p, int64_t row) {
         load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
 }
 
+// The sum of some vectors, which has four sums for the same reason.
+template <typename Part>
+inline float sum_of(int64_t num_vectors, const Part& part) {
+  Vec sums[4] = {};
+  for (int64_t i = 0; i < num_vectors; ++i) sums[i % 4] += part(i);
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <typename Stored>
+void layer_norm(const Rows& p, int64_t row) {
+  typedef typename Stored::type Number;
+  static thread_local std::vector<Vec> of_thread;
+  const int64_t width = p.width, num_vectors = (width + kLanes - 1) / kLanes, first = row * width;
+  of_thread.resize(num_vectors);
+  Vec* const numbers = of_thread.data();
+  const auto of_row = [&](const void* array, int64_t i) {
+    return load<Stored>(static_cast<const Number*>(array) + first, i * kLanes, width);
+  };
+  for (int64_t i = 0; i < num_vectors; ++i) {
+    numbers[i] = of_row(p.x, i);
+    if (!p.added) continue;
+    Number rounded[kLanes];
+    Store<Stored>::at(rounded, numbers[i] + of_row(p.added, i));
+    numbers[i] = Load<Stored>::at(rounded);
+    if (p.sum) store<Stored>(static_cast<Number*>(p.sum) + first, i * kLanes, width, numbers[i]);
+  }
+  const Vec mean = splat(sum_of(num_vectors, [&](int64_t i) { return numbers[i]; }) / width);
+  for (int64_t i = 0; i < num_vectors; ++i) numbers[i] -= mean;
+  if (const int64_t count = width % kLanes) {
+    Vec& last = numbers[num_vectors - 1];
+    last = select(ascending() < splat(static_cast<float>(count)), last, Vec{});
+  }
+  const float variance =
+      sum_of(num_vectors, [&](int64_t i) { return numbers[i] * numbers[i]; }) / width;
+  const Vec factor = splat(1.0f / std::sqrt(variance + p.epsilon)), offset = splat(p.offset);
+  Number* out = static_cast<Number*>(p.out) + first;
+  for (int64_t i = 0; i < num_vectors; ++i) {
+    Vec normed = numbers[i] * factor;
+    const int64_t at = i * kLanes;
+    if (p.scale) normed *= load(p.scale_type, p.scale, at, width) + offset;
+    if (p.bias) normed += load(p.scale_type, p.bias, at, width);
+    store<Stored>(out, at, width, normed);
+  }
+}
+
 template <typename Stored>
 void rotate(const Rows& p, int64_t row) {
   typedef typename Stored::type Number;
@@ -111,7 +150,7 @@ void rotate(const Rows& p, int64_t row) {
 }  // namespace
 
 extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(rms_norm),
-                                 JAXPAGE_OF_TYPE(rotate)};
+                                 JAXPAGE_OF_TYPE(layer_norm), JAXPAGE_OF_TYPE(rotate)};
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

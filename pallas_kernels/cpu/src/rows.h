@@ -7,7 +7,7 @@
 
 namespace jaxpage {
 
-enum class Activation : int64_t { kSilu, kGeluTanh };
+enum class Activation : int64_t { kNone, kSilu, kGeluTanh, kGelu };
 
 // Letters as in pallas_kernels: T rows, F columns, N heads of H numbers, E pairs of a head. Numbers
 // are float or bfloat16; all is computed in float.
@@ -19,12 +19,13 @@ struct Rows {
 
   Activation activation;  // of gates
 
-  Type scale_type;  // of norms
-  const void* scale;
+  Type scale_type;    // of norms, and of their biases
+  const void* scale;  // null for a factor of one, in layer norms
+  const void* bias;   // of layer norms; or null
   float epsilon, offset;
 
   const void* added;  // to x before a norm; or null
-  void* sum;          // what is normed then, rounded
+  void* sum;          // what is normed then, rounded; null if nobody wants it, in layer norms
 
   const float *cos, *sin;  // [T, E], of rotations
   int64_t num_heads, num_pairs;
@@ -37,6 +38,7 @@ struct RowKernels {
   // The inputs x [T, 2 F] are gates, then what they multiply.
   void (*gate)(const Rows&, int64_t row);
   void (*rms_norm)(const Rows&, int64_t row);
+  void (*layer_norm)(const Rows&, int64_t row);
   // Rotates a head of x, of which the numbers i and E + i are a pair. What follows the pairs stays,
   // and so do values.
   void (*rotate)(const Rows&, int64_t row);
