@@ -104,7 +104,7 @@ INNER_DOORS = {
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
 }
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
     "engine": "engine",
