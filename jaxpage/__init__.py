@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.answer_forms import chat_format
     from jaxpage.async_llm import AsyncLLM
     from jaxpage.llm import LLM
     from jaxpage.memory import MemoryReport
     from jaxpage.models import register_model
     from jaxpage.outputs import CompletionOutput, RequestOutput
-    from jaxpage.serving import chat_format
     from jaxpage.settings.engine_config import EngineConfig
     from jaxpage.settings.lora_request import LoRARequest
     from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -46,7 +46,7 @@ _HOMES = {
     "BeamSearchParams": "jaxpage.settings.sampling_params",
     "RequestOutput": "jaxpage.outputs",
     "CompletionOutput": "jaxpage.outputs",
-    "chat_format": "jaxpage.serving",
+    "chat_format": "jaxpage.answer_forms",
     "register_model": "jaxpage.models",
 }
 

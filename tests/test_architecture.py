@@ -186,7 +186,7 @@ def test_jaxpage_names_no_kernel_set() -> None:
     found = [
         f"{module.path}:{node.lineno}: {node.value}"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if module.path.startswith("jaxpage/")
         and isinstance(node, ast.Constant)
         and node.value in names

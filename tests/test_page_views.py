@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html.parser
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 from jaxpage.serving.inspector.routes import page_routes
 from tests.support.browsing import CHROMIUM, launched, let_go, opened, png_of
 from tests.support.served import served
+from tests.support.sweeps import few
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
@@ -448,38 +450,33 @@ def test_a_server_that_is_gone_shows_no_live_blocks(page: Any, files: str) -> No
     assert page.evaluate(look) == "grayscale(1)"
 
 
-@pytest.mark.parametrize("with_tokens", [True, False])
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
+def test_a_continuation_begins_with_its_first_word(page: Any, files: str) -> None:
+    """It is shown below its prompt, so the space between them is not; a line break is of the text."""
+    page.allowed += ["404", "405"]
+    open_faked(page, files, state(513))
+    for pieces, expected in (
         ([" there", " lived"], "there lived"),
         (["  there lived"], "there lived"),
         ([" ", "there", " lived"], "there lived"),
         ([", and", " so"], ", and so"),
         (["\n\n", " next"], "\n\n next"),
-    ],
-)
-def test_a_continuation_begins_with_its_first_word(
-    page: Any, files: str, pieces: list[str], expected: str, with_tokens: bool
-) -> None:
-    """It is shown below its prompt, so the space between them is not; a line break is of the text."""
-    page.allowed += ["404", "405"]
-    open_faked(page, files, state(513))
-    shown = page.evaluate(
-        """async ([pieces, with_tokens]) => {
-            const { Exchange } = await import("/ui/exchange.js");
-            document.querySelector("#conversation").hidden = false;
-            const exchange = new Exchange([{ role: "prompt", content: "x" }], { showsTokens: true });
-            for (const text of pieces) {
-                const logprobs = with_tokens ? { tokens: [text], token_logprobs: [-1], top_logprobs: [{}] } : undefined;
-                exchange.add({ choices: [{ index: 0, text, logprobs }] });
-            }
-            exchange.end("");
-            return [exchange.columns[0].text.textContent, exchange.firstText];
-        }""",
-        [pieces, with_tokens],
-    )
-    assert shown == [expected, "".join(pieces)]
+    ):
+        for with_tokens in (True, False):
+            shown = page.evaluate(CONTINUED, [pieces, with_tokens])
+            assert shown == [expected, "".join(pieces)]
+
+
+CONTINUED = """async ([pieces, with_tokens]) => {
+    const { Exchange } = await import("/ui/exchange.js");
+    document.querySelector("#conversation").hidden = false;
+    const exchange = new Exchange([{ role: "prompt", content: "x" }], { showsTokens: true });
+    for (const text of pieces) {
+        const logprobs = with_tokens ? { tokens: [text], token_logprobs: [-1], top_logprobs: [{}] } : undefined;
+        exchange.add({ choices: [{ index: 0, text, logprobs }] });
+    }
+    exchange.end("");
+    return [exchange.columns[0].text.textContent, exchange.firstText];
+}"""
 
 
 def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> None:
@@ -668,7 +665,7 @@ OVERLAPS = f"""() => {{
 }}"""
 
 
-@pytest.mark.parametrize("width", [320, 390])
+@pytest.mark.parametrize("width", few([320, 390], [320]))
 def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) -> None:
     with opened(browser, viewport={"width": width, "height": 844}, has_touch=True) as page:
         open_faked_on_phone(page, files)
@@ -721,8 +718,10 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     expect(page.locator("#pictures canvas")).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    few(itertools.product([390, 1440], ["light", "dark"]), [(390, "dark"), (1440, "light")]),
+)
 def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) -> None:
     """A conversation with a long answer, an error, and the engine's state, in every part of the page."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()

@@ -123,7 +123,7 @@ def density(modules: Sequence[Module]) -> Table:
     num_filled = sum(len(set(code_lines(module))) for module in modules)
     lines = [line for module in modules for line in module.source.splitlines() if line.strip()]
     num_long = sum(len(line) > LONG for line in lines)
-    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    nodes = [node for module in modules for node in module.nodes]
     assigned = [node for node in nodes if isinstance(node, ast.Assign)]
     num_tuples = sum(is_tuple_assignment(node) for node in assigned)
     return {
@@ -137,7 +137,7 @@ def density(modules: Sequence[Module]) -> Table:
 
 def code_lines(module: Module) -> list[int]:
     """Returns the line of each token of a module, docstrings left out."""
-    nodes = [node for node in ast.walk(module.tree) if isinstance(node, DOCUMENTED)]
+    nodes = [node for node in module.nodes if isinstance(node, DOCUMENTED)]
     docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node, clean=False)}
     return [line for line in token_lines(module) if line not in docstrings]
 
@@ -185,7 +185,7 @@ def first_words(modules: Sequence[Module]) -> Table:
     """
     counts: Counter[str] = Counter()
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, DOCUMENTED) or not (text := ast.get_docstring(node)):
                 continue
             word = re.match(r"[\w'-]*", text)

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,10 @@ def run_throughput(
             max_output=max_output,
             tokenizer=tokenizer_of(config) if arguments.dataset_path else None,
         )
+        sizes = {"max_input": max_input, "max_output": max_output}
         if earlier:
             num_tokens = sum(len(item.prompt_token_ids) for item in workload)
-            sizes = {
-                "max_input": max_input,
-                "max_output": max_output,
-                "total_input_tokens": num_tokens,
-            }
-            check_same_work(path, earlier, sizes)
+            check_same_work(path, earlier, {**sizes, "total_input_tokens": num_tokens})
         measure = functools.partial(run_workload, workload=workload, repeats=arguments.repeats)
         measurements = [measure(llm, load_seconds=load_seconds)]
     for text, other in others:
@@ -99,18 +95,14 @@ def run_throughput(
     result = as_result(
         measurements,
         **workload_fields(arguments),
-        max_input=max_input,
-        max_output=max_output,
+        **sizes,
         config=config.model_dump(),
     )
     comparison = compare(path, earlier, result) if earlier else None
     if comparison:
         result["compared"] = comparison.as_dict()
+    _print_report(measurements, len(workload))
     memory = measurements[0].memory
-    print(f"{table(measurements)}\n\n{memory}\n")
-    for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
-        print(f"{count} of {len(workload)} outputs equal those of {beside.engine}")
-    print(too_short(measurements), end="")
     if draw and memory:
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)
@@ -120,6 +112,14 @@ def run_throughput(
         record(arguments.record, result)
     print_result(result, arguments)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
+
+
+def _print_report(measurements: Sequence[Measurement], num_requests: int) -> None:
+    """Prints the table, and how many outputs of the other engines are the same."""
+    print(f"{table(measurements)}\n\n{measurements[0].memory}\n")
+    for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
+        print(f"{count} of {num_requests} outputs equal those of {beside.engine}")
+    print(too_short(measurements), end="")
 
 
 def _read_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:

@@ -174,15 +174,7 @@ def fit_stored(
     """
     if scheme:
         ignored = (*ignored, *scheme.ignored)
-        known = {
-            name
-            for weight in weights
-            for source in weight.sources
-            for piece in source.pieces
-            for name in piece.names
-        }
-        unexpected = _find_unexpected(stored, known, ignored)
-        if refusal := explain_refused_experts(scheme, weights, unexpected):
+        if refusal := _explain_refused_experts(stored, weights, ignored, scheme):
             problems.add(refusal)
             return plan
     files_sound = not problems
@@ -191,9 +183,8 @@ def fit_stored(
     searched = _list_searched_files(stored)
     names = _find_unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
-    other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(
-        stored, weights, scheme, problems
-    )
+    checkpoint = stored, weights, scheme, problems
+    other_form = _of_other_form(*checkpoint) | _of_other_sizes(*checkpoint)
     for weight in weights:
         pieces = []
         for piece in _choose(weight.sources, stored).pieces:
@@ -205,23 +196,19 @@ def fit_stored(
             if not used.isdisjoint(piece.names):
                 continue  # another part of a tensor that has been checked
             used.update(piece.names)
-            fitting = [
-                info
-                for info in infos
-                if info.name not in refused and _fits(weight, piece, info, problems)
-            ]
+            candidates = [info for info in infos if info.name not in refused]
+            fitting = [info for info in candidates if _fits(weight, piece, info, problems)]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
             # With no readable file at all, a list of every tensor would be of no use.
             if not infos and (stored or files_sound) and not is_beyond(piece.names):
-                name = plan.names.get(piece.name, piece.name)
-                problems.add(
-                    f"tensor {quote(name)} of shape {piece.stored_shape} is missing{searched}"
-                )
-            for copy in fitting[1:]:
-                if plan.layout == "orbax":
+                name = quote(plan.names.get(piece.name, piece.name))
+                problems.add(f"tensor {name} of shape {piece.stored_shape} is missing{searched}")
+            if plan.layout == "orbax":
+                for copy in fitting[1:]:
                     problems.add(f"{_both(fitting[0], copy)} are one parameter, kept twice")
-                elif compare and files_sound:
+            elif compare and files_sound:
+                for copy in fitting[1:]:
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     if scheme and compare and files_sound and plan.layout == "safetensors":
@@ -229,8 +216,25 @@ def fit_stored(
     for name in _find_unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
-    unused = tuple(sorted(stored.keys() - used))
-    return replace(plan, parameters=tuple(parameters), unused=unused)
+    unused = sorted(stored.keys() - used)
+    return replace(plan, parameters=tuple(parameters), unused=tuple(unused))
+
+
+def _explain_refused_experts(
+    stored: Mapping[str, TensorInfo],
+    weights: Sequence[Weight],
+    ignored: Sequence[str],
+    scheme: Scheme,
+) -> str | None:
+    """Returns why experts of this scheme cannot be read; None if they can, or if there are none."""
+    known = {
+        name
+        for weight in weights
+        for source in weight.sources
+        for piece in source.pieces
+        for name in piece.names
+    }
+    return explain_refused_experts(scheme, weights, _find_unexpected(stored, known, ignored))
 
 
 def rename_tensors(

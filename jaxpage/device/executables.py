@@ -117,11 +117,6 @@ class Executables:
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
-        jobs: dict[Bucket | str, functools.partial[Any]] = {
-            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
-            for bucket in menu.buckets
-        }
-        jobs |= further or {}
         alone = (
             menu.decode + menu.chunk + menu.vectors
             if target_only and options.drafter is not None
@@ -129,28 +124,12 @@ class Executables:
         )
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
-        for bucket, key in self._target_only.items():
-            target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(
-                _compile_step, *target, bucket, options._replace(drafter=None), mesh
-            )
         self._neutral = {
             num_draws: _neutral(num_draws, options, mesh)
             for num_draws in {b.num_processed for b in menu.buckets}
         }
-        for group in {*options.layer_groups}:
-            group_pages = self._of_group(pages, group)
-            backend = options.attention_backend
-            jobs[f"copy {group}"] = functools.partial(
-                _compile_copy, group_pages, menu.num_copies, backend, mesh
-            )
-            if menu.num_swapped:
-                jobs[f"gather {group}"] = functools.partial(
-                    _compile_gather, group_pages, menu.num_swapped, backend, mesh
-                )
-                jobs[f"scatter {group}"] = functools.partial(
-                    _compile_scatter, group_pages, menu.num_swapped, backend, mesh
-                )
+        jobs = self._step_jobs(menu, parameters, pages) | (further or {})
+        jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         if stored is None:
             self._table = _run_all(jobs, progress)
@@ -164,6 +143,43 @@ class Executables:
         self._workspace_bytes = max(map(_workspace_bytes, self._table.values()))
         self._load_in_background([*_by_first_use(menu), *self._table])
         self.compile_seconds = time.monotonic() - started
+
+    def _step_jobs(
+        self, menu: BucketMenu, parameters: Any, pages: KVPages
+    ) -> dict[Bucket | str, functools.partial[Any]]:
+        """Returns what compiles the steps, by the keys of the table."""
+        options = self.options
+        jobs: dict[Bucket | str, functools.partial[Any]] = {
+            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, self._mesh)
+            for bucket in menu.buckets
+        }
+        without_drafter = options._replace(drafter=None)
+        for bucket, key in self._target_only.items():
+            target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
+            jobs[key] = functools.partial(
+                _compile_step, *target, bucket, without_drafter, self._mesh
+            )
+        return jobs
+
+    def _block_jobs(
+        self, menu: BucketMenu, pages: KVPages
+    ) -> dict[Bucket | str, functools.partial[Any]]:
+        """Returns what compiles the copies and swaps of blocks, by the keys of the table."""
+        jobs: dict[Bucket | str, functools.partial[Any]] = {}
+        settings = self.options.attention_backend, self._mesh
+        for group in {*self.options.layer_groups}:
+            group_pages = self._of_group(pages, group)
+            jobs[f"copy {group}"] = functools.partial(
+                _compile_copy, group_pages, menu.num_copies, *settings
+            )
+            if menu.num_swapped:
+                jobs[f"gather {group}"] = functools.partial(
+                    _compile_gather, group_pages, menu.num_swapped, *settings
+                )
+                jobs[f"scatter {group}"] = functools.partial(
+                    _compile_scatter, group_pages, menu.num_swapped, *settings
+                )
+        return jobs
 
     @property
     def compile_total(self) -> int:

@@ -19,8 +19,8 @@ jax and Starlette are imported. Other rooms and the tools take:
     read_models_file  reads which models these are
     run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
-    chat_format     derives how a model writes tool calls and reasoning, from its template
-    derive_form     does so for a tokenizer
+    derive_form     derives how a model writes tool calls and reasoning, from its tokenizer
+    derive_from     does so from a template
     TokenTexts      gives the text of each token
     write_snapshots  writes what the page shows of a recorded event log
     open_incidents  lets an engine keep its last steps, to write them when something goes wrong
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from jaxpage.serving.several.models_file import read_models_file
     from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start
-    from jaxpage.serving.wire.derived_forms import chat_format, derive_form
+    from jaxpage.serving.wire.derived_forms import derive_form, derive_from
     from jaxpage.serving.wire.logprobs import TokenTexts
 
 __getattr__, __dir__ = open_door(__name__)

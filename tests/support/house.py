@@ -108,7 +108,7 @@ INNER_DOORS = {
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
 }
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
     "engine": "engine",
@@ -447,7 +447,7 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
 
 def _fragments(module: Module) -> Iterator[tuple[int, str]]:
     """Yields docstrings whose subject is in another line."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
             word = text.split(maxsplit=1)[0]
             if word in FIRST_WORDS:
@@ -456,7 +456,7 @@ def _fragments(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def _never(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
                 yield node.lineno, f"calls {node.func.id}()"
@@ -483,7 +483,7 @@ def _products(module: Module) -> Iterator[tuple[int, str]]:
     """One place multiplies by weights, so that one place has to know of a new kind of weight."""
     if not module.name.startswith(("jaxpage.layers", "jaxpage.models")) or module.path in PRODUCTS:
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
         if called in PRODUCT_CALLS or (
             isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
@@ -498,7 +498,7 @@ def _steps(module: Module) -> Iterator[tuple[int, str]]:
     """One thread takes the steps of an engine, so that nothing else meets it in the middle of one."""
     if not module.name.startswith("jaxpage.") or room_of(module.name) in STEPPING:
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -514,7 +514,7 @@ def _chains(module: Module) -> Iterator[tuple[int, str]]:
     """Yields the places that reach an object through an object of another room."""
     if not module.name.startswith("jaxpage."):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             owner = node.value.value
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")

@@ -8,7 +8,6 @@ object, or a listener, which says what has happened (`stepped`).
 from __future__ import annotations
 
 import ast
-import io
 import re
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,7 @@ def participles(modules: Sequence[Module]) -> tuple[list[str], int]:
     names = []
     count = 0
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, Function):
                 count += 1
                 if is_participle(node.name):
@@ -68,7 +67,7 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
     names = []
     count = 0
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, Function | ast.Lambda):
                 bound = set(bound_names(node))
                 count += len(bound)
@@ -82,7 +81,7 @@ def old_words(modules: Sequence[Module]) -> list[str]:
     pattern = re.compile(rf"(?:^|_)(?:{'|'.join(TERMS)})(?:_|$)|^_*most_")
     places = []
     for module in modules:
-        for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+        for token in module.tokens:
             if token.type != tokenize.NAME or token.string in FOREIGN_NAMES:
                 continue
             if match := pattern.search(token.string):
@@ -108,7 +107,7 @@ def shared_classes(modules: Sequence[Module]) -> list[str]:
     """Returns the names of classes that two or more rooms of jaxpage have."""
     rooms: dict[str, set[str]] = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 rooms.setdefault(node.name, set()).add(".".join(module.name.split(".")[:2]))
     return sorted(name for name, places in rooms.items() if len(places) > 1)

@@ -55,7 +55,7 @@ def _prefixes(modules: Collection[Module]) -> set[str]:
     return {
         str(part.value)
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call) and is_import_by_name(node)
         for argument in node.args
         if isinstance(argument, ast.JoinedStr)
@@ -71,7 +71,7 @@ def _leads_to(module: Module, known: Collection[str], prefixes: set[str]) -> Ite
         for end in range(1, len(parts) + 1):
             if (name := ".".join(parts[:end])) in known:
                 yield name
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value]
             # A registry names the modules of its own package, or `module:class`.

@@ -7,6 +7,7 @@ table that `tools/house.py` prints. It needs Python's standard library only.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterator
@@ -28,13 +29,33 @@ class Module:
     tree: ast.Module
     source: str
 
-    @property
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Returns all nodes of the tree."""
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def tokens(self) -> list[tokenize.TokenInfo]:
+        """Returns all tokens of the text."""
+        return list(tokenize.generate_tokens(io.StringIO(self.source).readline))
+
+    @functools.cached_property
+    def lazy_nodes(self) -> set[int]:
+        """Returns the ids of the nodes inside of functions."""
+        inside: set[int] = set()
+        # In breadth first, so a function inside another one has been visited.
+        for node in self.nodes:
+            if isinstance(node, Function | ast.Lambda) and id(node) not in inside:
+                inside.update(map(id, ast.walk(node)))
+        return inside
+
+    @functools.cached_property
     def name(self) -> str:
         """Returns the dotted name under which the module is imported."""
         parts = Path(self.path).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-    @property
+    @functools.cached_property
     def package(self) -> str:
         """Returns the package that relative imports of this module start from."""
         return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
@@ -53,15 +74,18 @@ def read_modules(root: Path, tops: tuple[str, ...] = (*WHEEL, "tools")) -> list[
     """Returns the modules of these packages, in the order of their paths."""
     files = [path for top in tops for path in sorted((root / top).rglob("*.py"))]
     texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}
-    return [Module(path, ast.parse(text, path), text) for path, text in texts.items()]
+    return [_parse(path, text) for path, text in texts.items()]
+
+
+@functools.cache
+def _parse(path: str, text: str) -> Module:
+    return Module(path, ast.parse(text, path), text)
 
 
 def imports(module: Module, known: set[str]) -> Iterator[Import]:
     """Yields every import; `from package import module` names the module if it is a known one."""
-    nodes = list(ast.walk(module.tree))
-    lazy = [node for node in nodes if isinstance(node, Function | ast.Lambda)]
-    inside = {id(child) for node in lazy for child in ast.walk(node)}
-    for node in nodes:
+    inside = module.lazy_nodes
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, node.lineno, id(node) in inside)
@@ -77,7 +101,7 @@ def imports(module: Module, known: set[str]) -> Iterator[Import]:
 
 def imports_by_name(module: Module) -> Iterator[tuple[str, int]]:
     """Yields the constant arguments of `import_module`, each with its line."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if is_import_by_name(node):
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -102,7 +126,7 @@ def door_names(module: Module) -> dict[str, int]:
             return {ast.literal_eval(name): name.lineno for name in node.value.elts}
     return {
         alias.name: alias.lineno
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{module.name}.")
         for alias in node.names
     }
@@ -117,7 +141,7 @@ def token_lines(module: Module) -> list[int]:
     left_out = layout | {tokenize.COMMENT}
     starts, ends = getattr(tokenize, "FSTRING_START", -1), getattr(tokenize, "FSTRING_END", -1)
     lines, depth = [], 0
-    for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+    for token in module.tokens:
         depth -= token.type == ends
         if depth == 0 and token.type not in left_out and token.type != ends:
             lines.append(token.start[0])
@@ -127,6 +151,6 @@ def token_lines(module: Module) -> list[int]:
 
 def functions(module: Module) -> Iterator[tuple[Function, int]]:
     """Yields every function with its number of lines, signature and docstring included."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, Function):
             yield node, (node.end_lineno or node.lineno) - node.lineno + 1

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jaxpage.chat_forms import (
@@ -18,16 +17,12 @@ from jaxpage.chat_forms import (
     Derived,
     derive,
 )
-from jaxpage.checkpoints.finding import resolve_model
-from jaxpage.checkpoints.tokenizers import load_tokenizer
-from jaxpage.errors import ConfigError, JaxpageError
+from jaxpage.errors import JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.templates import RENDER_BYTES, RENDER_SECONDS
 
 # For all that is rendered of one template: a second, or a minute on a machine that is busy.
 _DERIVE_SECONDS = 90.0
-# A template alone, without a tokenizer, gets the tokens that most of them call so.
-_SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def derive_form(tokenizer: Any | None) -> Derived:
@@ -90,26 +85,6 @@ def _derive_from(source: str, special_tokens: str) -> Derived:
             raise ValueError(str(error)) from None
 
     return derive(render, source)
-
-
-def chat_format(path: str | Path) -> ChatFormat:
-    """Returns the form in which a model writes tool calls and reasoning.
-
-    Args:
-        path: A model, as for `LLM`, or a file `.jinja` with a chat template.
-
-    Raises:
-        ConfigError: There is no such file.
-        JaxpageError: There is no such model, or its tokenizer cannot be read.
-    """
-    file = Path(path)
-    if file.suffix != ".jinja":
-        return derive_form(load_tokenizer(resolve_model(str(path)))).form
-    try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a chat template: {error}") from None
-    return derive_from(source, _SPECIAL_TOKENS).form
 
 
 def choose_form(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> ChatFormat:
