@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_options import AttentionOptions, at_least_one, register_record
+from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, check_interleaved
 from pallas_kernels.quantized_pages import check_scales
 
 _TABLES = ("block_table_BM", "context_len_B", "query_start")
@@ -36,6 +37,7 @@ class Arguments:
     k_scale: jax.Array | None = None  # [P, S, K], for quantised pages
     v_scale: jax.Array | None = None
     max_query_len: int = sys.maxsize  # static; becomes T if it is more
+    interleaved: bool = False  # static: k_pages is [P, S, 2K, H], a head's value after its key
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -43,13 +45,29 @@ class Arguments:
                 object.__setattr__(self, name, jnp.asarray(array))
         self._check_arrays()
         arrays = self.q_TNH, self.k_pages, self.v_pages, self.block_table_BM
-        object.__setattr__(self, "options", self.options.check(*arrays))
+        options = self.options.check(*arrays, interleaved=self.interleaved)
+        object.__setattr__(self, "options", options)
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
         longest = min(
             at_least_one("max_query_len", self.max_query_len), max(1, self.q_TNH.shape[0])
         )
         object.__setattr__(self, "max_query_len", longest)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Returns the number of key/value heads (K)."""
+        return int(self.k_pages.shape[2]) // (2 if self.interleaved else 1)
+
+    @property
+    def group(self) -> int:
+        """Returns the number of query heads that share a key/value head (G)."""
+        return int(self.q_TNH.shape[1]) // self.num_kv_heads
+
+    @property
+    def layout(self) -> str:
+        """Returns the layout of the pages; see `page_layouts`."""
+        return INTERLEAVED if self.interleaved else SEPARATE
 
     @property
     def out_width(self) -> int:
@@ -87,9 +105,12 @@ class Arguments:
             )
         if not jnp.issubdtype(self.q_TNH.dtype, jnp.floating):
             raise TypeError(f"q_TNH must hold floats, but holds {self.q_TNH.dtype}")
-        check_scales(self.k_pages, self.v_pages, self.k_scale, self.v_scale)
+        if self.interleaved:
+            check_interleaved(self.k_pages, self.v_pages, self.k_scale)
+        else:
+            check_scales(self.k_pages, self.v_pages, self.k_scale, self.v_scale)
         num_rows = self.block_table_BM.shape[0]
-        num_kv_heads = self.k_pages.shape[2]
+        num_kv_heads = self.num_kv_heads
         if self.context_len_B.shape != (num_rows,):
             raise ValueError(
                 f"context_len_B must have the {num_rows} rows of block_table_BM, not "

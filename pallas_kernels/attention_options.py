@@ -85,6 +85,8 @@ class AttentionOptions:
         k_pages: jax.Array,
         v_pages: jax.Array | None,
         block_table_BM: jax.Array,
+        *,
+        interleaved: bool = False,
     ) -> AttentionOptions:
         """Returns the options as a call with these arrays takes them.
 
@@ -122,7 +124,9 @@ class AttentionOptions:
                     f"{last.dtype} of shape {last.shape}"
                 )
             arrays["last_seen_T"] = last.astype(jnp.int32)
-        if (self.value_width is None) == (v_pages is None):
+        if interleaved and self.value_width is not None:
+            raise ValueError("value_width means values within the keys, not interleaved pages")
+        if not interleaved and (self.value_width is None) == (v_pages is None):
             raise ValueError("either v_pages or value_width must be given, and not both")
         if self.value_width is not None and self.value_width > k_pages.shape[3]:
             raise ValueError(

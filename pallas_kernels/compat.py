@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import sharding
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -15,7 +16,7 @@ config: Any = jax.config  # its values have no types
 MOSAIC_INTERPRETABLE = jax.__version_info__ >= (0, 11, 0)
 # Part of the key of JAX's trace cache: a function that was traced for one GPU is traced anew for
 # another.
-_described: Any = jax.make_user_context(None)
+described: Any = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,20 @@ class DescribedGPU:
     platform: str = "gpu"
 
 
+@dataclass(frozen=True)
+class DescribedTPU:
+    """Describes a TPU that is not there."""
+
+    device_kind: str
+    platform: str = "tpu"
+
+
 def target_device() -> Any:
     """Returns the device for which kernels are compiled.
 
-    This is the GPU of `describe_gpu`, or JAX's first device outside of it.
+    This is the one of `describe_gpu` or `describe_tpu`, or JAX's first device outside of them.
     """
-    return _described.value or jax.devices()[0]
+    return described.value or jax.devices()[0]
 
 
 @contextlib.contextmanager
@@ -63,7 +72,22 @@ def describe_gpu(
         if jax.__version_info__ >= (0, 11, 0)
         else contextlib.nullcontext()
     )
-    with _described(DescribedGPU(kind, capability)), seen:
+    with described(DescribedGPU(kind, capability)), seen:
+        yield
+
+
+@contextlib.contextmanager
+def describe_tpu(device: Any) -> Iterator[None]:
+    """Runs a block in which kernels are lowered for a TPU that is not there.
+
+    Args:
+        device: A device of a topology that libtpu describes (`jax.experimental.topologies`).
+    """
+    mesh = sharding.Mesh(np.array([device]), ("x",))
+    # Pallas asks the mesh for the kind of TPU.
+    with described(DescribedTPU(device.device_kind)), sharding.use_abstract_mesh(
+        mesh.abstract_mesh
+    ):
         yield
 
 

@@ -14,6 +14,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
+from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.tiles import Shape, Tiles
 
@@ -28,6 +29,7 @@ class Call:
         interpret: Says that kernels run on CPU, operation by operation.
         page_dtype: The type of pages that are read or written as numbers; None if blocks are moved
             as they are.
+        layout: The layout of the pages; see `page_layouts`. None if blocks are moved.
         attention: The arguments of attention; None in other operations, and if they are not known
             yet.
         tiles: The tiles of attention; None like `attention`, or for the set's own choice.
@@ -36,6 +38,7 @@ class Call:
 
     interpret: bool = False
     page_dtype: str | None = None
+    layout: str | None = None
     attention: Arguments | None = None
     tiles: Tiles | None = None
     weight: QuantizedWeight | None = None
@@ -74,6 +77,8 @@ class KernelSet:
             tiles.
         unaddressable: (type of pages) -> the numbers of elements that an array of pages must not
             have.
+        layouts: The layouts of pages that it reads and writes; an engine that runs the set keeps
+            the first. Blocks and slots are moved whatever their layout.
         platforms: The JAX platforms on which it runs natively; empty for plain XLA, which runs
             everywhere.
         interpretable: Says whether its kernels run on CPU with interpret=True.
@@ -98,6 +103,7 @@ class KernelSet:
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None
     unaddressable: Callable[[DTypeLike], range] = lambda _: range(0)
+    layouts: tuple[str, ...] = (SEPARATE,)
     platforms: tuple[str, ...] = ()
     interpretable: bool = False
     prefers_mixed_steps: bool = False
@@ -110,6 +116,8 @@ class KernelSet:
     def refusal(self, device: Any, call: Call) -> str | None:
         """Returns why the set does not take a call on a `jax.Device`, or None if it does."""
         reason = self.supports(device, call)
+        if reason is None and call.layout is not None and call.layout not in self.layouts:
+            return f"{call.layout} pages of keys and values (only {', '.join(self.layouts)} ones)"
         if reason is None and call.attention is not None:
             options = call.attention.options.given
             if missing := options - self.honours:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kernel_set import Call
+from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, check_interleaved
 from pallas_kernels.quantized_pages import check_scales
 from pallas_kernels.sets import first_that_takes
 
@@ -36,7 +37,8 @@ def write_kv(
         k_TKH: The new keys.
         v_TKH: The new values, or None if `paged_attention` finds the values in the keys.
         k_pages: The pages of keys.
-        v_pages: The pages of values, or None as above.
+        v_pages: The pages of values, or None as above. If it is None and there are values,
+            `k_pages` is interleaved: [P, S, 2K, H], the value of each head after its key.
         slots_T: The slot of each token.
         k_scale: The scales of quantised pages of keys.
         v_scale: The scales of quantised pages of values.
@@ -52,7 +54,8 @@ def write_kv(
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     written = check(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
-    call = Call(interpret=interpret, page_dtype=written[2].dtype.name)
+    layout = INTERLEAVED if v_TKH is not None and v_pages is None else SEPARATE
+    call = Call(interpret=interpret, page_dtype=written[2].dtype.name, layout=layout)
     return first_that_takes(
         "write_kv", lambda each: each.write, *written, call=call, backend=backend
     )
@@ -79,7 +82,10 @@ def check(
         for array in (v_TKH, v_pages, k_scale, v_scale)
     )
     _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
-    check_scales(k_pages, v_pages, k_scale, v_scale)
+    if v_TKH is not None and v_pages is None:
+        check_interleaved(k_pages, v_pages, k_scale)
+    else:
+        check_scales(k_pages, v_pages, k_scale, v_scale)
     return k_TKH, v_TKH, k_pages, v_pages, slots_T.astype(jnp.int32), k_scale, v_scale
 
 
@@ -94,8 +100,8 @@ def _check(
         raise ValueError(
             f"k_pages must have 4 axes and not be empty, but its shape is {k_pages.shape}"
         )
-    if (v_TKH is None) != (v_pages is None):
-        raise ValueError("v_TKH and v_pages must be given both, or neither")
+    if v_TKH is None and v_pages is not None:
+        raise ValueError("v_pages must go with v_TKH, which is None")
     if v_pages is not None and v_pages.shape != k_pages.shape:
         raise ValueError(
             f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}"
@@ -104,7 +110,10 @@ def _check(
         raise TypeError(
             f"slots_T must hold integers along one axis, but is {slots_T.dtype} {slots_T.shape}"
         )
-    want = (slots_T.shape[0], *k_pages.shape[2:])
+    num_kv_heads, width = k_pages.shape[2:]
+    if v_TKH is not None and v_pages is None:
+        num_kv_heads //= 2
+    want = (slots_T.shape[0], num_kv_heads, width)
     for name, new in (("k_TKH", k_TKH), ("v_TKH", v_TKH)):
         if new is None:
             continue

@@ -33,6 +33,7 @@ def paged_attention(
     *,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
+    interleaved: bool = False,
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
@@ -55,12 +56,15 @@ def paged_attention(
     Args:
         q_TNH: The queries.
         k_pages: The pages of keys.
-        v_pages: The pages of values; None if the option `value_width` finds values in the keys.
+        v_pages: The pages of values; None if the option `value_width` finds values in the keys, or
+            pages are interleaved.
         block_table_BM: The block table of each row.
         context_len_B: The tokens in the context of each row, its query tokens included.
         query_start: The first query token of each row, and the end of the last row.
         k_scale: The scales of int8 or float8 pages, as `write_kv` makes them; None for float pages.
         v_scale: The scales of the pages of values.
+        interleaved: Says that `k_pages` is an array [P, S, 2K, H] with both: the value of each head
+            follows its key. Such pages are not quantised.
         backend: One of `BACKENDS`, or "auto": only kernels where JAX's default backend is a GPU.
         interpret: Runs a kernel on CPU, operation by operation; for `INTERPRETABLE_BACKENDS`.
         max_query_len: A promise that no row has more query tokens, with which a backend chooses its
@@ -87,6 +91,7 @@ def paged_attention(
         options=AttentionOptions(**options),
         k_scale=k_scale,
         v_scale=v_scale,
+        interleaved=interleaved,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     return attend_to_pages(arguments, backend=backend, interpret=interpret, tiles=tiles)
@@ -103,6 +108,7 @@ def attend_to_pages(
     call = Call(
         interpret=interpret,
         page_dtype=arguments.k_pages.dtype.name,
+        layout=arguments.layout,
         attention=arguments,
         tiles=tiles,
     )
@@ -161,7 +167,12 @@ def write_and_attend(
     """
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     k_TKH, v_TKH, *_, slots_T, _, _ = check(k_TKH, v_TKH, *pages)
-    call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
+    call = Call(
+        interpret=interpret,
+        page_dtype=arguments.k_pages.dtype.name,
+        layout=arguments.layout,
+        attention=arguments,
+    )
     return first_that_takes(
         "write_and_attend",
         lambda each: functools.partial(_write_and_attend, each),
@@ -199,6 +210,6 @@ def _write_and_attend(
 def pages_from_PSKH(pages_PSKH: Num[Array, "P S K H"]) -> Num[Array, "P S K H"]:
     """Turns pages [block, slot, key/value head, head width] into the layout of the kernels.
 
-    Today this is the same layout.
+    This is the same layout; `page_layouts.interleave` makes the other one, of the set for TPUs.
     """
     return pages_PSKH

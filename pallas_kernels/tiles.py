@@ -107,7 +107,7 @@ def shape_of(arguments: Arguments) -> Shape:
     """Returns the shape of a call."""
     return Shape(
         kind=kind_of(arguments.max_query_len),
-        group=arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
+        group=arguments.group,
         head_dim=arguments.q_TNH.shape[2],
         block_size=arguments.k_pages.shape[1],
         dtype=arguments.q_TNH.dtype.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -146,6 +147,7 @@ def gpu(capability):
 
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 
 
 def test_kernels_are_interpreted_on_cpu_only():
@@ -161,10 +163,34 @@ def test_kernels_are_interpreted_on_cpu_only():
             UnsupportedError, match=f"'{name}' needs a GPU: jax .* does not interpret it"
         ):
             choose_backend(name, CPU)
-    for name in set(BACKENDS) - {"cpu", "fa3"}:  # which is of a package: tests/test_fa3.py
+    for name in set(BACKENDS) - {"cpu", "fa3", "tpu"}:  # fa3 is of a package: tests/test_fa3.py
         assert choose_backend(name, gpu("9.0")) == Backend(name)
     with pytest.raises(UnsupportedError, match="'cpu' needs a CPU"):
         choose_backend("cpu", gpu("9.0"))
+
+
+def test_a_tpu_has_a_set_of_its_own_and_others_are_told_how_to_see_one(monkeypatch):
+    find_spec = importlib.util.find_spec
+    there = {"libtpu": find_spec("jax")}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: there.get(name, find_spec(name, *rest))
+    )
+    for name in ("auto", "tpu"):
+        assert choose_backend(name, TPU) == Backend(name, interleaved=True)
+    assert choose_backend("scan", TPU) == choose_backend("scan", CPU) == Backend("scan")
+    with pytest.raises(UnsupportedError, match="'triton' needs a GPU"):
+        choose_backend("triton", TPU)
+    with pytest.raises(UnsupportedError, match="'tpu' needs a TPU: jax .* on this device$"):
+        choose_backend("tpu", CPU)
+    there["libtpu"] = None
+    for device in (CPU, gpu("9.0")):
+        with pytest.raises(
+            UnsupportedError, match="'tpu' needs a TPU: .*; libtpu is not installed: pip install"
+        ):
+            choose_backend("tpu", device)
+    tpu_spec = DeviceSpec("tpu (TPU v5 lite)", 2**34)
+    assert tpu_spec.platform == "tpu" and mixes(EngineConfig(), tpu_spec)
+    assert not mixes(EngineConfig(attention_backend="scan"), tpu_spec)
 
 
 def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():

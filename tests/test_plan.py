@@ -434,6 +434,40 @@ def test_what_this_version_does_not_run_is_planned_and_marked(
     assert (f"does not run it ({name})" in capsys.readouterr().out) is not runs
 
 
+def test_a_named_device_has_the_memory_of_its_maker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(tmp_path, LLAMA_3_8B)
+    tokens = {}
+    for name, gigabytes in (("v6e", 32), ("V7X", 96), ("v5p", 95), ("h100", 80), ("rtx4090", 24)):
+        plan = planned(capsys, model, "--device", name)
+        same = planned(capsys, model, "--memory", f"{gigabytes}GB")
+        assert plan.pop("device") != same.pop("device")
+        assert plan["num_blocks"] == same["num_blocks"]
+        tokens[name] = plan["num_blocks"]
+    assert tokens["h100"] > tokens["v6e"] > tokens["rtx4090"]
+    assert run(model, "--device", "v5e") == 1, "16 GB do not hold 8B in bfloat16"
+    assert "on tpu (TPU v5e, 16 GB by its maker's numbers, gpu_" in capsys.readouterr().err
+    assert run(model, "--device", "v5e", "--quantization", "int8") == 0
+    assert "\ndevice                     tpu (TPU v5e, 16 GB" in capsys.readouterr().out
+    assert planned(capsys, model, "--device", "t4", "--quantization", "int8")["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--device", "v3"), "--device must be one of v4, v5e, v5p, .* got 'v3'; for another"),
+        (("--device", "v5e", "--memory", "8GiB"), "--device and --memory both say"),
+        (("--device", "v5e", "--slo", "ttft=1,tpot=1"), "--device is another device than this"),
+    ],
+)
+def test_what_names_no_device_is_refused(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("demo", *words) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
 def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

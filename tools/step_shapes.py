@@ -95,7 +95,7 @@ class StepShapes:
 def step_shapes(
     bucket: Bucket,
     *,
-    backend: str,
+    backend: str | Backend,
     config: Mapping[str, Any] = LLAMA_3_8B,
     num_layers: int | None = None,
     num_blocks: int = 16384,
@@ -110,7 +110,7 @@ def step_shapes(
 
     Args:
         bucket: The bucket.
-        backend: The kernel set.
+        backend: The kernel set, or what `choose_backend` made of its name.
         config: The content of config.json.
         num_layers: A smaller number of layers than the config has, to compile faster.
         num_blocks: The blocks of the pool, the null block included.
@@ -119,6 +119,7 @@ def step_shapes(
         kv_cache_dtype: The type of the pages.
         quantization: The setting of `EngineConfig`, or config.json's quantization_config.
     """
+    backend = Backend(backend) if isinstance(backend, str) else backend
     if num_layers is not None:
         config = {**config, "num_hidden_layers": num_layers}
     family = load_family(config)
@@ -135,10 +136,16 @@ def step_shapes(
         context=table_width * block_size,
         tables=TableShape(1, table_width),
         layer_groups=(0,) * spec.kv.num_layers,
-        attention_backend=Backend(backend),
+        attention_backend=backend,
         sample_by_row=False,
     )
-    pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
+    pages = page_shapes(
+        spec.kv,
+        num_blocks,
+        block_size,
+        page_dtype(kv_cache_dtype, dtype),
+        interleaved=backend.interleaved,
+    )
     both = {"target": parameters, "drafter": None}
     step, rest = step_call(both, pages, bucket, options, make_mesh())
     return StepShapes(step, (both, pages, *rest), spec.kv.num_layers)

@@ -215,6 +215,12 @@ def _add_plan(commands: Commands[Parser]) -> None:
         help="memory of each device, such as 24GiB or 40GB; default: of this machine",
     )
     add(
+        "--device",
+        metavar="NAME",
+        help="plan for such devices, with the memory that their makers name: v5e, v6e, v7x, h100, "
+        "rtx4090, ... (a wrong name lists all)",
+    )
+    add(
         "--devices",
         type=int,
         metavar="N",

@@ -39,8 +39,14 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.checkpoints.finding import resolve_model, resolve_model_config
 from jaxpage.cli import plan_devices
-from jaxpage.device.hardware import DeviceSpec, open_devices
-from jaxpage.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from jaxpage.device.hardware import KNOWN_DEVICES, DeviceSpec, open_devices
+from jaxpage.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    UnsupportedError,
+    UsageError,
+)
 from jaxpage.models import EncoderConfig, KVSpec, ModelSpec, model_weights
 from jaxpage.models.parameters import LoRASpec, num_bytes
 from jaxpage.models.sharding import Divisions
@@ -257,7 +263,7 @@ def _describe(
 ) -> tuple[Subject, ModelLayout]:
     directory = resolve_model_config(config.model, config.revision)
     model = describe_model(directory, config.quantization)
-    device = _place(arguments.memory, config.gpu_memory_utilization)
+    device = _place(arguments, config.gpu_memory_utilization)
     divisions = Divisions(model.family, model.spec, model.rule)
     unquantised = (
         divisions.weights if model.rule is None else model_weights(model.family, model.spec)
@@ -296,7 +302,17 @@ def _drafting(config: EngineConfig) -> Drafting:
     return open_drafting(requested, files)
 
 
-def _place(memory: int | None, utilization: float) -> DeviceSpec:
+def _place(arguments: argparse.Namespace, utilization: float) -> DeviceSpec:
+    memory = arguments.memory
+    if arguments.device is not None:
+        if (known := KNOWN_DEVICES.get(arguments.device.lower())) is None:
+            raise UsageError(
+                f"--device must be one of {', '.join(KNOWN_DEVICES)}, got {arguments.device!r}; "
+                "for another device give its --memory"
+            )
+        if memory is not None:
+            raise UsageError("--device and --memory both say how much memory there is: leave out one")
+        return known.spec(utilization)
     if memory is None:
         open_devices(utilization)
         return DeviceSpec.of(jax.devices()[0], utilization)

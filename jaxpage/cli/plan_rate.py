@@ -119,8 +119,11 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, flo
         )
     if min(arguments.max_input, arguments.max_output) < 1:
         raise UsageError("--max-input and --max-output must be at least 1")
-    if arguments.memory is not None and not arguments.costs:
-        raise UsageError("--memory is another device than this one: --slo then needs --costs FILE")
+    for name in ("memory", "device"):
+        if getattr(arguments, name) is not None and not arguments.costs:
+            raise UsageError(
+                f"--{name} is another device than this one: --slo then needs --costs FILE"
+            )
     for name, plain in (("speculative_config", None), ("num_scheduler_steps", 1)):
         if getattr(config, name) != plain:
             raise UsageError(f"--slo simulates steps of one token: {name} must be {plain}")

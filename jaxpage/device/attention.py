@@ -89,6 +89,7 @@ def make_attend(
             query_start=inputs.query_start,
             options=options,
             max_query_len=bucket.max_query_len,
+            interleaved=layer_pages.is_interleaved,
             **layer_pages._asdict(),
         )
         if k_TKH is None:

@@ -125,7 +125,13 @@ class Embedder:
         return -(-positions // self._block_size)
 
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
-        layers = kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
+        layers = kv_pages.page_shapes(
+            self._kv,
+            width + 1,
+            self._block_size,
+            self._page_dtype,
+            interleaved=self._options.attention_backend.interleaved,
+        )
         return kv_pages.divide_shapes(layers, self._options.sharding.num_local, self._mesh)
 
     def _compile(self, width: int) -> Any:

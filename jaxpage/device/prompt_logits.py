@@ -70,7 +70,10 @@ def logits_of_prompt(
         )
 
     compiled = jax.jit(step, donate_argnums=1)
-    pages = make_mesh().zeros(page_shapes(spec.kv, width + 1, block_size, page_dtype))
+    shapes = page_shapes(
+        spec.kv, width + 1, block_size, page_dtype, interleaved=backend.interleaved
+    )
+    pages = make_mesh().zeros(shapes)
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]

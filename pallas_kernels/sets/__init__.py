@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import Call, KernelSet
-from pallas_kernels.sets import cpu, fa3, mosaic, reference, scan, triton
+from pallas_kernels.sets import cpu, fa3, mosaic, reference, scan, tpu, triton
 from pallas_kernels.tiles import Shape, find_measured_set, shape_of
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ _TELLING = threading.Lock()
 # The sets are in the order in which "auto" tries them; `candidates` has other rules for attention.
 # Each has the name of its file, so that names can be listed without importing JAX.
 SETS: dict[str, KernelSet] = {
-    each.name: each for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)
+    each.name: each
+    for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, tpu.SET, scan.SET, reference.SET)
 }
 
 BACKENDS = tuple(SETS)

@@ -18,6 +18,7 @@ import numpy as np
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.cpu import library
 from pallas_kernels.kernel_set import Call, first_reason
+from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.sets import reference
 
 LANES = 16  # the numbers of a vector; a head is a number of whole vectors
@@ -163,5 +164,6 @@ SET = dataclasses.replace(
         | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}
     ),
     supports=_supports,
+    layouts=(SEPARATE,),
     platforms=("cpu",),
 )

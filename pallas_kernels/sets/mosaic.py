@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.kernel_plan import (
     Plan,
     turns_per_split,
 )
+from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
@@ -348,6 +349,7 @@ SET = dataclasses.replace(
     honours=frozenset({"scale", "sliding_window", "logit_softcap", "sinks", "tree_mask_TQ"}),
     supports=supports,
     tiles=heuristic,
+    layouts=(SEPARATE,),
     platforms=("gpu",),
     interpretable=MOSAIC_INTERPRETABLE,
     prefers_mixed_steps=True,

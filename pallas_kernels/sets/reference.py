@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, separate
 from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.xla import move, product, write
@@ -54,8 +55,8 @@ def attend(arguments: Arguments) -> jax.Array:
     options = arguments.options
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     num_tokens, num_heads, width = arguments.q_TNH.shape
-    block_size, num_kv_heads = arguments.k_pages.shape[1:3]
-    num_positions = arguments.block_table_BM.shape[1] * block_size
+    num_kv_heads = arguments.num_kv_heads
+    num_positions = arguments.block_table_BM.shape[1] * arguments.k_pages.shape[1]
     table_TM = arguments.block_table_BM[rows.row_T]
 
     @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
@@ -63,7 +64,9 @@ def attend(arguments: Arguments) -> jax.Array:
         return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
 
     k_TCKH = dequantize(*jax.tree.map(gather, (arguments.k_pages, arguments.k_scale)))
-    if arguments.v_pages is None:
+    if arguments.interleaved:
+        k_TCKH, v_TCKH = separate(k_TCKH)
+    elif arguments.v_pages is None:
         v_TCKH = k_TCKH[..., : arguments.out_width]
     else:
         v_TCKH = dequantize(*jax.tree.map(gather, (arguments.v_pages, arguments.v_scale)))
@@ -116,4 +119,5 @@ SET = KernelSet(
         | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}
     ),
     supports=supports,
+    layouts=(SEPARATE, INTERLEAVED),
 )

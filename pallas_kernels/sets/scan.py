@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.kernel_set import Call
+from pallas_kernels.page_layouts import separate
 from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.sets import reference
@@ -50,9 +51,9 @@ def attend(arguments: Arguments) -> jax.Array:
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
     num_tiles, query_tile = tiles.token_RQ.shape
-    num_kv_heads = arguments.k_pages.shape[2]
+    num_kv_heads = arguments.num_kv_heads
     width = arguments.out_width
-    group = arguments.q_TNH.shape[1] // num_kv_heads
+    group = arguments.group
     out_RKAH = out_RKAH[:, :, : query_tile * group]
     out_RQNH = out_RKAH.reshape(num_tiles, num_kv_heads, query_tile, group, width).swapaxes(1, 2)
     out_TNH = out_RQNH.reshape(num_tiles, query_tile, -1, width)[tiles.tile_T, tiles.offset_T]
@@ -60,8 +61,8 @@ def attend(arguments: Arguments) -> jax.Array:
 
 
 def _query_tile(arguments: Arguments) -> int:
-    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
-    return 1 if arguments.max_query_len == 1 else max(1, min(QUERY_TILE, QUERY_ROWS // group))
+    most = max(1, min(QUERY_TILE, QUERY_ROWS // arguments.group))
+    return 1 if arguments.max_query_len == 1 else most
 
 
 def _tree_tiles(arguments: Arguments) -> QueryTiles:
@@ -88,7 +89,8 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
 
     A = Q x G is the number of query heads of one key/value head, and at least two.
     """
-    num_kv_heads, width = arguments.k_pages.shape[2:]
+    num_kv_heads = arguments.num_kv_heads
+    width = arguments.k_pages.shape[3]
     num_tiles, query_tile = tiles.token_RQ.shape
     q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.options.scale
     q = (
@@ -101,7 +103,7 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
 
 def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) -> jax.Array:
     options = arguments.options
-    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    group = arguments.group
     position_RA = jnp.repeat(
         tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1
     )
@@ -126,7 +128,9 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         tile = functools.partial(context_tile, table_RM=table_RM, index=index)
         k_RCKH = dequantize(*jax.tree.map(tile, (arguments.k_pages, arguments.k_scale)))
-        if arguments.v_pages is None:
+        if arguments.interleaved:
+            k_RCKH, v_RCKH = separate(k_RCKH)
+        elif arguments.v_pages is None:
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:
             v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.page_layouts import interleave
 from pallas_kernels.quantized_pages import quantize
 
 
@@ -18,6 +19,8 @@ def write(
     v_scale: Float[Array, "P S K"] | None,
 ) -> tuple[jax.Array | None, ...]:
     """Writes keys and values into pages; see `pallas_kernels.write_kv`."""
+    if v_TKH is not None and v_pages is None:
+        return _write(k_pages, interleave(k_TKH, v_TKH), slots_T), None
     new_k_pages, new_k_scale = _write_pages(k_pages, k_scale, k_TKH, slots_T)
     new_v_pages = new_v_scale = None
     if v_TKH is not None and v_pages is not None:

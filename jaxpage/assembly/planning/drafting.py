@@ -112,7 +112,13 @@ class Drafting:
         return self.drafter.find_packings(engine) if self.drafter else {}
 
     def pages(
-        self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
+        self,
+        menu: BucketMenu,
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: DTypeLike,
+        *,
+        interleaved: bool = False,
     ) -> KVPages:
         """Returns the shapes of the pages of the drafter's layers.
 
@@ -121,13 +127,18 @@ class Drafting:
             num_blocks: The number of blocks of each layer's pool (P).
             block_size: The slots of a block (S).
             dtype: The type of the pages.
+            interleaved: See `page_shapes`.
         """
         counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
         return tuple(
             layer
             for kv in self.kvs
             for layer in page_shapes(
-                kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype
+                kv,
+                [*itertools.islice(counts, kv.num_layers)],
+                block_size,
+                dtype,
+                interleaved=interleaved,
             )
         )
 

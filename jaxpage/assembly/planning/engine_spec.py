@@ -102,6 +102,12 @@ class EngineSpec:
         return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
+    def has_interleaved_pages(self) -> bool:
+        """Returns whether keys and values share an array of pages; see `page_shapes`."""
+        kernels = self.described.kernels
+        return kernels is not None and kernels.interleaved
+
+    @property
     def layer_groups(self) -> tuple[int, ...]:
         """Returns the cache group of each layer, the model's layers first, then a drafter's."""
         return group_of_layers(self.groups)
@@ -137,7 +143,11 @@ class EngineSpec:
         kv = self.described.model.kv
         num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
         return page_shapes(
-            kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype
+            kv_of_shard(kv, self.sharding),
+            num_blocks,
+            self.memory.block_size,
+            self.page_dtype,
+            interleaved=self.has_interleaved_pages,
         )
 
     def pages(self, mesh: DeviceMesh) -> KVPages:
@@ -154,7 +164,11 @@ class EngineSpec:
             for group in self.layer_groups[self.described.model.kv.num_layers :]
         ]
         drafter_pages = drafting.pages(
-            self.menu, num_blocks, self.memory.block_size, self.page_dtype
+            self.menu,
+            num_blocks,
+            self.memory.block_size,
+            self.page_dtype,
+            interleaved=self.has_interleaved_pages,
         )
         drafters: KVPages = mesh.whole(drafter_pages)
         return pages + drafters

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         open_devices,  # has JAX open its devices, with a share of a GPU's memory
     )
     from jaxpage.device.hardware.host_processor import processor  # gives the name of the processor
+    from jaxpage.device.hardware.known_devices import (
+        KNOWN_DEVICES,  # has the memory of devices that are not here
+    )
     from jaxpage.device.hardware.mesh import (
         DeviceMesh,  # holds the devices of an engine, and puts arrays on them
         make_mesh,  # takes the first devices that JAX has

@@ -15,12 +15,22 @@ from jaxpage.device.packing import Packings
 from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.parameters import pack_modules
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
+from pallas_kernels import (
+    SETS,
+    XLA_ADVICE,
+    Arguments,
+    AttentionOptions,
+    Call,
+    candidates,
+    set_for,
+)
 from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, NONE, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
+from pallas_kernels.page_layouts import INTERLEAVED
+from pallas_kernels.sets.tpu import missing_reason
 
 _NAMED = {DOT: "dot products", TILES: "tiles (AMX)"}  # instructions of a CPU
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
@@ -32,6 +42,7 @@ class Backend(NamedTuple):
     name: str  # a kernel set, or "auto"
     interpret: bool = False  # kernels run on CPU, operation by operation
     in_cpp: bool = False  # kernels for CPUs multiply by weights, which may be in panels
+    interleaved: bool = False  # keys and values share an array of pages; see `page_shapes`
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,15 +69,18 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     Raises:
         UnsupportedError: The device does not run that kernel set; the text says what it needs.
     """
+    interleaved = candidates(name, device.platform)[0].layouts[0] == INTERLEAVED
     if name == "auto":
-        return Backend(name, in_cpp=device.platform == "cpu" and not load_cpu_library().reason)
+        in_cpp = device.platform == "cpu" and not load_cpu_library().reason
+        return Backend(name, in_cpp=in_cpp, interleaved=interleaved)
     chosen = SETS[name]
     interpret = not chosen.runs_on(device.platform)
     if interpret and not (chosen.interpretable and device.platform == "cpu"):
         needed = " or ".join(chosen.platforms).upper()
+        missing = missing_reason() if "tpu" in chosen.platforms else ""
         raise UnsupportedError(
             f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not "
-            "interpret it on this device"
+            f"interpret it on this device{missing and f'; {missing}'}"
         )
     if reason := chosen.refusal(
         device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))
@@ -75,7 +89,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use "
             f"{XLA_ADVICE}"
         )
-    return Backend(name, interpret, in_cpp=name == "cpu")
+    return Backend(name, interpret, in_cpp=name == "cpu", interleaved=interleaved)
 
 
 def attention_sets(
@@ -145,11 +159,12 @@ def _attention_set(
         layer: LayerPages,
     ) -> None:
         nonlocal chosen
+        has_latents = layer.v_pages is None and not layer.is_interleaved
         options = AttentionOptions(
             scale=1.0,
             sliding_window=window,
             tree_mask_TQ=tree,
-            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
+            value_width=layer.k_pages.shape[3] if has_latents else None,
         )
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -158,11 +173,13 @@ def _attention_set(
             query_start=start,
             options=options,
             max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
+            interleaved=layer.is_interleaved,
             **layer._asdict(),
         )
         call = Call(
             interpret=backend.interpret,
             page_dtype=arguments.k_pages.dtype.name,
+            layout=arguments.layout,
             attention=arguments,
         )
         chosen = set_for(call, backend=backend.name, device=device).name

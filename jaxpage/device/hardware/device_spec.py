@@ -65,8 +65,11 @@ class DeviceSpec:
 
     @property
     def platform(self) -> str:
-        """Returns the platform whose kernel sets are asked; all devices but CPUs count as GPUs."""
-        return "cpu" if self.is_cpu else "gpu"
+        """Returns the platform whose kernel sets are asked.
+
+        A device that is neither a CPU nor a TPU counts as a GPU.
+        """
+        return next((each for each in ("cpu", "tpu") if self.name.startswith(each)), "gpu")
 
     def prefers_mixed_steps(self, attention_backend: str) -> bool:
         """Returns whether a kernel set computes decodes and prompt chunks best in one step.

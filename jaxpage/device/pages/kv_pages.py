@@ -27,10 +27,15 @@ QUANTIZED = {"int8": "int8", "fp8": "uint8"}
 class LayerPages(NamedTuple):
     """Holds one layer's blocks, in the layout of the kernels."""
 
-    k_pages: jax.Array  # [P, S, K, H]
-    v_pages: jax.Array | None  # [P, S, K, H]; None: values are within the keys
+    k_pages: jax.Array  # [P, S, K, H], or [P, S, 2K, H]: a head's value follows its key
+    v_pages: jax.Array | None  # [P, S, K, H]; None: values are within `k_pages`
     k_scale: jax.Array | None = None  # [P, S, K] in float32, of quantised pages
     v_scale: jax.Array | None = None
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Returns whether keys and values share an array; latents are of one head."""
+        return self.v_pages is None and self.k_pages.shape[KV_HEAD_AXIS] > 1
 
 
 class StatePages(NamedTuple):
@@ -61,7 +66,12 @@ def bytes_of_pages(pages: KVPages) -> int:
 
 
 def page_shapes(
-    kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike
+    kv: KVSpec,
+    num_blocks: int | Sequence[int],
+    block_size: int,
+    dtype: DTypeLike,
+    *,
+    interleaved: bool = False,
 ) -> KVPages:
     """Returns the pages as shapes, for compiling ahead of time.
 
@@ -70,6 +80,8 @@ def page_shapes(
         num_blocks: P of every layer, or a list with the P of each.
         block_size: The slots of a block (S).
         dtype: The type of the pages.
+        interleaved: Says that keys and values share an array where they can: not latents, and not
+            in a type that has scales. The bytes are the same.
     """
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
     shapes: list[LayerPages | StatePages] = []
@@ -88,6 +100,10 @@ def page_shapes(
         scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
         if kv.value_width is not None:
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
+        elif interleaved and scale is None:
+            slots = (count, block_size, 2 * num_kv_heads)
+            both = jax.ShapeDtypeStruct((*slots, head_dim), dtype)
+            shapes.append(LayerPages(both, None))  # type: ignore[arg-type]
         else:
             shapes.append(LayerPages(page, page, scale, scale))  # type: ignore[arg-type]
     return tuple(shapes)
