@@ -196,6 +196,12 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
     parser.add_argument(
         "--experts", type=int, default=0, help="make each MLP so many experts; needs a Llama"
     )
+    parser.add_argument(
+        "--trainer",
+        default="exact",
+        choices=["exact", "dense"],
+        help="values with the engine's bits, or those of a plain forward pass; default: exact",
+    )
     parser.add_argument("--steps", type=int, default=100, help="updates; default: 100")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt; default: 8")
     parser.add_argument("--letter", default="o", help="what is rewarded; default: o")
@@ -214,10 +220,13 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
         max_num_seqs=num_rows,
         use_tqdm=False,
     ) as llm:
+        is_exact = arguments.trainer == "exact"
         model, parameters = TrainableModel.load(
-            llm.hf_config, llm.parameters(), dtype=arguments.dtype
+            llm.hf_config, llm.parameters(), dtype=arguments.dtype, exact=is_exact
         )
         module = TrainedModule(model, parameters)
+        if is_exact:
+            module.use_log_softmax()
         checkpoints = (arguments.out / "checkpoints").absolute()
         options = orbax.checkpoint.CheckpointManagerOptions(save_interval_steps=10, max_to_keep=2)
         with orbax.checkpoint.CheckpointManager(checkpoints / "actor") as manager:

@@ -128,8 +128,13 @@ class TrainableModel:
         `LLM.generate` report for the same weights and tokens. The errors are those of `logits`.
         """
         logits_RCV = self.logits(parameters, token_ids_RC)[:, :-1]
-        next_RC = jnp.asarray(token_ids_RC)[:, 1:]
+        return self.select_log_softmax(logits_RCV, jnp.asarray(token_ids_RC)[:, 1:])
+
+    def select_log_softmax(
+        self, logits_RCV: Float[Array, "R C V"], token_ids_RC: Int[Array, "R C"]
+    ) -> Float[Array, "R C"]:
+        """Returns the log probability of a token of each row of logits, with the sampler's bits."""
         logprobs_T = self._rows.log_probabilities(
-            logits_RCV.reshape(-1, logits_RCV.shape[2]), next_RC.reshape(-1)
+            logits_RCV.reshape(-1, logits_RCV.shape[2]), token_ids_RC.reshape(-1)
         )
-        return logprobs_T.reshape(next_RC.shape)
+        return logprobs_T.reshape(token_ids_RC.shape)

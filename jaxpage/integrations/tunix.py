@@ -25,6 +25,7 @@ from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.training import TrainableModel
 
 try:
+    from tunix.rl import common as tunix_common
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 except ImportError as error:
     raise ImportError(
@@ -390,6 +391,8 @@ class TrainedModule(nnx.Module):
     """A `TrainableModel` as the module that Tunix trains.
 
     `nnx.state(module)` has the parameters; `named(state)` is what `LLM.update_parameters` takes.
+    Its logits have the bits of the engine, and so have Tunix's log probabilities after
+    `use_log_softmax`.
     """
 
     def __init__(self, model: TrainableModel, parameters: Any):
@@ -431,6 +434,10 @@ class TrainedModule(nnx.Module):
         logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], turned)
         back = (places_C - first_R1) % length
         return jnp.take_along_axis(logits_RCV, back[..., None], axis=1), None
+
+    def use_log_softmax(self) -> None:
+        """Lets Tunix, in this process, make log probabilities of logits as the engine does."""
+        tunix_common.selective_log_softmax = self.model.select_log_softmax
 
     def named(self, state: nnx.State) -> dict[str, jax.Array]:
         """Returns the parameters of a state by the names of Hugging Face."""
