@@ -4,7 +4,7 @@
 
 In each step: samples of a few prompts, a reward for each, the gradient of REINFORCE with a baseline per prompt, and new weights for the
 engine, without a compile. The table shows how many log probabilities of the rollout `llm.score` gives again with the same bits (all of
-them), and by how much the trainer's own forward pass differs.
+them), and by how much the trainer's own forward pass differs (not at all).
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
 from jaxpage.cli.plan import CACHE_DTYPES
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear
-from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.parameters.lora_layers import lora_targets
@@ -67,10 +66,6 @@ TESTS = {
         "test_quantized_pages.py::test_an_engine_says_nearly_the_same",
         "test_recurrent.py::test_what_is_not_honoured_is_refused_by_name",
     ],
-    "derivatives": [
-        "test_training.py::test_log_probabilities_and_derivatives_are_those_of_transformers",
-        "test_training.py::test_mixtures_of_experts_are_refused",
-    ],
 }
 INTRODUCTION = """\
 What `architectures` of a config.json may name, and what each can be used with. An empty cell: the model has
@@ -78,7 +73,8 @@ nothing of the kind, or it is refused with an error that names it.
 All have prefix caching, preemption, chunked prefill, [several devices](../scale.md) (`tests/test_tensor_parallel.py`), linear layers in
 each format of [quantised weights](../guides/quantization.md) (`tests/test_quantization.py`), and
 [speculation](../guides/speculation.md) with chains of drafts by each method (`tests/test_speculation.py`, `tests/test_eagle.py`,
-`tests/test_medusa.py`). More: [models and formats](../guides/models.md), [adapters](../guides/lora.md), [training](../guides/weights.md).
+`tests/test_medusa.py`), and derivatives (`tests/test_training.py`).
+More: [models and formats](../guides/models.md), [adapters](../guides/lora.md), [training](../guides/weights.md).
 
 `cases` are the configs that tests compare with transformers, and the values of the parameter of the tests. `error` is the greatest
 difference of a logit in these cases: float32 on a CPU, 40 tokens, small random weights whose logits have a deviation of more than 0.5,
@@ -119,7 +115,6 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
                 _drafts([spec.kv for spec in specs]),
                 "yes" if _takes(_as_draft_model, specs) else "",
                 ", ".join(dtype for dtype in CACHE_DTYPES if _takes(partial(_cache, dtype), specs)),
-                "" if _has(models, Experts) else "yes",
             )
         )
     yield ("architecture", "what it is", "cases", "error", "refused"), described
@@ -132,7 +127,6 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
             "drafts",
             "as a draft model",
             "KV cache",
-            "derivatives",
         ),
         used,
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
+from jaxpage.layers.product import product
 from jaxpage.layers.trace_scope import LayerKernels, Routes, TraceScope
 
 
@@ -125,17 +126,38 @@ def dense_recur(num_rows: int) -> Recur:
 
 
 def _multiply_groups(
-    x_PI: jax.Array, weight: Any, count_E: jax.Array, result: DTypeLike
+    x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array, result: DTypeLike
 ) -> jax.Array:
     """Multiplies rows that are sorted by group, as `LayerKernels.by_group`."""
-    precision = jax.lax.Precision.HIGHEST if x_PI.dtype == jnp.float32 else None
-    return jax.lax.ragged_dot(
-        x_PI,
-        weight.swapaxes(1, 2),
-        count_E.astype(jnp.int32),
-        precision=precision,
-        preferred_element_type=jnp.dtype(result),
+
+    def ragged(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(
+            x_PI,
+            weight_EOI.swapaxes(1, 2),
+            count_E,
+            precision=jax.lax.Precision.HIGHEST if x_PI.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.dtype(result),
+        )
+
+    def one_by_one(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
+        """Multiplies all rows by each weight: on a CPU `ragged` makes E copies of the rows."""
+        place_P = jnp.arange(len(x_PI))
+
+        def multiply(y_PO: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            weight_OI, count, end = group
+            is_of_group_P = (place_P >= end - count) & (place_P < end)
+            made_PO = product(x_PI, weight_OI, result=result)
+            return jnp.where(is_of_group_P[:, None], made_PO, y_PO), None
+
+        zeros_PO = jnp.zeros((len(x_PI), weight_EOI.shape[1]), result)
+        y_PO, _ = jax.lax.scan(multiply, zeros_PO, (weight_EOI, count_E, jnp.cumsum(count_E)))
+        return y_PO
+
+    count_E = count_E.astype(jnp.int32)
+    y_PO: jax.Array = jax.lax.platform_dependent(
+        x_PI, weight_EOI, count_E, cpu=one_by_one, default=ragged
     )
+    return y_PO
 
 
 def _refuse(*_: Any) -> NoReturn:
