@@ -48,6 +48,7 @@ from jaxpage.step.update import Mode
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.running import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -814,6 +815,18 @@ def test_the_time_of_a_request_that_waits_for_weights_runs_on(built, how, monkey
         clock.now += 601
         driver.step()
         assert held.end == DeadlineExceeded and added.done()
+
+
+def test_the_time_of_a_request_runs_on_while_steps_are_paused(built):
+    """Nothing else wakes the thread."""
+    driver = Driver(built.engine, request_timeout_seconds=0.2)
+    driver.turns.close_engine = lambda: None
+    driver.start()
+    driver.wait(driver.pause())
+    reader = Reader(order(built), deadline=time.monotonic() + 0.2)
+    driver.wait(driver.add([reader.handle]))
+    wait_until(lambda: reader.updates, "it is late")
+    assert reader.end == DeadlineExceeded and driver.healthy and driver.stop(60)
 
 
 def test_a_request_that_is_refused_after_its_weights_came_says_so(built):

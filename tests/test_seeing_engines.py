@@ -261,6 +261,40 @@ def test_other_weights(directories, alone):
             assert tokens_of(run(llm, prompts)) == alone(name)
 
 
+def test_other_weights_for_requests_that_run(directories, alone):
+    """Pictures are encoded again where everything is computed again, and those that are encoded later have the new weights."""
+    name = "smolvlm"
+    with make_llm(directories(name), max_num_batched_tokens=16) as llm:
+        weights = {key: np.asarray(array) for key, array in llm.parameters().items()}
+        changed = {
+            key: array * 1.5 if "connector" in key else array for key, array in weights.items()
+        }
+        llm.update_parameters(changed)
+        others = tokens_of(run(llm, prompts_of(name)))
+        llm.update_parameters(weights)
+        engine, prompts = llm._engine, prompts_of(name)
+        for mode in ("recompute", "keep"):
+            reporters = [
+                engine.add(f"{number}", engine.prepare(None, ids, PARAMS, embedded))
+                for number, (ids, embedded) in enumerate(prompts)
+            ]
+            for _ in range(3):
+                engine.step()
+            is_begun = [each.num_computed_tokens > 0 for each in reporters]
+            assert engine.sources.encoder.counts.num_bytes and not is_begun[-2]
+            assert not any(each.num_output_tokens for each in reporters[1:])
+            llm.update_parameters(changed, mode=mode)
+            assert not engine.sources.encoder.counts.num_bytes
+            while engine.has_unfinished:
+                engine.step()
+                engine.scheduler.check()
+            tokens = tokens_of([each.whole() for each in reporters])
+            for begun, ours, new in zip(is_begun[1:], tokens[1:], others[1:], strict=True):
+                assert ours == new or (mode == "keep" and begun)
+            llm.update_parameters(weights)
+        assert tokens_of(run(llm, prompts)) == alone(name)
+
+
 def test_what_does_not_fit_is_refused(directories):
     name = "smolvlm"
     ids, embedded = prompts_of(name)[1]

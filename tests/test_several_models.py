@@ -230,6 +230,26 @@ def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int
     assert "this server has 'demo, other, gone'" in client.post("/sleep").text
 
 
+def test_a_model_is_paused_and_the_others_go_on(
+    client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
+) -> None:
+    client.post("/wake_up", json={"model": "demo"})
+    assert client.post("/pause", json={"model": "demo"}).json() == {"status": "paused"}
+    paused = client.get("/is_paused", params={"model": "demo"}).json()
+    assert paused == {"is_paused": True}
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(client.post, "/v1/completions", json=requested("demo", 0, 0))
+        other = client.post("/v1/completions", json=requested("other", 1, 1))
+        assert other.status_code == 200 and not held.done()
+        assert client.post("/resume?model=demo").json() == {"status": "resumed"}
+        assert held.result().json()["choices"][0]["token_ids"] == wanted["demo", 0, 0]
+    assert client.post("/resume", json={"model": "demo"}).status_code == 409
+    unloaded = client.post("/pause", json={"model": "gone"})
+    assert unloaded.status_code == 409 and "'gone' is not loaded" in unloaded.text
+    for order in ({"model": "nobody"}, {}, {"model": "demo", "mode": "abort"}, {"level": 1}):
+        assert client.post("/pause", json=order).status_code in (400, 404), order
+
+
 def test_requests_that_come_while_their_model_falls_asleep_wait_and_wake_it(
     running: Running, client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import stat
@@ -14,14 +15,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.driver import Handle
 from jaxpage.errors import CheckpointError, ConfigError, EventLogError, ShuttingDown
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.replay import Report, check_new, replay
+from jaxpage.replay import IncidentRing, Recorder, Report, check_new, replay
 from jaxpage.replay.log_walk import Walk
+from jaxpage.step.events import Both
 from jaxpage.step.update import Mode
-from tests.support.engines import ENGINES, LLAMA, invariants, make_llm
+from tests.support.engines import ENGINES, LLAMA, invariants, make_kind, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
@@ -383,6 +385,63 @@ def test_a_pause_and_its_end_come_from_different_threads(checkpoint: Path) -> No
         llm.pause()  # and the end of the program does not hang
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_an_update_leaves_the_requests_of_an_incident_to_its_snapshot(
+    checkpoint: Path, mode: Mode
+) -> None:
+    scored = SamplingParams(temperature=0.0, max_tokens=10, prompt_logprobs=0, ignore_eos=True)
+    with make_llm(checkpoint, start=False, max_num_batched_tokens=16) as llm:
+        ring, walk = IncidentRing(50, keeps_token_ids=True), Walk()
+        llm._engine.events = Both(ring, Recorder(walk.follow))
+        handles = run_by_hand(llm, PROMPTS, [GREEDY, scored, scored])
+        for num_steps in (5, 3):
+            for _ in range(num_steps):
+                llm._driver.step()
+            llm.update_parameters(random_tensors(LLAMA, seed=1), mode=mode)
+            scheduler = llm._engine.scheduler
+            waiting = [each for group in scheduler.waiting for each in group.unfinished]
+            assert waiting if mode == "recompute" or num_steps == 5 else True
+            assert {key for key, each in walk.sequences.items() if not each.is_running} == {
+                sequence.sequence_id for sequence in waiting
+            }
+            incident = ring.read_ring("test")
+            again = Walk()
+            for record in json.loads(json.dumps(incident.records)):
+                again.follow(record)
+            assert again.sequences == walk.sequences and incident.num_steps == 0
+            assert incident.why_not_replayable
+        finish(llm, handles)
+        assert not walk.sequences
+
+
+def test_an_async_engine_is_paused_and_updated(checkpoint: Path, plain: LLM) -> None:
+    async def run() -> tuple[RequestOutput, RequestOutput]:
+        async with make_kind(AsyncLLM, checkpoint) as llm:
+            await llm.pause()
+            held = asyncio.create_task(anext(llm.stream(PROMPTS[0], GREEDY)))
+            streamed = llm.generate(PROMPTS[0], GREEDY)
+            following = asyncio.create_task(anext(streamed))
+            while len(llm._driver.turns.live) < 2:
+                await asyncio.sleep(0.01)
+            assert await llm.update_parameters(random_tensors(LLAMA, seed=1), mode="keep") == 1
+            with pytest.raises(RuntimeError, match="paused with 2 of them"):
+                await llm.update_parameters(random_tensors(LLAMA, seed=1))
+            assert llm.is_paused and not held.done() and not following.done()
+            await llm.resume()
+            with pytest.raises(RuntimeError, match="the engine is not paused"):
+                await llm.resume()
+            first = await following
+            last = [output async for output in streamed]
+            return await held, (last or [first])[-1]
+
+    chunk, whole = asyncio.run(run())
+    assert chunk.outputs[0].weights_versions == [1] * len(chunk.outputs[0].token_ids)
+    assert whole.outputs[0].weights_versions == [1] * 10
+    plain.update_parameters(random_tensors(LLAMA, seed=1))
+    [expected] = plain.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    assert whole.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 # The event log
 
 
@@ -404,6 +463,9 @@ def asynchronous_run(
             llm.update_parameters(random_tensors(LLAMA, seed=seed), mode=mode)
         outputs = finish(llm, handles)
         outputs += llm.generate(PROMPTS, drawn, use_tqdm=False)
+        llm.sleep(2)
+        llm.wake_up()  # with the weights of the checkpoint
+        outputs += llm.generate(PROMPTS[1:], drawn, use_tqdm=False)
     return path, outputs
 
 
@@ -420,8 +482,10 @@ def test_a_log_has_the_updates_of_its_run(
         (1, "keep"),
         (2, "recompute"),
         (3, "wait"),
+        (4, "wait"),
     ]
-    first, second, third = [update["checksum"] for update in updates]
+    assert "checksum" not in updates[3]
+    first, second, third = [update["checksum"] for update in updates[:3]]
     assert first == third != second
     directory = Path(f"{path}.weights")
     assert {each.name for each in directory.iterdir()} == {first, second}
@@ -431,7 +495,8 @@ def test_a_log_has_the_updates_of_its_run(
         for name, array in load_file(file).items():
             np.testing.assert_array_equal(array, random_tensors(LLAMA, seed=seed)[name])
     assert {*outputs[0].outputs[0].weights_versions} == {0, 1, 2}
-    assert {*outputs[-1].outputs[1].weights_versions} == {3}
+    assert {*outputs[-1].outputs[1].weights_versions} == {4}
+    assert {*outputs[-3].outputs[1].weights_versions} == {3}
     with pytest.raises(ConfigError, match="exists, and a log never overwrites a file"):
         check_new(path)
 

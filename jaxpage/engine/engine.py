@@ -423,8 +423,10 @@ class Engine:
         if self.sources is not None:
             self.sources.weights_replaced()
         self.weights_version += 1
-        self.scheduler.replace_weights(self.weights_version, recomputes=mode == "recompute")
-        self.events.weights_replaced(WeightsUpdate(self.weights_version, mode, checksum))
+        preempted = self.scheduler.replace_weights(
+            self.weights_version, recomputes=mode == "recompute"
+        )
+        self.events.weights_replaced(WeightsUpdate(self.weights_version, mode, checksum, preempted))
         self.reset_prefix_cache()
         return self.weights_version
 

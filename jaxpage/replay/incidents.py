@@ -21,7 +21,6 @@ from jaxpage.replay.event_log import write_log
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.step.plan import StepPlan
-from jaxpage.step.update import WeightsUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +91,6 @@ class IncidentRing(Recorder):
         super().failed(plan, error)
         self.failure(self.read_ring("a step failed"))
 
-    def weights_replaced(self, update: WeightsUpdate) -> None:
-        """Leaves what is there to the snapshot, because a replay would need the old weights."""
-        for record in self._records:
-            self._before.follow(record)
-        self._restart(self._before)
-
-    def _restart(self, before: Walk) -> None:
-        self._records.clear()
-        self._num_steps = 0
-        self._before = before
-        self._is_whole = False
-
     def read_ring(self, reason: str) -> Incident:
         """Returns the content of the ring."""
         why_not = None
@@ -124,15 +111,22 @@ class IncidentRing(Recorder):
             self._add(record if self._keeps_token_ids else scrub(record))
         except Exception:  # no request may fail because of its records
             logger.exception("the records of the last steps are lost, and kept anew from here on")
-            self._restart(Walk())
+            self._records.clear()
+            self._num_steps = 0
+            self._before = Walk()
+            self._is_whole = False
 
     def _add(self, record: Record) -> None:
         if "embedded" in record:
             self._unsaid = self._unsaid or "what the pictures and vectors of its prompts are"
         self._records.append(record)
         self._num_steps += record["event"] == "plan"
-        while self._num_steps > self._most or (
-            not self._is_whole and self._records[0]["event"] != "plan"
+        # A replay would compute what came before an update with the new weights.
+        ends = record["event"] == "update"
+        while (
+            ends
+            or self._num_steps > self._most
+            or (not self._is_whole and self._records[0]["event"] != "plan")
         ):
             oldest = self._records.popleft()
             self._num_steps -= oldest["event"] == "plan"

@@ -65,6 +65,8 @@ class Walk:
                 self._end(self.sequences_of(record["request_id"]), record["event"])
             case "plan":
                 self._follow_plan(record)
+            case "update":
+                self._preempt(record)
             case "result":
                 self._drew(record)
             case "failure":
@@ -116,15 +118,18 @@ class Walk:
 
     def _follow_plan(self, plan: Record) -> None:
         self._plan = plan
-        for request_id in plan.get("preempted", ()):
-            for sequence_id in self.sequences_of(request_id):
-                self.sequences[sequence_id].is_running = False
+        self._preempt(plan)
         for sequence_id, *change in plan.get("tables", ()):
             _change(self.sequences[sequence_id].tables, 0, change)
         for group, sequence_id, *change in plan.get("further_tables", ()):
             _change(self.sequences[sequence_id].tables, group, change)
         for sequence_id, _, _ in plan["rows"]:
             self.sequences[sequence_id].is_running = True
+
+    def _preempt(self, record: Record) -> None:
+        for request_id in record.get("preempted", ()):
+            for sequence_id in self.sequences_of(request_id):
+                self.sequences[sequence_id].is_running = False
 
     def _drew(self, result: Record) -> None:
         edits: list[Any] = result.get("edits", [])

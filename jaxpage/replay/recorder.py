@@ -128,7 +128,8 @@ class Recorder(Events):
 
     def weights_replaced(self, update: WeightsUpdate) -> None:
         """Records that the model has other weights; what they are is not in a record."""
-        self._record("update", **update._asdict())
+        present = {name: value for name, value in update._asdict().items() if value}
+        self._record("update", **present)
 
     def prefix_cache_reset(self) -> None:
         """Records that the prefix cache was emptied."""

@@ -271,16 +271,23 @@ class RunningSet:
             step.preempted.append(request_id)
         return group
 
-    def start_over(self, chosen: Callable[[SequenceGroup], bool] = lambda group: True) -> None:
-        """Has the chosen groups compute all their tokens again, the swapped ones included."""
-        for request_id, group in reversed(list(self._running.items())):
-            if chosen(group):
-                self._preempt(request_id, None)
+    def start_over(
+        self, chosen: Callable[[SequenceGroup], bool] = lambda group: True
+    ) -> tuple[str, ...]:
+        """Has the chosen groups compute all their tokens again, the swapped ones included.
+
+        Returns:
+            The ids of the requests among them that ran.
+        """
+        running = [request_id for request_id, group in self._running.items() if chosen(group)]
+        for request_id in reversed(running):
+            self._preempt(request_id, None)
         for request_id in self._was_preempted:
             if chosen(group := self._groups[request_id]) and request_id not in self._running:
                 self._give_blocks_back(group)
+        return tuple(running)
 
-    def replace_weights(self, version: int, *, recomputes: bool) -> None:
+    def replace_weights(self, version: int, *, recomputes: bool) -> tuple[str, ...]:
         """Has the tokens of all groups from here on be drawn by other weights.
 
         What must come from one set of weights starts over in any case: a prefix that is computed
@@ -289,16 +296,20 @@ class RunningSet:
         Args:
             version: The version of the new weights.
             recomputes: True has all groups start over.
+
+        Returns:
+            The ids of the requests that ran and start over.
         """
         for group in self._groups.values():
             for sequence in group.unfinished:
                 sequence.goes_on_with(version)
-        self.start_over(
+        preempted = self.start_over(
             lambda group: recomputes or group.request.is_prefix or group.num_unscored > 0
         )
         for group in self._groups.values():
             if group.num_unscored:
                 group.prompt_logprobs.clear()
+        return preempted
 
     def _swap_out(self, group: SequenceGroup, step: PlanBuilder) -> bool:
         """Moves the computed blocks of a group to host memory.

@@ -220,9 +220,9 @@ class Scheduler:
         """Has every group start over, after a step that was planned and did not happen."""
         self._requests.start_over()
 
-    def replace_weights(self, version: int, *, recomputes: bool) -> None:
+    def replace_weights(self, version: int, *, recomputes: bool) -> tuple[str, ...]:
         """Has all groups go on with other weights; see `RunningSet.replace_weights`."""
-        self._requests.replace_weights(version, recomputes=recomputes)
+        return self._requests.replace_weights(version, recomputes=recomputes)
 
     @property
     def prefix_cache(self) -> CachedBlocks | None:

@@ -18,8 +18,10 @@ class WeightsUpdate(NamedTuple):
         mode: What happened to the requests that ran.
         checksum: The hash of the new weights. None for those of the model's own checkpoint, and
             where nobody logs events.
+        preempted: The ids of the requests that ran and compute all their tokens again.
     """
 
     version: int
     mode: Mode
     checksum: str | None = None
+    preempted: tuple[str, ...] = ()
