@@ -469,4 +469,15 @@ def _join_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> C
     logprobs = None if delta.logprobs is None else (before.logprobs or []) + delta.logprobs
     text = before.text + delta.text
     token_ids = list(before.token_ids) + list(delta.token_ids)
-    return replace(delta, text=text, token_ids=token_ids, logprobs=logprobs)
+    num_kept = None if delta.num_kept is None else (before.num_kept or []) + delta.num_kept
+    mask = delta.sampling_mask
+    if mask is not None and before.sampling_mask is not None:
+        mask = before.sampling_mask + mask
+    return replace(
+        delta,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        num_kept=num_kept,
+        sampling_mask=mask,
+    )
