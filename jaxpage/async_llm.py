@@ -503,6 +503,16 @@ def _join_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> C
     text = before.text + delta.text
     token_ids = list(before.token_ids) + list(delta.token_ids)
     versions = before.weights_versions + delta.weights_versions
+    num_kept = None if delta.num_kept is None else (before.num_kept or []) + delta.num_kept
+    mask = delta.sampling_mask
+    if mask is not None and before.sampling_mask is not None:
+        mask = before.sampling_mask + mask
     return replace(
-        delta, text=text, token_ids=token_ids, logprobs=logprobs, weights_versions=versions
+        delta,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        num_kept=num_kept,
+        sampling_mask=mask,
+        weights_versions=versions,
     )

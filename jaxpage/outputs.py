@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 # The ways that a call may ask for in which the hidden states of a prompt become one vector.
 Pooling = Literal["last", "mean", "cls"]
 
@@ -30,7 +33,7 @@ class Logprob:
 
     Attributes:
         logprob: The natural logarithm of its probability under the model, before temperature and
-            truncation.
+            truncation; with logprobs_mode="processed" after them.
         rank: Its rank; the most likely token has rank 1.
         decoded_token: Its text; None if the model has no tokenizer.
     """
@@ -65,6 +68,8 @@ class TokenLogprobs:
         rank: Its rank; the most likely token has rank 1.
         top_token_ids: The most likely tokens, in order.
         top_logprobs: Their log probabilities.
+        num_kept: The number of tokens that could be drawn, with logprobs_mode="processed".
+        kept: The ids of these tokens as int32, with `return_sampling_mask`.
     """
 
     token_id: int
@@ -72,6 +77,45 @@ class TokenLogprobs:
     rank: int
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    num_kept: int = 0
+    kept: bytes = b""
+
+
+class SamplingMask:
+    """Holds the tokens that each token of an output was drawn from: those that no cut left out.
+
+    Attributes:
+        num_kept: Their number for each token, int32 [tokens].
+        kept_token_ids: Their ids, int32 [sum of `num_kept`]: those of the first token in ascending
+            order, then those of the second, and so on.
+    """
+
+    def __init__(self, num_kept: npt.NDArray[np.int32], kept_token_ids: npt.NDArray[np.int32]):
+        self.num_kept = num_kept
+        self.kept_token_ids = kept_token_ids
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Returns the ids for each token, as vLLM's `sampling_mask` has them."""
+        parts = np.split(self.kept_token_ids, np.cumsum(self.num_kept)[:-1])
+        return [part.tolist() for part in parts[: len(self.num_kept)]]
+
+    def __add__(self, other: SamplingMask) -> SamplingMask:
+        """Returns the mask of the tokens of both."""
+        return SamplingMask(
+            np.append(self.num_kept, other.num_kept),
+            np.append(self.kept_token_ids, other.kept_token_ids),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another object is a mask with the same tokens."""
+        return (
+            isinstance(other, SamplingMask)
+            and np.array_equal(self.num_kept, other.num_kept)
+            and np.array_equal(self.kept_token_ids, other.kept_token_ids)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(kw_only=True)
@@ -109,7 +153,8 @@ class RequestMetrics:
 class CompletionOutput:
     """Holds the output of one sequence of a request.
 
-    In a stream, `text`, `token_ids` and `logprobs` have only what is new since the last chunk.
+    In a stream, `text`, `token_ids`, `logprobs`, `num_kept` and `sampling_mask` have only what is
+    new since the last chunk.
 
     Attributes:
         index: The index among the outputs of the request.
@@ -124,6 +169,10 @@ class CompletionOutput:
             length_penalty.
         weights_versions: For each token of `token_ids` that was drawn, the version of the weights
             that drew it. The prompt of `echoed` has none.
+        num_kept: The number of tokens that each token was drawn from; None unless the request asks
+            for log probabilities with logprobs_mode="processed".
+        sampling_mask: The tokens that each token was drawn from; None unless the request has
+            `return_sampling_mask`.
     """
 
     index: int
@@ -135,6 +184,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     score: float | None = None
     weights_versions: list[int] = field(default_factory=list)
+    num_kept: list[int] | None = None
+    sampling_mask: SamplingMask | None = None
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, for scripts of engines whose outputs are dicts."""

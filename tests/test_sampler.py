@@ -21,7 +21,8 @@ from jaxpage.device.inputs.step_inputs import (
     unpack,
     views,
 )
-from jaxpage.device.sampler import Draws, draw, log_probabilities, perturb_logits
+from jaxpage.device.sampler import Draws, draw, perturb_logits
+from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NUM_CANDIDATES
 from tests.support.distributions import kept, probabilities, z_score

@@ -12,8 +12,8 @@ import pytest
 
 from jaxpage.device import sampler
 from jaxpage.device.hardware.backends import Backend
-from jaxpage.device.sampler import log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
+from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from pallas_kernels import selection

@@ -39,6 +39,7 @@ from jaxpage.images import PictureProcessor
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import gib
 
@@ -141,6 +142,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         sources=_sources(spec, files, runner),
         strategies=strategies,
         generates=not spec.encoded,
+        refusals=_refusals(spec.config),
         **parts,
     )
     if hooks.before_steps:
@@ -152,6 +154,12 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
     hooks.show([_of_cache(spec.memory, compiled.executables)])
     return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
+
+
+def _refusals(config: EngineConfig) -> dict[str, str]:
+    """Returns the reasons for which requests cannot ask for what the steps do not return."""
+    flags = {"return_sampling_mask": "enable_return_sampling_mask"}
+    return {name: f"needs {flag}=True" for name, flag in flags.items() if not getattr(config, flag)}
 
 
 def _scheduler(spec: EngineSpec) -> Scheduler:

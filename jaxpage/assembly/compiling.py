@@ -200,4 +200,5 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         sharding=spec.sharding,
         graphs=spec.config.graphs,
         vectors=spec.vectors,
+        returns_masks=spec.config.enable_return_sampling_mask,
     )

@@ -179,6 +179,12 @@ ENGINE_FLAGS = (
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}; default: no",
     ),
     Flag(
+        "enable_return_sampling_mask",
+        None,
+        "requests may ask for the tokens that each token was drawn from, with "
+        "return_sampling_mask (docs/guides/decoding.md); default: no",
+    ),
+    Flag(
         "limit_images",
         int,
         "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes"

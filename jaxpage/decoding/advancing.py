@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.step.edits import Edit, Finish, Fork, Score
 from jaxpage.step.plan import Sample, StepPlan, StepResult
 from jaxpage.step.strategy import Draw, Strategy
-from jaxpage.step.token_masks import Mask
+from jaxpage.step.token_masks import Mask, ids_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,23 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
     num_top = sample.num_logprobs
     if num_top is None or token_id < 0:
         return Draw(sample.sequence_id, token_id, None, drafted)
-    return Draw(
-        sample.sequence_id, token_id, next(_logprobs(result, index, index + 1, num_top)), drafted
+    logprobs = next(_logprobs(result, index, index + 1, num_top))
+    if sample.params.logprobs_mode == "processed":
+        logprobs = _of_kept(logprobs, result, index)
+    if sample.params.return_sampling_mask and result.masks is not None:
+        logprobs = replace(logprobs, kept=ids_of(result.masks[index]).tobytes())
+    return Draw(sample.sequence_id, token_id, logprobs, drafted)
+
+
+def _of_kept(logprobs: TokenLogprobs, result: StepResult, index: int) -> TokenLogprobs:
+    """Returns the entry without candidates that could not be drawn, whose probability is 0."""
+    assert result.num_kept is not None
+    num_kept = int(result.num_kept[index])
+    return replace(
+        logprobs,
+        top_token_ids=logprobs.top_token_ids[:num_kept],
+        top_logprobs=logprobs.top_logprobs[:num_kept],
+        num_kept=num_kept,
     )
 
 

@@ -50,7 +50,7 @@ def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
 
     It does if it asks for log probabilities, for processed logits, or for a cut-off.
     """
-    kinds = (Flags.LOGPROBS, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
+    kinds = (Flags.LOGPROBS, Flags.PROCESSED, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
     cuts_R = (
         ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size))
         | (inputs.top_p_R < 1.0)

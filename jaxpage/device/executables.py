@@ -384,9 +384,9 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     if job.func is _compile_step:
         parameters, pages, bucket, options, mesh = job.args
         drafts = options.drafter is not None and options.drafter.drafts_in(bucket)
-        output = StepOutput(0, 0, 0, 0 if drafts else None)  # type: ignore[arg-type]
+        leaves: Any = (0, 0, 0, 0 if drafts else None, 0 if options.returns_masks else None)
         return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (
-            output,
+            StepOutput(*leaves),
             pages,
         )
     if job.func.__name__ == "compile_vision":

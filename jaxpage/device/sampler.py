@@ -26,7 +26,7 @@ from jaxpage.device.logits_processors import (
 )
 from jaxpage.device.selection_kernels import kernels_in_use
 from jaxpage.device.truncation import RequestedCuts, truncate, where_wanted
-from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED, NUM_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
 # processing takes several times the memory of their logits.
@@ -228,6 +228,31 @@ def perturb_logits(
     )
 
 
+def scale_logits(
+    logits_RV: Float[Array, "R V"],
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    *,
+    by_row: bool,
+) -> Float[Array, "R V"]:
+    """Returns the logits of the distributions that `draw` draws from.
+
+    They are -inf for tokens that cannot be drawn. A greedy draw has the logits that it compares:
+    those after masks, biases and penalties, as in vLLM.
+    """
+
+    def scale(
+        logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
+    ) -> jax.Array:
+        scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
+        return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
+
+    logits_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
+    rows = (logits_RV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+    scaled_RV: jax.Array = _each_draw(scale, rows, by_row=by_row)
+    return scaled_RV
+
+
 def draw_draft(
     logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool
 ) -> tuple[Int[Array, "R"], DrawnFrom]:
@@ -373,47 +398,3 @@ def _first_of_the_largest(logits_V: jax.Array, *, in_one_pass: bool = False) -> 
     """Returns the first place of the largest logit; NOTHING_ALLOWED if that is not finite."""
     largest, first = (_first_in_one_pass if in_one_pass else largest_of)(logits_V)
     return jnp.where(jnp.isfinite(largest), first, NOTHING_ALLOWED)
-
-
-LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]
-
-
-def log_probabilities(
-    logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"], *, by_row: bool
-) -> LogProbabilities:
-    """Returns the log probability and rank of each chosen token, and the W most likely tokens.
-
-    The probabilities are the model's own, without temperature and cut-offs.
-    """
-    if by_row:
-        alone = (logits_BV[:, None], token_ids_B[:, None])
-        rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
-        return jax.tree.map(lambda array: array[:, 0], rows)
-    if (kernels := kernels_in_use()) is not None:
-        return _select_log_probabilities(logits_BV, token_ids_B, kernels.top_candidates)
-    return _log_probabilities(logits_BV, token_ids_B)
-
-
-def _select_log_probabilities(
-    logits_BV: jax.Array,
-    token_ids_B: jax.Array,
-    top_candidates: Callable[..., tuple[jax.Array, jax.Array]],
-) -> LogProbabilities:
-    """Returns what `log_probabilities` returns, without an array as large as the logits."""
-    largest_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
-    log_sum_B1 = jnp.log(jnp.sum(jnp.exp(logits_BV - largest_B1), axis=1, keepdims=True))
-    own_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=1)
-    chosen_B1 = own_B1 - largest_B1 - log_sum_B1
-    ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
-    count = min(NUM_CANDIDATES, logits_BV.shape[1])
-    some_BW, some_ids_BW = top_candidates(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
-    top_BW, order_BW = jax.lax.top_k(some_BW, count)  # sorting so few takes one launch
-    return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
-
-
-def _log_probabilities(logits_BV: jax.Array, token_ids_B: jax.Array) -> LogProbabilities:
-    normalised_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    chosen_B1 = jnp.take_along_axis(normalised_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=-1)
-    ranks_B = 1 + jnp.sum(normalised_BV > chosen_B1, axis=-1, dtype=jnp.int32)
-    top_BW, ids_BW = jax.lax.top_k(normalised_BV, min(NUM_CANDIDATES, logits_BV.shape[1]))
-    return chosen_B1[:, 0], ranks_B, ids_BW.astype(jnp.int32), top_BW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend, make_layer_kernels
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
 from jaxpage.device.drafters.drafter import DeviceDrafter, TargetStep, split_layers
-from jaxpage.device.drawn import pack_drawn
+from jaxpage.device.drawn import pack_drawn, pack_draws, packed_width
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import (
@@ -35,7 +36,7 @@ from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
-from jaxpage.shapes import NUM_CANDIDATES
+from jaxpage.step.token_masks import num_mask_words
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little
 # (docs/lab-log.md).
@@ -64,15 +65,17 @@ class StepOptions(NamedTuple):
     graphs: GraphSettings = USUAL_GRAPHS
     # [1 + n, D], the vectors that may take the place of a token; n are for later layers.
     vectors: jax.ShapeDtypeStruct | None = None
+    returns_masks: bool = False  # of the tokens that could be drawn
 
 
 class StepOutput(NamedTuple):
     """Holds the int32 arrays that leave the device after a step, some for `unpack_drawn`."""
 
-    drawn: jax.Array  # [R, 3 + 2 W], the draws
-    scored: jax.Array  # [T, 3 + 2 W], the scored tokens; empty where no token can be scored
+    drawn: jax.Array  # [R, X], the draws, from `pack_draws`
+    scored: jax.Array  # [T, X], the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] from `decide` in a step that verifies; empty otherwise
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
+    masks: jax.Array | None = None  # uint32 [R, U], from `pack_draws`, with `returns_masks`
 
 
 def model_step(
@@ -149,7 +152,7 @@ def _target_step(
     own_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(own_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
-        token_ids_R, paths, drawn = _draw(logits, inputs, processor_inputs, bucket, options)
+        token_ids_R, paths, drawn, masks = _draw(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
@@ -171,7 +174,8 @@ def _target_step(
         paths,
         last_B,
     )
-    return StepOutput(drawn, scored, paths), target, pages
+    output = StepOutput(drawn, scored, paths, masks=masks if options.returns_masks else None)
+    return output, target, pages
 
 
 def _draw(
@@ -180,12 +184,20 @@ def _draw(
     processor_inputs: ProcessorInputs,
     bucket: Bucket,
     options: StepOptions,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the drawn tokens, the paths of accepted drafts, and what `unpack_drawn` takes."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the drawn tokens, the paths of accepted drafts, and what `pack_draws` returns."""
     by_row = options.sample_by_row
     no_paths = jnp.zeros((0, 0), jnp.int32)
+    num_words = num_mask_words(logits.vocab_size) if options.returns_masks else 0
+    pack = functools.partial(
+        pack_draws,
+        inputs=inputs,
+        processor_inputs=processor_inputs,
+        by_row=by_row,
+        num_words=num_words,
+    )
 
-    def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         logits_RV = logits.whole()
         paths = no_paths
         if bucket.verifies:
@@ -194,13 +206,9 @@ def _draw(
             )
         else:
             token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-        return (
-            token_ids_R,
-            paths,
-            pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row),
-        )
+        return token_ids_R, paths, *pack(logits_RV, token_ids_R)
 
-    def of_parts() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_parts() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         token_ids_R = draw_from_parts(logits, inputs, by_row=by_row)
         paths = no_paths
         if bucket.verifies:
@@ -211,8 +219,9 @@ def _draw(
                 inputs.query_start,
                 bucket.max_query_len,
             )
-        num_logprobs = 2 + 2 * min(NUM_CANDIDATES, logits.vocab_size)
-        return token_ids_R, paths, jnp.pad(token_ids_R[:, None], ((0, 0), (0, num_logprobs)))
+        width = packed_width(logits.vocab_size)
+        drawn = jnp.pad(token_ids_R[:, None], ((0, 0), (0, width - 1)))
+        return token_ids_R, paths, drawn, jnp.zeros((len(drawn), num_words), jnp.uint32)
 
     if not logits.are_divided or (bucket.verifies and options.acceptance.name != "coupled"):
         return of_whole_rows()
@@ -237,30 +246,35 @@ def _multi_step(
     first_B = inputs.query_start[:-1]
     length_B = jnp.diff(inputs.query_start)
 
-    def step(index: jax.Array, token_ids_B: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def step(index: jax.Array, token_ids_B: jax.Array, pages: KVPages) -> tuple[Any, KVPages]:
         now = at_step(inputs, index, token_ids_B)
         output, _, pages = _target_step(
             parameters, pages, now, processor_inputs, single_step, options
         )
-        return output.drawn, pages
+        return (output.drawn, output.masks), pages
 
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        index, token_ids_B, pages, drawn = state
-        drawn_B, pages = step(index, token_ids_B, pages)
-        drawn = drawn.at[jnp.where(index < length_B, first_B + index, num_tokens)].set(
-            drawn_B, mode="drop"
+        index, token_ids_B, pages, arrays = state
+        rows, pages = step(index, token_ids_B, pages)
+        place_B = jnp.where(index < length_B, first_B + index, num_tokens)
+        arrays = jax.tree.map(
+            lambda array, some: array.at[place_B].set(some, mode="drop"), arrays, rows
         )
         # The text of a row that drew nothing (a negative id) ends there; what it computes until
         # then is dropped.
-        return index + 1, jnp.maximum(drawn_B[:, 0], 0), pages, drawn
+        return index + 1, jnp.maximum(rows[0][:, 0], 0), pages, arrays
 
     start = jnp.int32(0), inputs.token_ids_T[jnp.minimum(first_B, num_tokens - 1)], pages
-    width = jax.eval_shape(step, *start)[0].shape[1]
-    state = (*start, jnp.zeros((num_tokens, width), jnp.int32))
-    *_, pages, drawn = jax.lax.while_loop(lambda state: state[0] < length_B.max(), next_step, state)
+    arrays = jax.tree.map(
+        lambda row: jnp.zeros((num_tokens, *row.shape[1:]), row.dtype),
+        jax.eval_shape(step, *start)[0],
+    )
+    *_, pages, (drawn, masks) = jax.lax.while_loop(
+        lambda state: state[0] < length_B.max(), next_step, (*start, arrays)
+    )
     place_Q = jnp.arange(bucket.max_query_len)
     paths = jnp.where(place_Q < length_B[:, None], first_B[:, None] + place_Q, -1).astype(jnp.int32)
-    return StepOutput(drawn, drawn[:0], paths), pages
+    return StepOutput(drawn, drawn[:0], paths, masks=masks), pages
 
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:

@@ -6,7 +6,7 @@ A refusal names the parameter, its value and the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -110,6 +110,7 @@ class Admission:
         has_priorities: bool,
         seed: int,
         generates: bool = True,
+        refusals: Mapping[str, str] | None = None,
     ):
         """Sets the limits.
 
@@ -122,6 +123,8 @@ class Admission:
             has_priorities: True if the scheduling policy uses the priorities of requests.
             seed: The engine's seed, from which the seeds of requests are made.
             generates: False for an encoder.
+            refusals: The reasons for which parameters of requests cannot be True, by their names;
+                None for no such parameter.
         """
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -131,6 +134,7 @@ class Admission:
         self._has_priorities = has_priorities
         self._seed = seed
         self._generates = generates
+        self._refusals = refusals or {}
         self._num_admitted = 0
 
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
@@ -149,6 +153,7 @@ class Admission:
             params = _neutral(params)
         if params.priority and not self._has_priorities:
             raise UnsupportedError(f"priority={params.priority} needs scheduling_policy='priority'")
+        self._check_returned(params)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.stop and self._spell is None:
             raise ValueError(
@@ -254,6 +259,16 @@ class Admission:
             lora=prepared.lora and LoRAAdapter(prepared.lora.name, prepared.lora.adapter.digest),
             embedded=prepared.embedded,
         )
+
+    def _check_returned(self, params: SamplingParams) -> None:
+        for name, reason in self._refusals.items():
+            if getattr(params, name):
+                raise UnsupportedError(f"{name}=True {reason}")
+        if params.return_sampling_mask and (params.greedy or not params.top_k):
+            raise UnsupportedError(
+                "return_sampling_mask=True needs a temperature above 0 and a top_k above 0, which "
+                f"bound the mask; they are {params.temperature:g} and {params.top_k}"
+            )
 
     def _check_processor_inputs(self, params: SamplingParams) -> None:
         if len(params.logit_bias) > MAX_BIASES:

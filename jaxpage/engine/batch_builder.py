@@ -54,6 +54,7 @@ class Batch:
         num_rows: The number of rows without padding.
         num_scored: The number of tokens of the stream up to the last one that is scored.
         draft_depth: The depth to which the step drafts; see `StepPlan`.
+        returns_masks: True if a draw asks for the tokens that could be drawn.
     """
 
     bucket: Bucket
@@ -67,6 +68,7 @@ class Batch:
     num_rows: int
     num_scored: int
     draft_depth: int | None
+    returns_masks: bool = False
 
 
 class BatchBuilder:
@@ -185,6 +187,7 @@ class BatchBuilder:
             num_rows=len(plan.rows),
             num_scored=num_scored,
             draft_depth=plan.draft_depth,
+            returns_masks=any(sample.params.return_sampling_mask for sample in plan.samples),
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
@@ -255,6 +258,12 @@ class BatchBuilder:
         fields["seed_R2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
         fields["sample_index_R"][:count] = [sample.sample_index for sample in samples]
         fields["drawn_position_R"][:count] = [sample.position for sample in samples]
+        are_processed = [p.logprobs_mode == "processed" for p in params]
+        fields["is_processed_R"][:count] = are_processed
+        fields["flags"][Flags.PROCESSED] = any(
+            sample.num_logprobs is not None and (is_processed or sample.params.return_sampling_mask)
+            for sample, is_processed in zip(samples, are_processed, strict=True)
+        )
         fields["flags"][Flags.RANDOM] = any(p.temperature > 0 for p in params)
         fields["flags"][Flags.LOGPROBS] = any(sample.num_logprobs is not None for sample in samples)
 

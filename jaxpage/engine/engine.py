@@ -82,6 +82,7 @@ class Engine:
         sources: VectorSources | None = None,
         strategies: dict[int, Strategy] | None = None,
         generates: bool = True,
+        refusals: Mapping[str, str] | None = None,
         speculator: Speculator | None = None,
         new_strategy: NewStrategy | None = None,
         events: Events | None = None,
@@ -100,6 +101,7 @@ class Engine:
             sources: The sources of vectors in prompts; None if prompts may have none.
             strategies: The decoding strategies by sequence id; a speculator may read the same dict.
             generates: False for an encoder, which computes vectors and scores of texts alone.
+            refusals: See `Admission`.
             speculator: The proposer of drafts; None for no speculation.
             new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
             events: The listener; None ignores all events.
@@ -123,6 +125,7 @@ class Engine:
             has_priorities=scheduler.has_priorities,
             seed=seed,
             generates=generates,
+            refusals=refusals,
         )
         self.adapters = adapters
         self.sources = sources

@@ -13,9 +13,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxpage.decoding import hypothesis_score
-from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from jaxpage.settings.sampling_params import BeamSearchParams
+from jaxpage.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingMask,
+    TokenLogprobs,
+)
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
@@ -126,8 +135,9 @@ class Reporter:
 
     @property
     def _entries_per_token(self) -> int:
-        num_logprobs = self._group.request.params.logprobs
-        return 1 if num_logprobs is None else 2 + num_logprobs
+        params = self._group.request.params
+        number = 1 if params.logprobs is None else 2 + params.logprobs
+        return number + (params.top_k if params.return_sampling_mask else 0)
 
     @property
     def _num_prompt_entries(self) -> int:
@@ -138,7 +148,8 @@ class Reporter:
     def _num_entries(self) -> int:
         """Returns how many log probabilities the whole output has."""
         number = self._num_prompt_entries
-        if self._group.request.params.logprobs is not None:
+        params = self._group.request.params
+        if params.logprobs is not None or params.return_sampling_mask:
             number += self.num_output_tokens * self._entries_per_token
         return number
 
@@ -271,6 +282,11 @@ class Reporter:
             finish_reason=sequence.finish_reason if is_last else None,
             stop_reason=sequence.stop_reason if is_last else None,
             weights_versions=sequence.weights_versions(tokens, stop),
+            **(
+                {}
+                if is_brief
+                else _cuts(self._group.request.params, sequence.logprobs[tokens:stop])
+            ),
         )
 
     def _logprobs(self, token: TokenLogprobs, num_logprobs: int) -> dict[int, Logprob]:
@@ -290,6 +306,20 @@ class Reporter:
         if (text := self._texts.get(token_id)) is None:
             text = self._texts[token_id] = self._tokenizer.decode([token_id])
         return text
+
+
+def _cuts(params: SamplingParams, tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    """Returns the fields of a `CompletionOutput` that say what tokens were drawn from."""
+    fields: dict[str, Any] = {}
+    if params.num_logprobs is not None and params.logprobs_mode == "processed":
+        fields["num_kept"] = [token.num_kept for token in tokens]
+    if params.return_sampling_mask:
+        kept = [np.frombuffer(token.kept, np.int32) for token in tokens]
+        fields["sampling_mask"] = SamplingMask(
+            np.array([len(ids) for ids in kept], np.int32),
+            np.concatenate(kept) if kept else np.zeros(0, np.int32),
+        )
+    return fields
 
 
 def _text_end(sequence: Sequence, num_tokens: int) -> int:

@@ -93,12 +93,12 @@ class Runner:
             batch.processor_inputs,
             *batch.vectors,
         )
-        result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
+        result = StepResult(**unpack_drawn(np.asarray(output.drawn), batch.num_draws)._asdict())
         if batch.num_scored:
-            result = replace(
-                result,
-                scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)),
-            )
+            scored = unpack_drawn(np.asarray(output.scored), batch.num_scored)
+            result = replace(result, scored=StepResult(**scored._asdict()))
+        if batch.returns_masks:
+            result = replace(result, masks=np.asarray(output.masks)[: batch.num_draws])
         if output.paths.size:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:

@@ -224,6 +224,11 @@ class EngineConfig(Settings):
         False,
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}",
     )
+    enable_return_sampling_mask: bool = setting(
+        False,
+        "requests may ask for the tokens that each token was drawn from, with "
+        "return_sampling_mask (docs/guides/decoding.md)",
+    )
     limit_images: Annotated[int, Field(ge=0, lt=2**31)] | None = setting(
         None,
         "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes "

@@ -16,6 +16,7 @@ from typing import Any
 from jaxpage.settings.argument_checks import (
     INT32_MAX,
     check_bool,
+    check_choice,
     check_float,
     check_int,
     check_text,
@@ -79,6 +80,18 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of a few texts."""
+
+    values: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> str:
+        """Returns the value, or raises ValueError."""
+        check_choice(name, value, self.values)
+        return str(value)
+
+
+@dataclass(frozen=True)
 class Texts:
     """A list of texts that are not empty, or with `or_one` a single one."""
 
@@ -94,7 +107,7 @@ class TokenIdList:
     min_items: int = 0
 
 
-Kind = Float | Int | Bool | Text | Texts | TokenIdList
+Kind = Float | Int | Bool | Text | Choice | Texts | TokenIdList
 
 
 def _same(value: Any) -> Any:
@@ -310,6 +323,8 @@ PARAMETERS = (
         dict.fromkeys(("scores", "vectors", "rankings", "responses"), "user"),
         engine=lambda user: user or None,
     ),
+    _field("logprobs_mode", Choice(("raw", "processed")), beams=("raw",)),
+    _field("return_sampling_mask", Bool(), {"completions": None, "chats": None}, neutral=(False,)),
     _field("length_penalty", Float(), neutral=(1,), engine=None),
     _field("early_stopping", None, neutral=(False,), engine=None),
 )

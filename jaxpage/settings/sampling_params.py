@@ -29,6 +29,7 @@ from jaxpage.settings.token_ids import TokenIds
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the most likely token
 MAX_MARKER_CHARACTERS = 256
+LogprobsMode = Literal["raw", "processed"]
 # The markers before and after the reasoning, and whether it may begin again later in the answer.
 ThinkingMarkers = tuple[str, str, bool]
 THINK_MARKERS: ThinkingMarkers = ("<think>", "</think>", False)
@@ -94,6 +95,13 @@ class SamplingParams:
     cache_salt: str | None
     # with scheduling_policy="fair": the user to whom the tokens count; at most 256 characters
     user: str | None
+    # "raw": log probabilities are the model's; "processed": they are those of the distribution that
+    # a token is drawn from, after masks, biases, penalties, temperature and cuts (greedy: without
+    # temperature and cuts). Those of prompt tokens are always raw
+    logprobs_mode: LogprobsMode
+    # with enable_return_sampling_mask, a temperature above 0 and top_k above 0: return the tokens
+    # that each token was drawn from
+    return_sampling_mask: bool
 
     @names_checked
     def __init__(
@@ -126,6 +134,8 @@ class SamplingParams:
         priority: int = 0,
         cache_salt: str | None = None,
         user: str | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+        return_sampling_mask: bool = False,
     ) -> None:
         n = check_int("n", n, 1, MAX_SEQUENCES)
         max_tokens = _check_optional("max_tokens", max_tokens)
@@ -160,6 +170,8 @@ class SamplingParams:
             priority=check("priority", priority),
             cache_salt=_cache_salt(cache_salt),
             user=_check_optional("user", user),
+            logprobs_mode=check("logprobs_mode", logprobs_mode),
+            return_sampling_mask=check("return_sampling_mask", return_sampling_mask),
         )
 
     def _store(self, **fields: Any) -> None:
@@ -178,8 +190,9 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Returns `logprobs`, or 0 where only ranking needs the log probabilities of the tokens."""
-        return 0 if self.logprobs is None and self.ranks else self.logprobs
+        """Returns `logprobs`, or 0 where only ranking or a mask needs those of the tokens."""
+        is_needed = self.ranks or self.return_sampling_mask
+        return 0 if self.logprobs is None and is_needed else self.logprobs
 
     @functools.cached_property  # every step reads it
     def processes_logits(self) -> bool:

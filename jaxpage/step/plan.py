@@ -197,8 +197,9 @@ class StepPlan:
 class StepResult:
     """The outcome of a step, with an entry for each of `StepPlan.samples`: R draws of B rows.
 
-    Log probabilities are natural logarithms of the raw softmax. A negative token id says why none
-    was drawn; see `NOT_FINITE` and `NOTHING_ALLOWED`.
+    Log probabilities are natural logarithms of the raw softmax, or of the distribution that is
+    drawn from; see `SamplingParams.logprobs_mode`. A negative token id says why none was drawn; see
+    `NOT_FINITE` and `NOTHING_ALLOWED`.
 
     Attributes:
         token_ids: [R] The drawn tokens.
@@ -211,6 +212,9 @@ class StepResult:
         draft_candidates: The candidates of a device drafter, for its proposer; padded at the end.
         scored: The scores of `Row.scored`: an entry for each token of all rows, in order, up to
             the last one that is scored. Its "drawn" tokens are those of the prompt.
+        num_kept: [R] The tokens that could be drawn, where the log probabilities are of those.
+        masks: [R, U] The tokens that could be drawn, in the form of `token_masks`, where a sample
+            asks for them.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -221,3 +225,5 @@ class StepResult:
     paths: npt.NDArray[np.int32] | None = None
     draft_candidates: npt.NDArray[np.int32] | None = None
     scored: StepResult | None = None
+    num_kept: npt.NDArray[np.int32] | None = None
+    masks: npt.NDArray[np.uint32] | None = None

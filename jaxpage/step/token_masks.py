@@ -39,3 +39,9 @@ def mask_of_ids(token_ids: TokenIds, vocab_size: int) -> Mask:
         token_ids.masks[vocab_size] = mask
     mask_made: Mask = token_ids.masks[vocab_size]
     return mask_made
+
+
+def ids_of(mask: Mask) -> npt.NDArray[np.int32]:
+    """Returns the ids of the tokens in a mask, in ascending order."""
+    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).astype(np.int32)

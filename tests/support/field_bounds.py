@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpage.settings.field_table import (
     Bool,
+    Choice,
     Field,
     Float,
     Int,
@@ -44,6 +45,8 @@ def at_bounds(kind: Kind) -> list[Any]:
             return [kind.low, kind.high]
         case Bool():
             return [False, True]
+        case Choice():
+            return list(kind.values)
         case Text():
             return ["x" * kind.min_characters, "x" * kind.max_characters]
         case Texts():
@@ -63,6 +66,8 @@ def beyond(kind: Kind) -> list[tuple[Any, str]]:
             values = [kind.low - 1, kind.high + 1, 1.5, "1", True]
         case Bool():
             values = [1, "true"]
+        case Choice():
+            values = ["x", "", kind.values[0].upper(), 1, True]
         case Text():
             values = ["x" * (kind.max_characters + 1), 5]
             values += [""] if kind.min_characters else []

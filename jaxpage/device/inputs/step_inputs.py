@@ -19,7 +19,7 @@ from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.shapes import MAX_BIASES
 from jaxpage.step.token_masks import num_mask_words
 
-NUM_FLAGS = 7
+NUM_FLAGS = 8
 
 
 class TableShape(NamedTuple):
@@ -58,6 +58,8 @@ class StepInputs(NamedTuple):
     frequency_penalty_R: jax.Array
     presence_penalty_R: jax.Array
     num_prompt_tokens_R: jax.Array  # tokens of the history before the output
+    # 1: its log probabilities are those of the distribution that it is drawn from
+    is_processed_R: jax.Array
     # The place in the stream of the token before this one, in steps that verify; -1: it was
     # computed before the step.
     parents_T: jax.Array
@@ -89,7 +91,7 @@ class Flags:
     -1 for None.
     """
 
-    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH = range(NUM_FLAGS)
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH, PROCESSED = range(NUM_FLAGS)
 
 
 class ProcessorInputs(NamedTuple):

@@ -181,6 +181,8 @@ def _type_of(kind: table.Kind) -> Any:
             return Annotated[int, Field(ge=kind.low, le=kind.high)]
         case table.Bool():
             return bool
+        case table.Choice():
+            return Literal[kind.values]
         case table.Text():
             return Annotated[
                 str,
