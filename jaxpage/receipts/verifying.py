@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpage.errors import CapacityError, ReceiptError, UnsupportedError
 from jaxpage.outputs import RequestOutput
@@ -80,7 +80,7 @@ def _params_of(receipt: Receipt, longest: int) -> SamplingParams:
     Raises:
         ReceiptError: The parameters of the receipt are none.
     """
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in receipt.request.params.items()
     }
