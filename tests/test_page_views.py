@@ -695,7 +695,10 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 def open_faked_on_phone(page: Any, files: str) -> None:
     """With an answer that has long words, code and a table, and a picture of the next message."""
     page.allowed.append("404")
-    facts = {"model": {"takes_pictures": True}, "limits": {"max_pictures": 2, "max_body_bytes": 9000}}
+    facts = {
+        "model": {"takes_pictures": True},
+        "limits": {"max_pictures": 2, "max_body_bytes": 9000},
+    }
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "eye"}]}))
     page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     snapshot = f"data: {json.dumps(state())}\n\n"

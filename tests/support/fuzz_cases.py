@@ -229,9 +229,7 @@ class Case:
             yield line
 
 
-def random_shapes(
-    chance: random.Random, models: Sequence[str] = ()
-) -> tuple[str, dict[str, Any]]:
+def random_shapes(chance: random.Random, models: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """Returns a model and settings on which the shapes of steps depend.
 
     Most are of the packaged model. The others have few geometries, since each is compiled anew.
