@@ -687,6 +687,46 @@ ROW_MISTAKES = {
     "pairs that turn back": ("second * cos + first * sin", "second * cos - first * sin"),
     "what is not turned is lost": ("(p.width - 2 * pairs) * sizeof(Number)", "0"),
 }
+# Of what follows a product, of layer norms, and of attention both ways.
+ENCODER_MISTAKES = {
+    "biases of the first outputs": ("p.bias + output,", "p.bias,"),
+    "a product without its activation": (
+        "value = activated(kActivation, value)",
+        "value = activated(Activation::kNone, value)",
+    ),
+    "an error function that ends too soon": ("max(splat(-4.0f)", "max(splat(-2.0f)"),
+    "a variance with what fills up a row": (
+        "last = select(ascending()",
+        "last = select(splat(0.0f)",
+    ),
+    "a mean without the last vectors": (
+        "for (; i < num_vectors; ++i) sums[0] += part(i);",
+        "",
+    ),
+    "a layer norm of what was not added": (
+        "numbers[i] = Load<Stored>::at(rounded);",
+        "numbers[i] = of_row(p.x, i);",
+    ),
+    "keys of the first head": ("head * a.num_kv_heads / a.num_heads", "0"),
+    "one key too few to the right": ("own + a.reach + 1)", "own + a.reach)"),
+    "one key too few to the left": ("own - a.reach);", "own - a.reach + 1);"),
+    "scores of keys that are not there": (
+        "for (int64_t i = end / kLanes * kLanes; i < num_columns; i += kLanes) hide(i);",
+        "",
+    ),
+    "scores of keys out of reach": (
+        "for (int64_t i = 0; i < begin; i += kLanes) hide(i);",
+        "",
+    ),
+    "values of the first keys": ("seen.values + begin * kLanes", "seen.values"),
+    "sums of values begin anew": (
+        "begin ? raw_at<Vec>(sums.at(t, v * kLanes)) : Vec{}",
+        "Vec{}",
+    ),
+    "a weight that is never zero": ("select(x < splat(-126.0f)", "select(x < splat(-1e30f)"),
+    "what is no text is kept": ("if (segment[begin] < 0)", "if (segment[begin] < -9)"),
+    "two texts are one": ("segment[end] == segment[begin];)", "segment[end] >= 0;)"),
+}
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
     "the last position is left out": (
@@ -759,7 +799,13 @@ TILE_MISTAKES = {
         "shuffled<0, 1, 2, 3, 4, 5, 6, 7, 8,",
     ),
 }
-ALL_MISTAKES = {**MISTAKES, **PACKED_MISTAKES, **ROW_MISTAKES, **TILE_MISTAKES}
+ALL_MISTAKES = {
+    **MISTAKES,
+    **PACKED_MISTAKES,
+    **ROW_MISTAKES,
+    **ENCODER_MISTAKES,
+    **TILE_MISTAKES,
+}
 
 
 @pytest.mark.sweep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
+from jaxpage.device.packing import multiply_packed
 from jaxpage.layers.activations import gate
-from jaxpage.layers.norms import RMSNorm, add_and_norm
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.norms import LayerNorm, RMSNorm, add_and_norm, norm_of_sum
+from jaxpage.layers.packed import PackedLinear
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
-from pallas_kernels.cpu import library, rows
+from pallas_kernels.cpu import library, packed, rows
+from pallas_kernels.cpu.both_ways import attend_both_ways
 
 # 300 rows are shared among threads; the other widths do not fill their last vector.
 WIDTHS = (64, 100, 7)
@@ -88,6 +93,124 @@ def test_one_call_normalises(width: int, scale_dtype: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_one_call_normalises_around_the_mean(width: int, with_bias: bool, dtype: str) -> None:
+    scale = numbers(dtype, width)
+    bias = scale[::-1] if with_bias else None
+
+    def norm(x: np.ndarray) -> np.ndarray:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        root = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + 1e-3)
+        scaled = centred / root * (np.asarray(scale, np.float64) + 1)
+        return scaled if bias is None else scaled + np.asarray(bias, np.float64)
+
+    def call(x: jax.Array, *added: jax.Array, keeps_sum: bool = False) -> Any:
+        return rows.layer_norm(x, scale, bias, 1e-3, 1.0, *added, keeps_sum=keeps_sum)
+
+    x = numbers(dtype, 300, width) + 3
+    check(jax.jit(lambda x: call(x)[1]), x, norm)
+    other = x[:, ::-1] * 0.3
+    both, normed = call(x, other, keeps_sum=True)
+    np.testing.assert_array_equal(both, x + other)
+    np.testing.assert_array_equal(normed, call(x + other)[1])
+    nothing, same = call(x, other)
+    assert nothing is None
+    np.testing.assert_array_equal(same, normed)
+    plain = np.asarray(rows.layer_norm(x, None, None, 1e-3, 0.0)[1], np.float64)
+    np.testing.assert_allclose(plain.mean(axis=-1), 0, atol=0.01)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_out", [64, 100, 7])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_one_call_multiplies_and_adds_a_bias(
+    activation: str | None, num_out: int, dtype: str
+) -> None:
+    x, weight = numbers(dtype, 300, 24), np.asarray(numbers(dtype, num_out, 24))
+    bias = numbers("float32", num_out)
+    panels = packed.pack(weight, packed.NUMBERS[dtype])
+
+    def call(x: jax.Array) -> jax.Array:
+        options = {"bias_O": bias, "activation": activation, "result": "float32"}
+        return packed.multiply_packed(x, panels, num_out, **options)  # type: ignore[arg-type]
+
+    found = np.asarray(call(x))
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias)
+    exact = exact if activation is None else gelu(exact)
+    np.testing.assert_allclose(found, exact, atol=2e-4)
+    np.testing.assert_array_equal(call(x[-3:]), found[-3:])
+
+
+def test_one_call_computes_gelu() -> None:
+    x = np.linspace(-8, 8, 20_001, dtype=np.float32)
+    x = np.concatenate([x, [np.nan, -np.inf, np.inf]]).astype(np.float32)
+    both = np.stack([x, np.ones_like(x)]).T.reshape(1, -1)
+    found = np.asarray(rows.gate(jnp.asarray(both.reshape(-1, 2)), "gelu"))[:, 0]
+    np.testing.assert_allclose(found[:-3], gelu(x[:-3].astype(np.float64)), rtol=2e-7, atol=1e-6)
+    assert np.isnan(found[-3]) and found[-1] == np.inf
+
+
+def attention(q: Any, k: Any, v: Any, scale: float, reach: int | None) -> np.ndarray:
+    """What one text attends to, in float64."""
+    q, k, v = (np.asarray(each, np.float64).swapaxes(0, 1) for each in (q, k, v))
+    k, v = (np.repeat(each, len(q) // len(k), axis=0) for each in (k, v))
+    scores = q @ k.swapaxes(1, 2) * scale
+    place = np.arange(scores.shape[1])
+    if reach is not None:
+        scores[:, np.abs(place[:, None] - place) > reach] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True) @ v).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("reach", [None, 3, 40])
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 32), ((2, 2), 80), ((3, 1), 16)])
+def test_one_call_attends_both_ways(heads: tuple[int, int], width: int, reach: int | None) -> None:
+    """Texts of any length, what is no text in the middle and at the end, and each text alone."""
+    lengths = (1, 20, 33, 500, 64, 2)
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    segment = np.insert(segment, 21, [-1] * 5)
+    segment = np.append(segment, [-1] * 7)
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        rng.standard_normal((len(segment), count, width)).astype(np.float32) * 2
+        for count in (heads[0], heads[1], heads[1])
+    )
+    for each in (q, k, v):
+        each[segment < 0] = np.nan
+
+    def call(places: Any) -> np.ndarray:
+        arrays = (jnp.asarray(each[places]) for each in (q, k, v, segment))
+        return np.asarray(attend_both_ways(*arrays, scale=0.05, reach=reach))
+
+    found = call(slice(None))
+    assert not found[segment < 0].any()
+    for text in range(len(lengths)):
+        places = segment == text
+        exact = attention(q[places], k[places], v[places], 0.05, reach)
+        np.testing.assert_allclose(found[places], exact, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(call(places), found[places])
+
+
+def test_one_call_attends_with_a_score_that_no_other_comes_near() -> None:
+    """Weights below the least number are zero, and what is no number reaches its text alone."""
+    q = np.zeros((40, 1, 16), np.float32)
+    q[:, :, 0] = 1
+    k = q * np.where(np.arange(40) % 20 == 3, 1e4, -1e4).astype(np.float32)[:, None, None]
+    v = numbers("float32", 40, 1, 16)
+    segment = jnp.repeat(jnp.arange(2), 20)
+    found = np.asarray(attend_both_ways(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    np.testing.assert_array_equal(found, np.asarray(v)[np.repeat([3, 23], 20)])
+    q[25] = np.nan
+    found = np.asarray(attend_both_ways(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    assert np.isnan(found).any(axis=(1, 2)).nonzero()[0].tolist() == [25]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("width", "pairs"), [(64, 32), (80, 20), (6, 3)])
 def test_one_call_turns_pairs(width: int, pairs: int, dtype: str) -> None:
     x = numbers(dtype, 300, 3, width)
@@ -128,6 +251,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         lambda: rows.gate(one.astype("float16"), "silu"),
         lambda: rows.add_and_norm(one, jnp.ones((1, 8)), jnp.ones(8), 1e-5, 0.0),
         lambda: rows.split_and_rotate(one, jnp.ones((3, 2)), jnp.ones((3, 2)), 1, 2),
+        lambda: rows.layer_norm(one, jnp.ones(7), None, 1e-5, 0.0),
+        lambda: rows.layer_norm(one, jnp.ones(8), jnp.ones(9), 1e-5, 0.0),
+        lambda: rows.layer_norm(one, None, None, 1e-5, 0.0, jnp.ones((1, 8))),
+        lambda: attend_both_ways(*3 * [one[:, None]], jnp.zeros(2, int), scale=1.0),
+        lambda: attend_both_ways(*3 * [jnp.ones((2, 3, 16))], jnp.zeros(3, int), scale=1.0),
     ):
         with pytest.raises(Exception, match="do not fit|no kernel for rows of these types"):
             jax.block_until_ready(call())
@@ -136,6 +264,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_layers_say_the_same_with_kernels_and_without() -> None:
     norm = RMSNorm(100, name="norm", epsilon=1e-5, offset=1.0, dtype="float32")
     norm.scale.set_value(numbers("float32", 100))
+    around = LayerNorm(100, name="norm", epsilon=1e-5, dtype="float32")
+    around.scale.set_value(numbers("float32", 100))
+    around.bias.set_value(numbers("float32", 100)[::-1])
     angles = Rope((1.0, 0.1, 0.01)).angles(jnp.arange(12))
 
     def layers(x: jax.Array) -> Any:
@@ -143,6 +274,10 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
         return (
             norm(x),
             *add_and_norm(norm, x, 2 * x),
+            around(x.reshape(3, 4, 100)),
+            *add_and_norm(around, x, 3 * x),
+            norm_of_sum(around, x, 4 * x),
+            norm_of_sum(norm, x, 5 * x),
             gate(x, "gelu_new"),
             gate(x, "relu"),
             rotated,
@@ -154,7 +289,26 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     with TraceScope(kernels).open():
         text = str(jax.make_jaxpr(lambda x: layers(x))(x))
         found = jax.jit(lambda x: layers(x))(x)
-    for name in ("rms_norm", "add_and_norm", "gate", "rotate", "split_and_rotate"):
-        assert text.count(f"target_name=jaxpage_{name}") == 1
+    counts = {"rms_norm": 2, "add_and_norm": 1, "layer_norm": 3, "gate": 1, "rotate": 1}
+    for name, count in {**counts, "split_and_rotate": 1}.items():
+        assert text.count(f"target_name=jaxpage_{name}") == count
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "relu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_with_what_follows_says_the_same(bias: bool, activation: str | None) -> None:
+    """In float32 one call does all that kernels know; XLA does the rest."""
+    whole = linear(24, Part(20, None, "part"), input_axis=None, bias=bias, dtype="float32")
+    whole.kernel.set_value(numbers("float32", 20, 24))
+    if whole.bias is not None:
+        whole.bias.set_value(numbers("float32", 20))
+    x = numbers("float32", 12, 24)
+    plain = whole(x, activation)
+    in_panels = PackedLinear(whole)
+    in_panels.kernel.set_value(jnp.asarray(packed.pack(np.asarray(whole.kernel[...]), 1)))
+    kernels = LayerKernels(*5 * [None])._replace(multiply_packed=multiply_packed)  # type: ignore[arg-type]
+    with TraceScope(kernels).open():
+        found = jax.jit(lambda x: in_panels(x, activation))(x)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-4)

@@ -297,17 +297,20 @@ def test_texts_share_a_stream_with_those_of_similar_length() -> None:
         )
 
 
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-6), ("bfloat16", 0.03)])
 @pytest.mark.parametrize("reach", [None, 6])
 @pytest.mark.parametrize("lengths", [(100,), (33, 1, 30), (64, 64), (5, 3, 2)])
-def test_both_ways_to_attend_agree(reach: int | None, lengths: tuple[int, ...]) -> None:
-    """The kernel for CPUs and plain XLA, with what follows a text and without."""
-    heads = np.random.default_rng(5).standard_normal((3, sum(lengths), 2, 16)).astype(np.float32)
+def test_both_ways_to_attend_agree(
+    reach: int | None, lengths: tuple[int, ...], dtype: str, error: float
+) -> None:
+    """The kernels for CPUs and plain XLA, with what follows a text and without."""
+    heads = np.random.default_rng(5).standard_normal((3, sum(lengths), 2, 16)).astype(dtype)
     options = AttentionOptions(scale=0.25, sliding_window=reach)
     found = []
     for alignment, attend in ((1, attend_in_cpp), (32, attend_in_xla)):
         texts = [(np.zeros(length, np.int32),) * 3 for length in lengths]
         packed, starts = pack_texts(texts, 128, alignment)
-        spread = np.full((3, 128, 2, 16), 9.0, np.float32)  # what is no text must not matter
+        spread = np.full((3, 128, 2, 16), 9.0, dtype)  # what is no text must not matter
         places = np.concatenate(
             [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)]
         )
@@ -315,8 +318,8 @@ def test_both_ways_to_attend_agree(reach: int | None, lengths: tuple[int, ...]) 
         inputs = split_inputs(jnp.asarray(packed), 128)
         more = (128, 128) if alignment == 1 else ()
         out, _ = attend(inputs, *more)(0, *map(jnp.asarray, spread), (), options)
-        found.append(np.asarray(out)[places])
-    np.testing.assert_allclose(*found, atol=2e-6)
+        found.append(np.asarray(out, np.float32)[places])
+    np.testing.assert_allclose(*found, atol=error)
 
 
 def files_of(directory: Path, pooling: dict[str, Any], *more: str, **prompts: Any) -> None:

@@ -53,7 +53,7 @@ class Configured {
 
 // Returns 2^x within 3e-6 of it: a polynomial of what x is above a whole number. 2^0 is `one`
 // exactly, and 2^-inf is 0.
-inline Vec power_of_two(Vec x, float one = 1.0f) {
+inline Vec rough_power_of_two(Vec x, float one = 1.0f) {
   const Vec part = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   Vec y = splat(1.3426689431e-2f);
   y = multiply_add(y, part, splat(5.2242465317e-2f));
@@ -67,8 +67,8 @@ inline Vec power_of_two(Vec x, float one = 1.0f) {
 // is added, so that what is cut off was rounded.
 inline Vec weights_of(Vec x, Vec y) {
   constexpr float kOne = 1.0f + 0x1p-8f;
-  return as_float(as_bits(power_of_two(x, kOne)) >> 16 |
-                  (as_bits(power_of_two(y, kOne)) & 0xffff0000u));
+  return as_float(as_bits(rough_power_of_two(x, kOne)) >> 16 |
+                  (as_bits(rough_power_of_two(y, kOne)) & 0xffff0000u));
 }
 
 // Returns the larger lanes; b where a is NaN.
@@ -220,7 +220,7 @@ JAXPAGE_AMX void weigh_few(const Attention& a, const Softmax& softmax, Block& bl
     const float before = block.most[h], score = largest(largest_of) * softmax.factor,
                 most = score > before + kStep ? score : before;
     block.most[h] = most;
-    const float correction = power_of_two(splat(before - most))[0];
+    const float correction = rough_power_of_two(splat(before - most))[0];
     for (int64_t i = 0; i < vecs && correction != 1.0f; ++i)
       sums[h * vecs + i] *= splat(correction);
     const Vec factor = splat(softmax.factor);
@@ -308,7 +308,7 @@ JAXPAGE_AMX void weigh_many(const Attention& a, const Softmax& softmax, Block& b
   const Int is_larger = score > before + splat(kStep);
   if (_mm512_movepi32_mask((__m512i)is_larger)) {
     block.most = select(is_larger, score, before);
-    const Vec correction = power_of_two(before - block.most);
+    const Vec correction = rough_power_of_two(before - block.most);
     for (int64_t i = 0; i <= a.value_width; ++i) sums[i] *= correction;
   }
   const Vec offset = -block.most;

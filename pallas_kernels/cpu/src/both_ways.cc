@@ -26,7 +26,8 @@ constexpr int kMostVecs = 1;
 #endif
 // So many queries share what is read of keys and values. Their scores stay in the caches.
 constexpr int64_t kQueriesAtOnce = 48;
-constexpr int64_t kKeysAtOnce = 256;  // whose values stay in the first cache
+constexpr float kLog2E = 1.44269504088896341f;  // weights are powers of two
+constexpr int64_t kKeysAtOnce = 256;            // whose values stay in the first cache
 
 // A matrix whose rows are `width` numbers apart.
 struct Matrix {
@@ -116,27 +117,38 @@ void pack_values(const BothWays& a, int64_t begin, int64_t end, int64_t head, fl
 }
 
 // Makes weights of the scores of a query, which sees the columns [begin, end) of `num_columns`.
-// Returns what their sum has to be divided by.
+// Returns the sum of the weights. Four vectors take turns, so that none waits for the one before.
 float weigh(float* scores, int64_t num_columns, int64_t begin, int64_t end) {
-  const auto seen = [&](int64_t i, float unseen) {
-    const Vec score = raw_at<Vec>(scores + i);
-    if (begin <= i && i + kLanes <= end) return score;
+  const Vec unseen = splat(-std::numeric_limits<float>::infinity());
+  const auto hide = [&](int64_t i) {
     const Vec column = splat(static_cast<float>(i)) + ascending();
     const Int is_seen =
         (column >= splat(static_cast<float>(begin))) & (column < splat(static_cast<float>(end)));
-    return select(is_seen, score, splat(unseen));
+    const Vec score = select(is_seen, raw_at<Vec>(scores + i), unseen);
+    std::memcpy(scores + i, &score, sizeof(score));
   };
-  Vec most = splat(-std::numeric_limits<float>::infinity());
-  for (int64_t i = 0; i < num_columns; i += kLanes)
-    most = max(seen(i, -std::numeric_limits<float>::infinity()), most);
-  const Vec highest = splat(largest(most));
-  Vec total = {};
-  for (int64_t i = 0; i < num_columns; i += kLanes) {
-    const Vec weight = exp(seen(i, -std::numeric_limits<float>::infinity()) - highest);
+  for (int64_t i = 0; i < begin; i += kLanes) hide(i);
+  for (int64_t i = end / kLanes * kLanes; i < num_columns; i += kLanes) hide(i);
+  const int64_t num_fours = num_columns / (4 * kLanes) * (4 * kLanes);
+  Vec most[4] = {unseen, unseen, unseen, unseen};
+  const auto take = [&](int64_t i, int place) {
+    most[place] = max(raw_at<Vec>(scores + i), most[place]);
+  };
+  int64_t i = 0;
+  for (; i < num_fours; i += 4 * kLanes)
+    for (int place = 0; place < 4; ++place) take(i + place * kLanes, place);
+  for (; i < num_columns; i += kLanes) take(i, 0);
+  const Vec highest = splat(largest(max(max(most[0], most[1]), max(most[2], most[3]))));
+  Vec total[4] = {};
+  const auto give = [&](int64_t i, int place) {
+    const Vec weight = power_of_two(raw_at<Vec>(scores + i) - highest);
     std::memcpy(scores + i, &weight, sizeof(weight));
-    total += weight;
-  }
-  return sum(total);
+    total[place] += weight;
+  };
+  for (i = 0; i < num_fours; i += 4 * kLanes)
+    for (int place = 0; place < 4; ++place) give(i + place * kLanes, place);
+  for (; i < num_columns; i += kLanes) give(i, 0);
+  return sum((total[0] + total[1]) + (total[2] + total[3]));
 }
 
 // Holds the keys and values of a head that some queries see, in panels.
@@ -159,7 +171,7 @@ void attend_block(const BothWays& a, const Seen& seen, int64_t first, int64_t la
   const auto place = [&](int64_t row) { return ((first + row) * a.num_heads + head) * width; };
   for (int64_t t = 0; t < num_rows; ++t)
     for (int64_t i = 0; i < width; i += kLanes) {
-      const Vec scaled = raw_at<Vec>(a.q + place(t) + i) * splat(a.scale);
+      const Vec scaled = raw_at<Vec>(a.q + place(t) + i) * splat(kLog2E * a.scale);
       std::memcpy(q.at(t, i), &scaled, sizeof(scaled));
     }
   multiply(num_rows, q, seen.keys + begin * width, num_panels, kLanes * width, 0, width, scores);

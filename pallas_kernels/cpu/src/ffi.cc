@@ -606,7 +606,7 @@ ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
 }
 
-// What is not there has no elements: `added`, and the sum with it; the scale; the bias.
+// These have no elements where they are not there: `added`, and the sum with it; the scale; the bias.
 ffi::Error layer_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added,
                       ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> sum,
                       ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {

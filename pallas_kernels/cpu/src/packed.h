@@ -40,7 +40,7 @@ struct Packed {
   bool out_is_float;   // else of bfloat16
   int64_t num_rows, num_in, num_out, num_words;
 
-  // What follows the sums, before they are rounded:
+  // These follow the sums, before they are rounded:
   const float* bias;  // [O], or null
   Activation activation;
 

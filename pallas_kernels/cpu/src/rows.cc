@@ -74,11 +74,14 @@ void rms_norm(const Rows& p, int64_t row) {
         load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
 }
 
-// The sum of some vectors, which has four sums for the same reason.
+// Returns the sum of all lanes of some vectors. It has four sums for the same reason.
 template <typename Part>
 inline float sum_of(int64_t num_vectors, const Part& part) {
   Vec sums[4] = {};
-  for (int64_t i = 0; i < num_vectors; ++i) sums[i % 4] += part(i);
+  int64_t i = 0;
+  for (; i + 4 <= num_vectors; i += 4)
+    for (int place = 0; place < 4; ++place) sums[place] += part(i + place);
+  for (; i < num_vectors; ++i) sums[0] += part(i);
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 

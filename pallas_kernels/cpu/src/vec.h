@@ -313,6 +313,22 @@ static inline Vec exp(Vec x) {
   return select(is_zero, splat(0.0f), y * power);
 }
 
+// Returns 2^x for x up to 127 within 2 ulp, and 0 below -126 (and for -inf): a polynomial of what x
+// differs from a whole number.
+static inline Vec power_of_two(Vec x) {
+  const Vec magic = splat(12582912.0f);  // as in `exp`
+  const Vec shifted = x + magic, part = x - (shifted - magic);
+  Vec y = splat(1.5337578e-4f);
+  y = multiply_add(y, part, splat(1.3399860e-3f));
+  y = multiply_add(y, part, splat(9.6185198e-3f));
+  y = multiply_add(y, part, splat(5.5503290e-2f));
+  y = multiply_add(y, part, splat(2.4022646e-1f));
+  y = multiply_add(y, part, splat(6.9314718e-1f));
+  y = multiply_add(y, part, splat(1.0f));
+  const Vec power = as_float((as_bits(shifted) << 23) + 0x3f800000u);
+  return select(x < splat(-126.0f), Vec{}, y * power);
+}
+
 static inline Vec tanh(Vec x) {
   Vec bounded = max(splat(-15.0f), select(x < splat(15.0f), x, splat(15.0f)));
   return splat(1.0f) - splat(2.0f) / (exp(bounded + bounded) + splat(1.0f));
