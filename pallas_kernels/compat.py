@@ -85,8 +85,9 @@ def describe_tpu(device: Any) -> Iterator[None]:
     """
     mesh = sharding.Mesh(np.array([device]), ("x",))
     # Pallas asks the mesh for the kind of TPU.
-    with described(DescribedTPU(device.device_kind)), sharding.use_abstract_mesh(
-        mesh.abstract_mesh
+    with (
+        described(DescribedTPU(device.device_kind)),
+        sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield
 

@@ -311,7 +311,9 @@ def _place(arguments: argparse.Namespace, utilization: float) -> DeviceSpec:
                 "for another device give its --memory"
             )
         if memory is not None:
-            raise UsageError("--device and --memory both say how much memory there is: leave out one")
+            raise UsageError(
+                "--device and --memory both say how much memory there is: leave out one"
+            )
         return known.spec(utilization)
     if memory is None:
         open_devices(utilization)

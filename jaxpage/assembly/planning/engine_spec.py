@@ -104,8 +104,7 @@ class EngineSpec:
     @property
     def has_interleaved_pages(self) -> bool:
         """Returns whether keys and values share an array of pages; see `page_shapes`."""
-        kernels = self.described.kernels
-        return kernels is not None and kernels.interleaved
+        return interleaves_pages(self.described)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
@@ -283,6 +282,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         block_size=config.block_size,
         dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
+        interleaved=interleaves_pages(described),
     )
     memory = plan_memory(
         described, weights_bytes, groups, menu, max_row_length=limits.max_row_length, swaps=swaps
@@ -347,6 +347,11 @@ def choose_sharding(described: Described) -> Sharding:
         and LOGICAL_SHARDS % num_devices == 0
     )
     return make_sharding(described.model, num_devices, invariant=invariant)
+
+
+def interleaves_pages(described: Described) -> bool:
+    """Returns whether keys and values share an array of pages, which the kernel set decides."""
+    return described.device.interleaves_pages(described.config.attention_backend)
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
