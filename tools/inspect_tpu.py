@@ -72,7 +72,7 @@ COLUMNS = (
 def rows(
     tpus: Sequence[str], models: Sequence[str], kinds: Sequence[str], num_layers: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yields a row of cells for each TPU, model and kind of step; the last cell has the problems."""
+    """Yields a row of cells for each TPU, model and kind of step; the last one has the problems."""
     cases = [(tpu, model, kind) for tpu in tpus for model in models for kind in kinds]
     for tpu, model, kind in tqdm(cases, desc="Steps", unit="step", disable=None):
         config, num_blocks = MODELS[model]

@@ -2,7 +2,7 @@
 
 The kernel is part of JAX (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`), with the same
 signature in jax 0.10 to 0.12. It takes decodes, chains of drafts and prompt chunks in one call, and
-reads interleaved pages, whose heads are whole rows of a tile. It computes every row up to the last that is not empty, so the call is made
+reads interleaved pages. It computes every row up to the last that is not empty, so the call is made
 fit for it here:
 
     rows         a: 1 token | b: none | c: 3 tokens | d: none        d is not counted

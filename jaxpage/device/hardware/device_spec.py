@@ -80,7 +80,7 @@ class DeviceSpec:
         return chosen.prefers_mixed_steps and chosen.runs_on(self.platform)
 
     def interleaves_pages(self, attention_backend: str) -> bool:
-        """Returns whether an engine with a kernel set keeps interleaved pages; "auto" is as above."""
+        """Returns whether an engine with a kernel set keeps interleaved pages."""
         return keeps_interleaved(attention_backend, self.platform)
 
     def unaddressable_blocks(
