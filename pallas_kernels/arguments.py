@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_options import AttentionOptions, at_least_one, register_record
-from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, check_interleaved
+from pallas_kernels.page_layouts import (
+    INTERLEAVED,
+    SEPARATE,
+    check_interleaved,
+    interleaved_width,
+)
 from pallas_kernels.quantized_pages import check_scales
 
 _TABLES = ("block_table_BM", "context_len_B", "query_start")
@@ -37,7 +42,7 @@ class Arguments:
     k_scale: jax.Array | None = None  # [P, S, K], for quantised pages
     v_scale: jax.Array | None = None
     max_query_len: int = sys.maxsize  # static; becomes T if it is more
-    interleaved: bool = False  # static: k_pages is [P, S, 2K, H], a head's value after its key
+    interleaved: bool = False  # static: k_pages is [P, S, 2K, W]; see `page_layouts`
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -72,9 +77,7 @@ class Arguments:
     @property
     def out_width(self) -> int:
         """Returns the width of a head of the output."""
-        return (
-            self.k_pages.shape[3] if self.options.value_width is None else self.options.value_width
-        )
+        return self.q_TNH.shape[2] if self.options.value_width is None else self.options.value_width
 
     def _check_arrays(self) -> None:
         for name, rank in (
@@ -121,7 +124,10 @@ class Arguments:
                 f"query_start must have {num_rows + 1} entries (rows + 1), not "
                 f"{self.query_start.shape}"
             )
-        if self.q_TNH.shape[2] != self.k_pages.shape[3]:
+        width = self.q_TNH.shape[2]
+        if self.interleaved:
+            width = interleaved_width(width)
+        if width != self.k_pages.shape[3]:
             raise ValueError(
                 f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}"
             )

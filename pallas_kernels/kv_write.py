@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kernel_set import Call
-from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, check_interleaved
+from pallas_kernels.page_layouts import (
+    INTERLEAVED,
+    SEPARATE,
+    check_interleaved,
+    interleaved_width,
+)
 from pallas_kernels.quantized_pages import check_scales
 from pallas_kernels.sets import first_that_takes
 
@@ -38,7 +43,7 @@ def write_kv(
         v_TKH: The new values, or None if `paged_attention` finds the values in the keys.
         k_pages: The pages of keys.
         v_pages: The pages of values, or None as above. If it is None and there are values,
-            `k_pages` is interleaved: [P, S, 2K, H], the value of each head after its key.
+            `k_pages` is interleaved: [P, S, 2K, W], the value of each head after its key.
         slots_T: The slot of each token.
         k_scale: The scales of quantised pages of keys.
         v_scale: The scales of quantised pages of values.
@@ -113,6 +118,8 @@ def _check(
     num_kv_heads, width = k_pages.shape[2:]
     if v_TKH is not None and v_pages is None:
         num_kv_heads //= 2
+        if interleaved_width(k_TKH.shape[-1]) == width:
+            width = k_TKH.shape[-1]
     want = (slots_T.shape[0], num_kv_heads, width)
     for name, new in (("k_TKH", k_TKH), ("v_TKH", v_TKH)):
         if new is None:

@@ -63,8 +63,8 @@ def paged_attention(
         query_start: The first query token of each row, and the end of the last row.
         k_scale: The scales of int8 or float8 pages, as `write_kv` makes them; None for float pages.
         v_scale: The scales of the pages of values.
-        interleaved: Says that `k_pages` is an array [P, S, 2K, H] with both: the value of each head
-            follows its key. Such pages are not quantised.
+        interleaved: Says that `k_pages` is an array [P, S, 2K, W] with both: the value of each head
+            follows its key, each with zeros up to a multiple of 128. Such pages are not quantised.
         backend: One of `BACKENDS`, or "auto": only kernels where JAX's default backend is a GPU.
         interpret: Runs a kernel on CPU, operation by operation; for `INTERPRETABLE_BACKENDS`.
         max_query_len: A promise that no row has more query tokens, with which a backend chooses its

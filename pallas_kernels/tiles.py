@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from pallas_kernels.arguments import Arguments
+from pallas_kernels.compat import target_device
 
 # There is a file for each kind of GPU, which tools/bench_kernels.py --tune writes.
 TUNED = Path(__file__).parent / "tuned"
@@ -117,7 +116,7 @@ def shape_of(arguments: Arguments) -> Shape:
 
 def find_tuned(backend: str, shape: Shape) -> Tiles | None:
     """Returns the tiles that were measured to be best on this kind of GPU, if any were."""
-    device = jax.devices()[0]
+    device = target_device()
     matching = (
         _table(device.device_kind).get(backend, {}).get(str(shape))
         if device.platform == "gpu"
@@ -128,7 +127,7 @@ def find_tuned(backend: str, shape: Shape) -> Tiles | None:
 
 def find_measured_set(shape: Shape) -> str | None:
     """Returns the kernel set that was measured to be fastest on this kind of GPU, if any."""
-    device = jax.devices()[0]
+    device = target_device()
     return (
         _table(device.device_kind).get(_FASTEST, {}).get(str(shape))
         if device.platform == "gpu"

@@ -333,6 +333,24 @@ def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: st
     assert all((kernel.shared_bytes or 0) <= CARDS[gpu] for kernel in found.kernels)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    few(
+        itertools.product(
+            WITHOUT_FP8, [spec.name for spec in PRODUCTS if spec.code in ("fp8", "fp4")]
+        ),
+        [("rtx3090", "llama-3-8b down, 16 tokens, fp8")],
+    ),
+)
+def test_a_product_of_fp8_is_compiled_for_a_card_that_does_not_convert_it(
+    gpu: str, name: str
+) -> None:
+    case = product_case(next(spec for spec in PRODUCTS if spec.name == name))
+    found = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
+    assert found.calls == {"grouped_product": 1} and found.spilled_bytes == 0
+    assert all((kernel.shared_bytes or 0) <= CARDS[gpu] for kernel in found.kernels)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", CARDS)
 def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:

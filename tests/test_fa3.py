@@ -271,7 +271,7 @@ def test_auto_takes_a_set_for_each_kind_of_step(monkeypatch):
     monkeypatch.setattr(
         tiles, "_table", lambda kind: {"fastest set": measured} if kind == "NVIDIA H200" else {}
     )
-    monkeypatch.setattr(tiles.jax, "devices", lambda: [hopper])
+    monkeypatch.setattr(jax, "devices", lambda: [hopper])
     assert [chosen(name, hopper) for name in (decode, verify, chunk)] == ["fa3", "triton", "mosaic"]
     assert chosen(decode, hopper, spec={"num_heads": 8}) == "triton", "another shape"
     assert [each.name for each in candidates("auto", "gpu")] == ["triton", "fa3", "mosaic"], (

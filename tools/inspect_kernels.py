@@ -123,22 +123,23 @@ def section(arguments: argparse.Namespace) -> str:
     return text
 
 
-def replaced(document: str, text: str) -> str:
+def replaced(document: str, text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """Returns the document with the text between its marks.
 
     Raises:
         ValueError: The marks are not there, once each and in order.
     """
+    begin, end = marks
     if (
-        document.count(BEGIN) != 1
-        or document.count(END) != 1
-        or document.index(BEGIN) > document.index(END)
+        document.count(begin) != 1
+        or document.count(end) != 1
+        or document.index(begin) > document.index(end)
     ):
         raise ValueError(
-            f"the document must have the lines {BEGIN!r} and {END!r}, once each and in this order"
+            f"the document must have the lines {begin!r} and {end!r}, once each and in this order"
         )
-    before, rest = document.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+    before, rest = document.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
 
 
 def main(words: Sequence[str] | None = None) -> None:

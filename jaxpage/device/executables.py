@@ -29,6 +29,7 @@ from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
+from pallas_kernels.compat import target_device
 from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
@@ -329,7 +330,7 @@ def _compile_step(
 
 def compile_ahead(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
     """Compiles a function for arguments of these shapes."""
-    return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
+    return function.lower(*shapes).compile(compiler_options(target_device().platform, graphs))
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
+from pallas_kernels.compat import target_device
 from pallas_kernels.cpu import packed
 from pallas_kernels.cpu.packed import takes as takes
 
@@ -60,7 +61,7 @@ def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Arra
 
 def make_packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
     """Returns the function `x @ weight.T` by the kernel for CPUs; None where there is none."""
-    if jax.default_backend() != "cpu" or not takes(weight.dtype):
+    if target_device().platform != "cpu" or not takes(weight.dtype):
         return None
     panels = jax.device_put(packed.pack(np.asarray(weight), packed.NUMBERS[weight.dtype.name]))
     return lambda x: packed.multiply_packed(x, panels, len(weight), result=x.dtype)

@@ -65,7 +65,7 @@ def attend(arguments: Arguments) -> jax.Array:
 
     k_TCKH = dequantize(*jax.tree.map(gather, (arguments.k_pages, arguments.k_scale)))
     if arguments.interleaved:
-        k_TCKH, v_TCKH = separate(k_TCKH)
+        k_TCKH, v_TCKH = separate(k_TCKH, width)
     elif arguments.v_pages is None:
         v_TCKH = k_TCKH[..., : arguments.out_width]
     else:

@@ -90,7 +90,7 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
     A = Q x G is the number of query heads of one key/value head, and at least two.
     """
     num_kv_heads = arguments.num_kv_heads
-    width = arguments.k_pages.shape[3]
+    width = arguments.q_TNH.shape[2]
     num_tiles, query_tile = tiles.token_RQ.shape
     q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.options.scale
     q = (
@@ -129,7 +129,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         tile = functools.partial(context_tile, table_RM=table_RM, index=index)
         k_RCKH = dequantize(*jax.tree.map(tile, (arguments.k_pages, arguments.k_scale)))
         if arguments.interleaved:
-            k_RCKH, v_RCKH = separate(k_RCKH)
+            k_RCKH, v_RCKH = separate(k_RCKH, arguments.q_TNH.shape[2])
         elif arguments.v_pages is None:
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:

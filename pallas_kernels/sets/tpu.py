@@ -27,13 +27,12 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
 from pallas_kernels.kernel_set import Call, first_reason
-from pallas_kernels.page_layouts import INTERLEAVED
+from pallas_kernels.page_layouts import INTERLEAVED, LANES, fill_up
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.sets import reference
 
 INSTALL = "pip install 'jaxpage[tpu]'"  # libtpu: without it JAX sees no TPU
 QUERY_DTYPES = ("bfloat16", "float32")
-LANES = 128  # heads are whole vectors of a TPU
 # The positions of a turn of the loop over the context, and the query tokens of a program. They
 # depend on nothing else, so a token's sums do not depend on how many rows a step has.
 CONTEXT = 512
@@ -65,8 +64,8 @@ def _attend(arguments: Arguments, *, kernel: Callable[..., jax.Array]) -> jax.Ar
     start = jnp.where(
         num_rows == 0, jnp.minimum(jnp.arange(places_B.shape[0] + 1), 1), arguments.query_start
     )
-    out_TNH = kernel(
-        arguments.q_TNH,
+    out_TNW = kernel(
+        fill_up(arguments.q_TNH, arguments.k_pages.shape[3]),
         arguments.k_pages,
         jnp.maximum(length_B, 1).astype(jnp.int32),
         table_BM.astype(jnp.int32),
@@ -82,7 +81,7 @@ def _attend(arguments: Arguments, *, kernel: Callable[..., jax.Array]) -> jax.Ar
     # The kernel writes nothing for tokens of padding.
     rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
     seen_T = rows.valid_T & (rows.position_T >= 0)
-    return jnp.where(seen_T[:, None, None], out_TNH, 0)
+    return jnp.where(seen_T[:, None, None], out_TNW[..., : arguments.out_width], 0)
 
 
 def _without_blocks_before_the_window(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +120,6 @@ def supports(device: Any, call: Call) -> str | None:
 def _attention_reason(arguments: Arguments) -> str | None:
     dtype = arguments.q_TNH.dtype.name
     page_dtype = arguments.k_pages.dtype.name
-    width = arguments.q_TNH.shape[2]
     num_rows, table_width = arguments.block_table_BM.shape
     table_bytes = 4 * num_rows * -(-table_width // LANES) * LANES
     return first_reason(
@@ -130,7 +128,6 @@ def _attention_reason(arguments: Arguments) -> str | None:
             page_dtype != dtype,
             f"pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
         ),
-        (width % LANES, f"heads {width} wide (multiples of {LANES} only)"),
         (
             not _fills_tiles(2 * arguments.num_kv_heads, page_dtype),
             f"{arguments.num_kv_heads} key/value heads in {page_dtype}, which do not fill whole "

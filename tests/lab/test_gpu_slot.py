@@ -148,6 +148,12 @@ def test_one_row_is_timed_in_the_smallest_step():
     assert step_times.time_step(case, dtype="float32", round_s=0.001).step > 0
 
 
+def test_the_first_set_is_timed_with_blocks_of_other_sizes():
+    sizes = [spec.block_size for spec in chosen(slot_parts.REAL.block_sizes)]
+    assert sizes == [32, 64, 128]
+    assert {spec.block_size for spec in chosen(slot_parts.REAL.specs)} == {16}
+
+
 def test_products_keep_their_time():
     """Fourteen shapes are checked, and timed with and without their format: 36 compilations."""
     began = time.monotonic()

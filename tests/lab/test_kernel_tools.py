@@ -397,7 +397,7 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
     assert tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
     table_of, device = tiles._table, SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(tiles, "_table", lambda kind: table_of(kind, tmp_path))
-    monkeypatch.setattr(tiles.jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     assert tiles.find_tuned("triton", shape) == BEST
     assert tiles.find_tuned("mosaic", shape) is None
     assert (

@@ -50,6 +50,7 @@ class Sizes:
     steps: str
     few_steps: str
     specs: str
+    block_sizes: str
     contiguous: str
     engine: str
     few_engine: str
@@ -62,6 +63,7 @@ REAL = Sizes(
     steps=f"--models 8b --rows 1,64,8,256 --contexts 1024 --chunks 2048 --backend {FIRST} --seconds 150",
     few_steps=f"--models 8b --rows 1 --contexts 1024 --backend {FIRST} --seconds 80",
     specs="llama-3-8b decode 16x2048,llama-3-8b decode 64x2048,llama-3-8b chunk 2048+0",
+    block_sizes="decode in blocks of",
     contiguous="",
     engine=f"--model 8b --rows 1,8,64,256 --context 1024 --new 64 --backend {FIRST} --seconds 190",
     few_engine=f"--model 8b --rows 1,64 --context 1024 --new 64 --backend {FIRST} --seconds 110",
@@ -74,6 +76,7 @@ SMALL = Sizes(
     steps=_TINY_STEPS,
     few_steps=_TINY_STEPS,
     specs="llama-3-8b decode 16x2048,llama-3-8b chunk 2048+0",
+    block_sizes="decode in blocks of 128",
     contiguous="--small",
     engine=_TINY_ENGINE,
     few_engine=_TINY_ENGINE,
@@ -121,7 +124,7 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
         ),
     )
     specs = ["--specs", sizes.specs]
-    yield [_bench(check, FIRST, *specs)]
+    yield [_bench(check, FIRST, "--specs", f"{sizes.specs},{sizes.block_sizes}")]
     products = check.part("products", needs_s=40, limit_s=100, seconds=80, alone=True)
     yield [Part(products, "products of experts and of weights of few bits")]
     yield from _later_parts(check, sizes, specs)

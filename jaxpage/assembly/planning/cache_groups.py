@@ -57,6 +57,7 @@ def cache_groups(
     block_size: int,
     dtype: DTypeLike,
     num_shards: int = 1,
+    interleaved: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Returns the cache groups of a model; the group whose layers see most comes first.
 
@@ -68,12 +69,13 @@ def cache_groups(
         dtype: The type of the pages.
         num_shards: The shards of the model on a device, each with arrays of its own; `kvs` has what
             one of them keeps.
+        interleaved: See `page_shapes`.
     """
     kinds = _kinds(kvs, max_length, block_size)
     layer_bytes = [
         bytes_of_pages((layer,)) * (1 if place else num_shards)
         for place, kv in enumerate(kvs)
-        for layer in page_shapes(kv, 1, block_size, dtype)
+        for layer in page_shapes(kv, 1, block_size, dtype, interleaved=interleaved)
     ]
     elements = [
         block_size * math.prod(kv.heads_of(layer)) for kv in kvs for layer in range(kv.num_layers)

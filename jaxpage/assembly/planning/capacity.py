@@ -111,7 +111,13 @@ def _without_blocks(
         workspace_bytes = max(workspace_bytes, vectors.vision_workspace_bytes(max_length))
     dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
-        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, dtype)
+        scratch = drafting.pages(
+            menu,
+            [0] * drafting.num_layers,
+            config.block_size,
+            dtype,
+            interleaved=described.interleaves_pages,
+        )
         workspace_bytes += bytes_of_pages(scratch)
 
     def at_a_time(window: int) -> int:

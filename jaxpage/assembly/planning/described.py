@@ -63,3 +63,8 @@ class Described:
     dtype_reason: str = ""
     max_text: int | None = None
     vectors: VectorInput | None = None
+
+    @property
+    def interleaves_pages(self) -> bool:
+        """Returns whether keys and values share an array of pages, which the kernel set decides."""
+        return self.device.interleaves_pages(self.config.attention_backend)

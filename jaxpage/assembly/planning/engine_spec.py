@@ -102,12 +102,6 @@ class EngineSpec:
         return page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
-    def has_interleaved_pages(self) -> bool:
-        """Returns whether keys and values share an array of pages; see `page_shapes`."""
-        kernels = self.described.kernels
-        return kernels is not None and kernels.interleaved
-
-    @property
     def layer_groups(self) -> tuple[int, ...]:
         """Returns the cache group of each layer, the model's layers first, then a drafter's."""
         return group_of_layers(self.groups)
@@ -147,7 +141,7 @@ class EngineSpec:
             num_blocks,
             self.memory.block_size,
             self.page_dtype,
-            interleaved=self.has_interleaved_pages,
+            interleaved=self.described.interleaves_pages,
         )
 
     def pages(self, mesh: DeviceMesh) -> KVPages:
@@ -168,7 +162,7 @@ class EngineSpec:
             num_blocks,
             self.memory.block_size,
             self.page_dtype,
-            interleaved=self.has_interleaved_pages,
+            interleaved=self.described.interleaves_pages,
         )
         drafters: KVPages = mesh.whole(drafter_pages)
         return pages + drafters
@@ -288,6 +282,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         block_size=config.block_size,
         dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
+        interleaved=described.interleaves_pages,
     )
     memory = plan_memory(
         described, weights_bytes, groups, menu, max_row_length=limits.max_row_length, swaps=swaps

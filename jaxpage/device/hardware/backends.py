@@ -69,7 +69,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     Raises:
         UnsupportedError: The device does not run that kernel set; the text says what it needs.
     """
-    interleaved = candidates(name, device.platform)[0].layouts[0] == INTERLEAVED
+    interleaved = keeps_interleaved(name, device.platform)
     if name == "auto":
         in_cpp = device.platform == "cpu" and not load_cpu_library().reason
         return Backend(name, in_cpp=in_cpp, interleaved=interleaved)
@@ -90,6 +90,14 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
             f"{XLA_ADVICE}"
         )
     return Backend(name, interpret, in_cpp=name == "cpu", interleaved=interleaved)
+
+
+def keeps_interleaved(name: str, platform: str) -> bool:
+    """Returns whether an engine keeps interleaved pages for a kernel set.
+
+    "auto" is here the kernel set that is tried first.
+    """
+    return candidates(name, platform)[0].layouts[0] == INTERLEAVED
 
 
 def attention_sets(

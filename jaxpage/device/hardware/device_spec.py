@@ -10,7 +10,7 @@ import psutil
 from jax.typing import DTypeLike
 
 from jaxpage.device.hardware import gpu_memory
-from jaxpage.device.hardware.backends import has_bfloat16
+from jaxpage.device.hardware.backends import has_bfloat16, keeps_interleaved
 from jaxpage.device.packing import takes
 from pallas_kernels import candidates
 
@@ -78,6 +78,10 @@ class DeviceSpec:
         """
         chosen = candidates(attention_backend, self.platform)[0]
         return chosen.prefers_mixed_steps and chosen.runs_on(self.platform)
+
+    def interleaves_pages(self, attention_backend: str) -> bool:
+        """Returns whether an engine with a kernel set keeps interleaved pages."""
+        return keeps_interleaved(attention_backend, self.platform)
 
     def unaddressable_blocks(
         self, attention_backend: str, block_elements: int, dtype: DTypeLike

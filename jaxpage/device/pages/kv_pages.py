@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.models import KVSpec
 from pallas_kernels import is_quantized
+from pallas_kernels.page_layouts import interleaved_width
 
 KV_HEAD_AXIS = 2  # the axis of K in pages and in their scales
 # The types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits.
@@ -27,7 +28,7 @@ QUANTIZED = {"int8": "int8", "fp8": "uint8"}
 class LayerPages(NamedTuple):
     """Holds one layer's blocks, in the layout of the kernels."""
 
-    k_pages: jax.Array  # [P, S, K, H], or [P, S, 2K, H]: a head's value follows its key
+    k_pages: jax.Array  # [P, S, K, H], or [P, S, 2K, W]: interleaved, see `page_layouts`
     v_pages: jax.Array | None  # [P, S, K, H]; None: values are within `k_pages`
     k_scale: jax.Array | None = None  # [P, S, K] in float32, of quantised pages
     v_scale: jax.Array | None = None
@@ -80,8 +81,8 @@ def page_shapes(
         num_blocks: P of every layer, or a list with the P of each.
         block_size: The slots of a block (S).
         dtype: The type of the pages.
-        interleaved: Says that keys and values share an array where they can: not latents, and not
-            in a type that has scales. The bytes are the same.
+        interleaved: Says that keys and values share an array, in the layout for TPUs, where they
+            can: not latents, and not in a type that has scales.
     """
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
     shapes: list[LayerPages | StatePages] = []
@@ -102,7 +103,7 @@ def page_shapes(
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
         elif interleaved and scale is None:
             slots = (count, block_size, 2 * num_kv_heads)
-            both = jax.ShapeDtypeStruct((*slots, head_dim), dtype)
+            both = jax.ShapeDtypeStruct((*slots, interleaved_width(head_dim)), dtype)
             shapes.append(LayerPages(both, None))  # type: ignore[arg-type]
         else:
             shapes.append(LayerPages(page, page, scale, scale))  # type: ignore[arg-type]

@@ -121,6 +121,13 @@ SPECS: tuple[Spec, ...] = (
         for dtype in ("int8", "uint8")
         for batch in (64, 16)
     ),
+    *(
+        dataclasses.replace(
+            _decode("llama-3-8b", 64, 2048, block_size=size),
+            name=f"llama-3-8b decode in blocks of {size}",
+        )
+        for size in (32, 64, 128)
+    ),
     *(_chunk("llama-3-8b", tokens) for tokens in (128, 512, 2048)),
     _chunk("llama-3-8b", 512, before=3584),
     _chunk("llama-3-70b", 2048),

@@ -49,18 +49,43 @@ class Findings:
             for kernel in self.kernels
             if kernel.machine.stack_bytes
         ]
-        if self.aliased_bytes != pages_bytes:
-            found.append(
-                f"{self.aliased_bytes} bytes are aliased, and the pages have {pages_bytes}"
-            )
-        if self.temporary_bytes >= array_bytes:
-            found.append(
-                f"{self.temporary_bytes} bytes of temporary memory hold a layer's keys of {array_bytes}"
-            )
-        return found + [
-            f"{one.name} makes {one.num_bytes} bytes ({one.how})"
-            for one in hlo.made(self.computations, array_bytes)
-        ]
+        return found + page_problems(
+            self.computations,
+            self.aliased_bytes,
+            self.temporary_bytes,
+            pages_bytes=pages_bytes,
+            array_bytes=array_bytes,
+        )
+
+
+def page_problems(
+    computations: Mapping[str, hlo.Computation],
+    aliased_bytes: int,
+    temporary_bytes: int,
+    *,
+    pages_bytes: int,
+    array_bytes: int,
+) -> list[str]:
+    """Returns what keeps a function from changing its pages in place; empty if nothing.
+
+    Args:
+        computations: The computations of its HLO.
+        aliased_bytes: The bytes of the results that use the memory of arguments.
+        temporary_bytes: The bytes of temporary memory.
+        pages_bytes: The bytes of all pages.
+        array_bytes: The bytes of the largest array of pages.
+    """
+    found = []
+    if aliased_bytes != pages_bytes:
+        found.append(f"{aliased_bytes} bytes are aliased, and the pages have {pages_bytes}")
+    if temporary_bytes >= array_bytes:
+        found.append(
+            f"{temporary_bytes} bytes of temporary memory hold a layer's keys of {array_bytes}"
+        )
+    return found + [
+        f"{one.name} makes {one.num_bytes} bytes ({one.how})"
+        for one in hlo.made(computations, array_bytes)
+    ]
 
 
 def inspect(compiled: Any) -> Findings:

@@ -23,7 +23,7 @@ _VIEWS = frozenset(
     )
 )
 _IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
-_KERNEL_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "mosaic_gpu")
+_KERNEL_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "mosaic_gpu", "tpu_custom_call")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+?\d+\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-$]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-$]+) \(.*\{\s*$")
